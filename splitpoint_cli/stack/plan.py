@@ -21,13 +21,14 @@ from splitpoint.extras import need_all
 from splitpoint.host.compiler import compiler
 from splitpoint.host.memory import memory_facts
 from splitpoint.host.openmp import spin_environment
+from splitpoint.numerics import Numerics
 from splitpoint.observe.logs import LogFormat
 from splitpoint.observe.tracing import collector_url
 from splitpoint.options import scheduler, service, store, worker
 from splitpoint.options.cpu_kernels import check_cpu_kernels, with_panels
 from splitpoint.options.option import Option
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
-from splitpoint.shapes import ModelShape, WeightFormat
+from splitpoint.shapes import Encoding, ModelShape, WeightFormat
 from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity
 from splitpoint_cli.checks.ports import metrics_addresses
@@ -191,6 +192,7 @@ def _check(options: StackOptions) -> Identity:
     check_options(options)
     page_tokens_of(options.page_tokens)
     check_cpu_kernels(options.cpu_kernels)
+    _check_numerics(options)
     read_redis_options(
         options.redis, password_file=options.redis_password_file, ca_file=options.redis_ca
     )
@@ -375,6 +377,17 @@ def _check_lanes(options: StackOptions, devices: tuple[str, ...]) -> None:
         check_output(Path(options.trace).absolute(), "trace")
         for worker in range(len(devices)):
             check_output(trace_path(options.trace, worker), "trace")
+
+
+def _check_numerics(options: StackOptions) -> None:
+    """Raise InvalidArgument for a store that invariant numerics exclude."""
+    encoding = Encoding(options.kv_encoding)
+    if options.numerics == Numerics.INVARIANT and encoding.is_lossy:
+        raise InvalidArgument(
+            f"--numerics invariant needs --kv-encoding native: with {encoding.value}, what is "
+            "reused differs from what was computed",
+            field="numerics",
+        )
 
 
 def _check_weights(options: StackOptions, devices: tuple[str, ...]) -> None:

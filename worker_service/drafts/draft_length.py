@@ -225,7 +225,7 @@ class Lengths:
 
 
 def even_shares(wanted: Sequence[int], budget: int, turn: int = 0) -> list[int]:
-    """Share a budget: nobody gets less than another one, unless it wanted no more.
+    """Share a budget: none gets less than another, unless it wanted no more.
 
     What cannot be divided goes to others in each `turn`, so that of more takers than the budget
     each one gets something in its turn.

@@ -97,7 +97,7 @@ class _Plan(Generic[Target]):
 
     @property
     def most_now(self) -> int:
-        """Tokens that a plan with a number can use: none if nobody drafts them."""
+        """Tokens that a plan with a number can use: none if no drafter is there."""
         if self.target.speculation.method is DraftMethod.SUFFIX:
             return len(self.found or ())
         return self.most if self.methods else 0

@@ -236,7 +236,7 @@ class ModelDrafter:
         return growing
 
     def _clear(self, kept: _Kept) -> None:
-        """Compute a sequence anew: masked rows must be finite, whoever gets its pages."""
+        """Compute a sequence anew: masked rows must be finite, for any later owner of its pages."""
         for plane in (*self.cache.keys, *self.cache.values):
             plane[kept.pages] = 0
         kept.computed = kept.known = 0

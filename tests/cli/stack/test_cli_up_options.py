@@ -108,6 +108,12 @@ def test_workers_get_their_speculation(monkeypatch: pytest.MonkeyPatch, tmp_path
             plan_stack(wrong)
 
 
+def test_numerics_that_the_store_excludes_are_refused_before_anything_starts() -> None:
+    wrong = StackOptions(device="cpu", numerics="invariant", kv_encoding="int8")
+    with pytest.raises(InvalidArgument, match="needs --kv-encoding native"):
+        plan_stack(wrong)
+
+
 def test_another_vocabulary_is_refused_alike_before_anything_starts(tmp_path: Path) -> None:
     """By `up`, `size` and `doctor`, with the message of the worker."""
     bundled, draft = resolve_model(None), tmp_path / "draft"
