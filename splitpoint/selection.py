@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 
 
 class SelectionMethod(StrEnum):
@@ -57,6 +58,12 @@ _WITH_LOGITS = frozenset(
 )
 _IN_INT8 = frozenset(map(SelectionMethod, ("maple", "ranked")))
 _CALIBRATED = frozenset(map(SelectionMethod, ("infinigen", "maple", "lowrank", "ranked")))
+# MAPLE's keys need X of every token, and H2O evicts: no worker could serve either.
+SERVED_METHODS = tuple(
+    method
+    for method in SelectionMethod
+    if method not in (SelectionMethod.FULL, SelectionMethod.MAPLE, SelectionMethod.H2O)
+)
 
 
 class TrainingLoss(StrEnum):
@@ -85,6 +92,7 @@ class Selection:
         recent: newest tokens that are always read, the query's own included.
         full_layers: first layers that read everything.
         estimate: tokens that are not read take part as centroids (RetroInfer).
+        verify: the selection only drafts, and steps that read everything verify: exact.
 
     Tokens that are always read count within ratio, cap and budget_tokens, which never lie
     below them.
@@ -101,6 +109,7 @@ class Selection:
     recent: int = 16
     full_layers: int = 2
     estimate: bool = False
+    verify: bool = False
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for the first setting that is out of its bounds."""
@@ -129,6 +138,17 @@ class Selection:
     def is_full(self) -> bool:
         """True if the method reads every token."""
         return self.method is SelectionMethod.FULL
+
+    @property
+    def reads_all(self) -> bool:
+        """True if it reads every token of every sequence, so that it is exact."""
+        has_no_threshold = self.alpha is not None and math.isinf(self.alpha) and self.cap == 1
+        return self.is_full or self.ratio == 1 or has_no_threshold
+
+    @property
+    def is_approximate(self) -> bool:
+        """True if the text may depend on it."""
+        return not (self.reads_all or self.verify)
 
     @property
     def keeps_int8(self) -> bool:
@@ -184,11 +204,102 @@ _LEAST = {"budget_tokens": 1, "columns": 1, "sinks": 0, "recent": 1, "full_layer
 _KINDS: dict[str, type[float] | type[int] | type[bool]] = {
     **dict.fromkeys(("ratio", "alpha", "cap"), float),
     **dict.fromkeys(_LEAST, int),
-    **dict.fromkeys(("int8", "estimate"), bool),
+    **dict.fromkeys(("int8", "estimate", "verify"), bool),
 }
 _SWITCH = {"yes": True, "no": False}
 
 FULL = Selection()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionUsage:
+    """What selection came to: in one step of a sequence, or summed; fields as on the wire.
+
+    Attributes:
+        step_count: decode steps that read by selection; with `verify`, the drafted tokens.
+        visible_token_count: tokens that these steps could attend to.
+        read_token_count: those of them that they did, in a layer that selects.
+        fetched_row_count: rows that crossed the link; a row is K and V of one token in one
+            layer and KV head.
+        reused_row_count: rows that were wanted and on the device from steps before.
+        link_bytes: of the rows that crossed.
+        off_reason: why steps read everything although a selection was asked for; empty: none.
+        is_approximate: the text may differ from the exact one.
+    """
+
+    step_count: int = 0
+    visible_token_count: int = 0
+    read_token_count: int = 0
+    fetched_row_count: int = 0
+    reused_row_count: int = 0
+    link_bytes: int = 0
+    off_reason: str = ""
+    is_approximate: bool = False
+
+    def __add__(self, other: SelectionUsage) -> SelectionUsage:
+        """Return the sums of the counts, with the newer reason."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        return SelectionUsage(
+            **sums,
+            off_reason=other.off_reason or self.off_reason,
+            is_approximate=self.is_approximate or other.is_approximate,
+        )
+
+    @property
+    def read_ratio(self) -> float:
+        """Tokens read over visible ones, in the layers and steps that selected; 1 without any."""
+        visible = self.visible_token_count
+        return self.read_token_count / visible if visible else 1.0
+
+    @property
+    def skipped_token_count(self) -> int:
+        """Visible tokens that were not read, over all steps."""
+        return self.visible_token_count - self.read_token_count
+
+
+_COUNTS = tuple(
+    field.name for field in fields(SelectionUsage) if field.name.endswith(("_count", "_bytes"))
+)
+UNUSED = SelectionUsage()
+
+
+def check_served(selection: Selection) -> None:
+    """Raise InvalidArgument for what only `splitpoint eval` can do."""
+    if not selection.is_full and selection.method not in SERVED_METHODS:
+        raise _wrong(
+            "method",
+            f"{selection.method} is measured by `splitpoint eval` only; served are "
+            f"{', '.join(SERVED_METHODS)}",
+        )
+    if selection.estimate:
+        raise _wrong("estimate", "is measured by `splitpoint eval` only")
+
+
+def check_speculation(selection: Selection, asked: Speculation | None) -> None:
+    """Raise InvalidArgument for drafts that cannot be beside a selection. None: not asked for."""
+    if asked is None or selection.reads_all:
+        return
+    if not selection.verify and asked.is_on:
+        raise InvalidArgument(
+            f"{asked.method} cannot draft beside an approximate selection: let it verify, or turn "
+            "either off",
+            field="speculation.method",
+        )
+    if selection.verify and asked.method is not DraftMethod.SELF:
+        raise InvalidArgument(
+            f"a selection that verifies drafts by self, not by {asked.method}",
+            field="speculation.method",
+        )
+
+
+def speculation_beside(selection: Selection, speculation: Speculation) -> Speculation:
+    """Return how a request drafts that selects so.
+
+    None if the selection is approximate, by itself if it verifies, else as it would without.
+    """
+    if selection.reads_all:
+        return speculation
+    return replace(speculation, method=DraftMethod.SELF) if selection.verify else PLAIN
 
 
 def _value(name: str, text: str) -> float | int | bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.selection import UNUSED
 from splitpoint.speculation import DraftMethod
 from worker_service.engine.messages import RestoreEvent, StepEvent, StepOutput
 from worker_service.lanes.totals import LaneTotals
@@ -87,6 +88,7 @@ class Account:
         cache_tokens: tokens of restores under RESIDENT, of streamed steps under STREAMED.
         drafts: times that a step verified drafts of a sequence, by method.
         drafted_tokens, accepted_tokens: tokens of these drafts, and those that the text has.
+        selected: what sequences read by selection.
         split_tokens: the latest split of a restore or of a streamed step; None before.
         predicted_seconds, measured_seconds: seconds of work that was predicted.
     """
@@ -115,6 +117,7 @@ class Account:
         self.drafts = dict.fromkeys(DRAFTERS, 0)
         self.drafted_tokens = dict.fromkeys(DRAFTERS, 0)
         self.accepted_tokens = dict.fromkeys(DRAFTERS, 0)
+        self.selected = UNUSED
         self.split_tokens: int | None = None
         self.predicted_seconds = dict.fromkeys(Predicted, 0.0)
         self.measured_seconds = dict.fromkeys(Predicted, 0.0)
@@ -144,6 +147,8 @@ class Account:
             self.drafts[draft.method] += 1
             self.drafted_tokens[draft.method] += draft.drafted
             self.accepted_tokens[draft.method] += draft.accepted
+        for selection in output.selections:
+            self.selected += selection.usage
         for event in output.restores:
             self._add_restore(event)
         if output.step is not None:

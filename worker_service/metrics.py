@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
 from splitpoint.planning.plan import RestoreMethod
+from splitpoint.selection import SelectionUsage
 from worker_service.account import METHODS, Account, Predicted, Traffic, predictions
 from worker_service.engine.messages import StepOutput
 from worker_service.graphs.decode_graphs import DecodeGraphs
@@ -48,6 +49,7 @@ class WorkerMetrics:
         worker, account = self._worker, self._worker.runtime.account
         yield from _of_worker(worker)
         yield from _of_steps(account)
+        yield from selection_readings(account.selected)
         yield from _of_link(worker, account)
         yield from _of_cache(account)
         yield Reading(
@@ -135,6 +137,16 @@ def _of_steps(account: Account) -> Iterable[Reading]:
         yield Reading(metrics.SPEC_DECODE_ACCEPTED_TOKENS, account.accepted_tokens[method], labels)
     for result, count in account.written.chunks.items():
         yield Reading(metrics.WORKER_WRITE_BACK_CHUNKS, count, (result.value,))
+
+
+def selection_readings(usage: SelectionUsage) -> Iterable[Reading]:
+    """Return what a worker read by selection."""
+    yield Reading(metrics.SELECTION_STEPS, usage.step_count)
+    yield Reading(metrics.SELECTION_TOKENS, usage.read_token_count, ("read",))
+    yield Reading(metrics.SELECTION_TOKENS, usage.skipped_token_count, ("skipped",))
+    yield Reading(metrics.SELECTION_ROWS, usage.fetched_row_count, ("fetched",))
+    yield Reading(metrics.SELECTION_ROWS, usage.reused_row_count, ("reused",))
+    yield Reading(metrics.SELECTION_LINK_BYTES, usage.link_bytes)
 
 
 def _of_link(worker: LoadedWorker, account: Account) -> Iterable[Reading]:

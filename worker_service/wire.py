@@ -8,12 +8,15 @@ from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT, numerics_salt
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.planning.split_line import SplitLine
+from splitpoint.selection import check_served, speculation_beside
 from splitpoint.shapes import ModelShape
 from splitpoint.speculation import PLAIN, Speculation
 from splitpoint.transport.convert import (
     draft_method_to_proto,
     plan_from_proto,
     profile_to_proto,
+    selection_from_proto,
+    selection_usage_to_proto,
     speculation_from_proto,
     to_message,
 )
@@ -68,6 +71,9 @@ def admission_from(
     ):
         _check_not_negative(value, field)
     _check_method(plan, forces_split=is_forced)
+    selection = selection_from_proto(command.selection if command.HasField("selection") else None)
+    check_served(selection)
+    asked = speculation_from_proto(command.speculation, speculation)
     return Admission(
         request_id=command.request_id,
         attempt=command.attempt,
@@ -87,7 +93,8 @@ def admission_from(
         restores_all=is_forced,
         predicted_restore_seconds=plan.predicted_restore_seconds,
         traceparent=command.traceparent,
-        speculation=speculation_from_proto(command.speculation, speculation),
+        speculation=speculation_beside(selection, asked),
+        selection=selection,
     )
 
 
@@ -160,9 +167,13 @@ def response_from(
         telemetry=telemetry,
     )
     drafts = {event.key: event for event in output.drafts}
+    selections = {event.key: event.usage for event in output.selections}
     # A step that verified drafts gives several tokens to one request.
     for key, events in itertools.groupby(output.tokens, key=lambda event: event.key):
-        response.tokens.append(_tokens_from(list(events), drafts.get(key)))
+        result = _tokens_from(list(events), drafts.get(key))
+        if (usage := selections.get(key)) is not None:
+            result.selection.CopyFrom(selection_usage_to_proto(usage))
+        response.tokens.append(result)
     response.restores.extend(
         to_message(worker_pb2.RestoreReport, event) for event in output.restores
     )
@@ -208,6 +219,7 @@ def finish_from(event: FinishEvent) -> worker_pb2.RequestFinish:
         finish.matched_stop = event.matched_stop
     if event.mean_step_seconds is not None:
         finish.mean_step_seconds = event.mean_step_seconds
+    finish.selection_off_reason = event.selection_off_reason
     return finish
 
 

@@ -305,6 +305,26 @@ SPEC_DECODE_ACCEPTED_TOKENS = _worker.counter(
     "Drafted tokens that sampling chose, too; each of them saved a step of its sequence.",
     "method",
 )
+SELECTION_STEPS = _worker.counter(
+    "selection_steps_total",
+    "Decode steps of single requests that read cached tokens by selection; drafted tokens where "
+    "the selection verifies.",
+)
+SELECTION_TOKENS = _worker.counter(
+    "selection_tokens_total",
+    "Tokens that these steps could attend to in a layer that selects, by what became of them: "
+    "read, skipped.",
+    "result",
+)
+SELECTION_ROWS = _worker.counter(
+    "selection_rows_total",
+    "Rows (K and V of one token in one layer and KV head) that these steps wanted: fetched over "
+    "the link, reused from steps before.",
+    "source",
+)
+SELECTION_LINK_BYTES = _worker.counter(
+    "selection_link_bytes_total", "Bytes of the rows that selections fetched over the link."
+)
 WORKER_VERIFIED_CHUNKS = _worker.counter(
     "worker_verified_chunks_total",
     "Chunks read from the arena whose checksum was compared: intact, damaged.",

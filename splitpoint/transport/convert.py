@@ -17,6 +17,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Objective, Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
+from splitpoint.selection import FULL, Selection, SelectionMethod, SelectionUsage
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, WeightFormat
 from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint.v1 import types_pb2 as pb
@@ -75,6 +76,7 @@ _OBJECTIVE = _Enumeration(Objective, pb.Objective, "objective", Objective.LATENC
 _WEIGHT_FORMAT = _Enumeration(WeightFormat, pb.WeightFormat, "weight_format", WeightFormat.NATIVE)
 _NUMERICS = _Enumeration(Numerics, pb.Numerics, "numerics", Numerics.FAST)
 _DRAFT_METHOD = _Enumeration(DraftMethod, pb.DraftMethod, "method", DraftMethod.OFF)
+_SELECTION_METHOD = _Enumeration(SelectionMethod, pb.SelectionMethod, "selection.method")
 # By the name of the enumeration on the wire.
 _ENUMERATIONS: dict[str, _Enumeration[Any, Any]] = {
     "DataType": _DATA_TYPE,
@@ -86,6 +88,7 @@ _ENUMERATIONS: dict[str, _Enumeration[Any, Any]] = {
     "DraftMethod": _DRAFT_METHOD,
     "Numerics": _NUMERICS,
     "WeightFormat": _WEIGHT_FORMAT,
+    "SelectionMethod": _SELECTION_METHOD,
 }
 
 data_type_from_proto = _DATA_TYPE.from_proto
@@ -99,6 +102,8 @@ weight_format_from_proto = _WEIGHT_FORMAT.from_proto
 numerics_to_proto, numerics_from_proto = _NUMERICS.to_proto, _NUMERICS.from_proto
 draft_method_to_proto = _DRAFT_METHOD.to_proto
 draft_method_from_proto = _DRAFT_METHOD.from_proto
+selection_method_to_proto = _SELECTION_METHOD.to_proto
+selection_method_from_proto = _SELECTION_METHOD.from_proto
 
 
 def to_message(kind: type[_Message], value: object) -> _Message:
@@ -190,3 +195,23 @@ def speculation_to_proto(speculation: Speculation) -> pb.SpeculativeParams:
         num_speculative_tokens=speculation.num_speculative_tokens,
         prompt_lookup_min=speculation.prompt_lookup_min,
     )
+
+
+def selection_from_proto(params: pb.SelectionParams | None) -> Selection:
+    """Return the selection of a request; None: every token is read.
+
+    Raises InvalidArgument naming the field below `selection`.
+    """
+    return FULL if params is None else from_message(Selection, params)
+
+
+def selection_to_proto(selection: Selection) -> pb.SelectionParams:
+    return to_message(pb.SelectionParams, selection)
+
+
+def selection_usage_to_proto(usage: SelectionUsage) -> pb.SelectionUsage:
+    return to_message(pb.SelectionUsage, usage)
+
+
+def selection_usage_from_proto(message: pb.SelectionUsage) -> SelectionUsage:
+    return from_message(SelectionUsage, message)

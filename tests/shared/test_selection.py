@@ -7,7 +7,25 @@ import math
 import pytest
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.selection import FULL, Selection, SelectionMethod
+from splitpoint.selection import (
+    FULL,
+    SERVED_METHODS,
+    UNUSED,
+    Selection,
+    SelectionMethod,
+    SelectionUsage,
+    check_served,
+    check_speculation,
+    speculation_beside,
+)
+from splitpoint.speculation import PLAIN, DraftMethod, Speculation
+from splitpoint.transport.convert import (
+    selection_from_proto,
+    selection_to_proto,
+    selection_usage_from_proto,
+    selection_usage_to_proto,
+)
+from splitpoint.v1 import types_pb2
 
 
 @pytest.mark.parametrize(
@@ -22,6 +40,10 @@ from splitpoint.selection import FULL, Selection, SelectionMethod
         (
             "lowrank:alpha=inf,cap=1",
             Selection(method=SelectionMethod.LOWRANK, alpha=math.inf, cap=1.0),
+        ),
+        (
+            "columns:0.05,verify",
+            Selection(method=SelectionMethod.COLUMNS, ratio=0.05, verify=True),
         ),
         ("quest:budget_tokens=64", Selection(method=SelectionMethod.QUEST, budget_tokens=64)),
         (
@@ -42,6 +64,7 @@ from splitpoint.selection import FULL, Selection, SelectionMethod
 def test_text_and_selection_are_the_same(text: str, selection: Selection) -> None:
     assert Selection.parsed(text) == selection
     assert Selection.parsed(str(selection)) == selection
+    assert selection_from_proto(selection_to_proto(selection)) == selection
 
 
 @pytest.mark.parametrize(
@@ -76,3 +99,88 @@ def test_mistakes_are_named(text: str, named: str) -> None:
 def test_a_screen_keeps_three_tenths_of_the_columns_by_itself() -> None:
     assert Selection.parsed("columns:0.1").kept_columns(64) == 19
     assert Selection.parsed("columns:0.1,columns=80").kept_columns(64) == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "reads_all", "is_approximate"),
+    [
+        ("full", True, False),
+        ("columns:1", True, False),
+        ("infinigen:alpha=inf,cap=1", True, False),
+        ("infinigen:alpha=inf", False, True),
+        ("columns:0.999", False, True),
+        ("columns:0.05,verify", False, False),
+    ],
+)
+def test_what_is_exact_says_so(text: str, reads_all: bool, is_approximate: bool) -> None:
+    selection = Selection.parsed(text)
+    assert (selection.reads_all, selection.is_approximate) == (reads_all, is_approximate)
+
+
+def test_a_message_without_a_method_or_a_rule_is_refused() -> None:
+    assert selection_from_proto(None) == FULL
+    for message, field in (
+        (types_pb2.SelectionParams(ratio=0.1), "selection.method"),
+        (types_pb2.SelectionParams(method=99, ratio=0.1), "selection.method"),  # type: ignore[arg-type]
+        (types_pb2.SelectionParams(method=types_pb2.SELECTION_METHOD_COLUMNS), "selection.ratio"),
+        (
+            types_pb2.SelectionParams(method=types_pb2.SELECTION_METHOD_COLUMNS, ratio=0),
+            "selection.ratio",
+        ),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            selection_from_proto(message)
+        assert caught.value.field == field
+
+
+def test_what_only_eval_measures_is_not_served() -> None:
+    for text, field in (("maple:0.1", "method"), ("h2o:0.1", "method"), ("quest:0.1", "")):
+        selection = Selection.parsed(text)
+        if not field:
+            check_served(selection)
+            continue
+        with pytest.raises(InvalidArgument, match="splitpoint eval") as caught:
+            check_served(selection)
+        assert caught.value.field == f"selection.{field}"
+    with pytest.raises(InvalidArgument, match="estimate"):
+        check_served(Selection.parsed("columns:0.1,estimate"))
+    check_served(FULL)
+    assert SelectionMethod.FULL not in SERVED_METHODS
+
+
+def test_drafts_beside_a_selection() -> None:
+    approximate, verified = Selection.parsed("columns:0.1"), Selection.parsed("columns:0.1,verify")
+    suffix, by_self = Speculation(DraftMethod.SUFFIX, 3), Speculation(DraftMethod.SELF, 3)
+    assert speculation_beside(FULL, suffix) == suffix
+    assert speculation_beside(approximate, suffix) == PLAIN
+    assert speculation_beside(verified, suffix) == by_self
+    for selection, asked in (
+        (approximate, None),
+        (approximate, PLAIN),
+        (approximate, Speculation(DraftMethod.SUFFIX, 0)),
+        (verified, by_self),
+        (Selection.parsed("columns:1"), suffix),
+    ):
+        check_speculation(selection, asked)
+    for selection, asked in ((approximate, suffix), (verified, suffix), (verified, PLAIN)):
+        with pytest.raises(InvalidArgument) as caught:
+            check_speculation(selection, asked)
+        assert caught.value.field == "speculation.method"
+
+
+def test_usage_is_summed_and_keeps_the_newest_reason() -> None:
+    step = SelectionUsage(
+        step_count=1,
+        visible_token_count=1000,
+        read_token_count=100,
+        fetched_row_count=40,
+        reused_row_count=60,
+        link_bytes=40 * 128,
+    )
+    total = step + SelectionUsage(off_reason="it is short") + step
+    assert total.off_reason == "it is short"
+    assert (total.step_count, total.link_bytes) == (2, 80 * 128)
+    assert total.read_ratio == 0.1
+    assert total.skipped_token_count == 1800
+    assert UNUSED.read_ratio == 1
+    assert selection_usage_from_proto(selection_usage_to_proto(total)) == total

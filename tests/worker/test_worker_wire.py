@@ -1,4 +1,4 @@
-"""Speculation on the worker's side of the Run stream: what goes in, what goes out. About 2 s."""
+"""Speculation and selection on the worker's side of the Run stream, in and out. About 2 s."""
 
 from __future__ import annotations
 
@@ -11,12 +11,25 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.keys import SALT_LIMIT, numerics_salt
 from splitpoint.planning.plan import RestoreMethod
+from splitpoint.selection import FULL, Selection, SelectionUsage
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
-from splitpoint.transport.convert import method_to_proto
+from splitpoint.transport.convert import (
+    method_to_proto,
+    selection_to_proto,
+    selection_usage_to_proto,
+)
 from splitpoint.v1 import types_pb2, worker_pb2
 from worker_service.account import Account
-from worker_service.engine.messages import DraftEvent, StepOutput, TokenEvent
+from worker_service.engine.messages import (
+    DraftEvent,
+    FinishEvent,
+    SelectionEvent,
+    StepOutput,
+    TokenEvent,
+)
 from worker_service.engine.sampling import Choice
+from worker_service.engine.sequence import Admission
+from worker_service.metrics import selection_readings
 from worker_service.wire import admission_from, response_from
 
 ONE, TWO = ("one", 1), ("two", 4)
@@ -24,8 +37,10 @@ CONFIGURED = Speculation(DraftMethod.SUFFIX, 4, 3)
 SHAPE = shape_from_config(read_config(resolve_model(None)), name="stdlib-llama")
 
 
-def admitted(worker: Speculation, **params: Any) -> Speculation:
-    """Return what a worker makes of a command's params."""
+def admission(
+    worker: Speculation, selection: types_pb2.SelectionParams | None = None, **params: Any
+) -> Admission:
+    """Return what a worker makes of a command with these params."""
     command = worker_pb2.AdmitCommand(
         request_id="one",
         attempt=1,
@@ -35,8 +50,13 @@ def admitted(worker: Speculation, **params: Any) -> Speculation:
             residency=types_pb2.RESIDENCY_RESIDENT, method=method_to_proto(RestoreMethod.NONE)
         ),
         speculation=types_pb2.SpeculativeParams(**params),
+        selection=selection,
     )
-    return admission_from(command, SHAPE, has_activations=True, speculation=worker).speculation
+    return admission_from(command, SHAPE, has_activations=True, speculation=worker)
+
+
+def admitted(worker: Speculation, **params: Any) -> Speculation:
+    return admission(worker, **params).speculation
 
 
 def test_the_salt_of_chunk_keys_depends_on_the_numerics() -> None:
@@ -77,6 +97,43 @@ def test_bad_params_name_their_field(field: str, value: int) -> None:
     with pytest.raises(InvalidArgument) as caught:
         admitted(PLAIN, **{field: value})
     assert caught.value.field == f"speculation.{field}"
+
+
+def test_a_selection_reaches_the_engine_and_decides_what_drafts() -> None:
+    approximate, verified = Selection.parsed("quest:0.1"), Selection.parsed("columns:0.05,verify")
+    assert admission(CONFIGURED).selection == FULL
+    found = admission(CONFIGURED, selection_to_proto(approximate))
+    assert (found.selection, found.speculation) == (approximate, PLAIN)
+    found = admission(CONFIGURED, selection_to_proto(verified))
+    assert (found.selection, found.speculation) == (verified, Speculation(DraftMethod.SELF, 4, 3))
+    for wrong in (types_pb2.SelectionParams(), selection_to_proto(Selection.parsed("h2o:0.1"))):
+        with pytest.raises(InvalidArgument) as caught:
+            admission(PLAIN, wrong)
+        assert caught.value.field == "selection.method"
+
+
+def test_a_step_and_the_end_say_what_was_selected() -> None:
+    usage = SelectionUsage(step_count=1, visible_token_count=90, read_token_count=9, link_bytes=64)
+    output = StepOutput(
+        tokens=[TokenEvent(ONE, 7, Choice(50)), TokenEvent(TWO, 0, Choice(9))],
+        selections=[SelectionEvent(ONE, usage)],
+        finishes=[FinishEvent(TWO, reason="length", selection_off_reason="it is short")],
+    )
+    response = response_from(output, 1)
+    first, second = response.tokens
+    assert first.selection == selection_usage_to_proto(usage)
+    assert not second.HasField("selection")
+    assert response.finishes[0].selection_off_reason == "it is short"
+    account = Account()
+    account.add(output)
+    account.add(output)
+    assert account.selected == usage + usage
+    read = {
+        (reading.metric.name, *reading.labels): reading.value
+        for reading in selection_readings(account.selected)
+    }
+    assert read["splitpoint_selection_tokens_total", "skipped"] == 2 * 81
+    assert read["splitpoint_selection_link_bytes_total",] == 128
 
 
 def test_a_steps_tokens_of_one_request_are_one_result_with_its_drafts() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import SplitpointError
 from splitpoint.planning.plan import RestoreMethod
+from splitpoint.selection import SelectionUsage
 from splitpoint.speculation import DraftMethod
 from worker_service.engine.sampling import Choice
 from worker_service.engine.sequence import Sequence, Suspects
@@ -105,10 +106,20 @@ class DraftEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectionEvent:
+    """What one sequence read by selection in a step; steps that read everything have none."""
+
+    key: SequenceKey
+    usage: SelectionUsage
+
+
+@dataclass(frozen=True, slots=True)
 class FinishEvent:
     """The end of a request. `reason` is "stop", "length" or "cancelled", unless `error` is set.
 
     `mean_step_seconds` is None unless the request was decoded while streamed.
+    `selection_off_reason`: why decode steps read every token although the request selects, the
+    latest reason; empty if none did.
     """
 
     key: SequenceKey
@@ -116,6 +127,7 @@ class FinishEvent:
     matched_stop: str = ""
     error: SplitpointError | None = None
     mean_step_seconds: float | None = None
+    selection_off_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +203,7 @@ class StepOutput:
 
     Attributes:
         drafts: one event for each sequence whose drafts the step verified.
+        selections: one event for each sequence that the step read by selection.
         flushes: sequences whose write-back chains are to be flushed.
         profile: costs that were measured anew; None if they did not change.
         step: None if the model did not run.
@@ -201,6 +214,7 @@ class StepOutput:
 
     tokens: list[TokenEvent] = field(default_factory=list)
     drafts: list[DraftEvent] = field(default_factory=list)
+    selections: list[SelectionEvent] = field(default_factory=list)
     finishes: list[FinishEvent] = field(default_factory=list)
     restores: list[RestoreEvent] = field(default_factory=list)
     writes: list[tuple[SequenceKey, list[WriteJob]]] = field(default_factory=list)
