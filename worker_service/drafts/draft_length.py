@@ -30,8 +30,9 @@ _TOKEN_SHARE = 0.25
 # Plain steps are measured again after so many others, and so many at first.
 _PLAIN_INTERVAL = 64
 _FIRST_PLAIN_STEPS = 2
-# Mixes of sequences whose costs are kept, those that were met last.
+# Mixes of sequences, and kinds of drafts, whose costs are kept: those that were met last.
 _MOST_MIXES = 64
+_MOST_KINDS = 64
 # A request that does not draft tries again after so many drafts that were possible; twice as
 # many after each failure, but more seldom if its trials would take more than this share of time.
 LEAST_WAIT = 16
@@ -181,19 +182,23 @@ class StepCosts:
 
 
 class TokenCosts:
-    """Seconds of one drafted token, by method: drafts of one call grow side by side."""
+    """Seconds of one drafted token, by the kind of draft: drafts of one call grow side by side."""
 
     def __init__(self) -> None:
-        self._seconds: dict[DraftMethod, deque[float]] = {}
+        # The longest unused first.
+        self._seconds: OrderedDict[Hashable, deque[float]] = OrderedDict()
 
-    def observe(self, method: DraftMethod, longest: int, seconds: float) -> None:
+    def observe(self, kind: Hashable, longest: int, seconds: float) -> None:
         """Learn from a call whose longest draft has so many tokens."""
         if longest:
-            self._seconds.setdefault(method, deque(maxlen=7)).append(seconds / longest)
+            self._seconds.setdefault(kind, deque(maxlen=7)).append(seconds / longest)
+            self._seconds.move_to_end(kind)
+            if len(self._seconds) > _MOST_KINDS:
+                self._seconds.popitem(last=False)
 
-    def share(self, method: DraftMethod, plain_seconds: float | None) -> float:
+    def share(self, kind: Hashable, plain_seconds: float | None) -> float:
         """Return what a drafted token costs, as a share of a plain step."""
-        seconds = self._seconds.get(method)
+        seconds = self._seconds.get(kind)
         if seconds is None or plain_seconds is None:
             return _TOKEN_SHARE
         return median(seconds) / plain_seconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+from splitpoint.selection import Selection
 from splitpoint.speculation import DraftMethod, Speculation
 
 # The request's id and its attempt.
@@ -48,6 +49,11 @@ class DraftTarget(Protocol):
 
     @property
     def speculation(self) -> Speculation: ...
+
+    @property
+    def selection(self) -> Selection:
+        """Which tokens of its cache drafts attend to, or its steps."""
+        ...
 
 
 Target_contra = TypeVar("Target_contra", bound=DraftTarget, contravariant=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from splitpoint.selection import Selection
 from splitpoint.speculation import DraftMethod
 from worker_service.drafts.draft_length import (
     PROBE_TOKENS,
@@ -26,6 +28,8 @@ Target = TypeVar("Target", bound=DraftTarget)
 MOST_CHOSEN_TOKENS = 16
 # Calls in a row that a drafter may answer with nothing, while it reads a long prompt.
 _MOST_EMPTY = 64
+# Selections of which new requests suppose what those before them found: the ones met last.
+_MOST_SELECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,9 @@ class Drafted(Generic[Target]):
 
 @dataclass(slots=True)
 class _History:
-    """What was learnt of one sequence."""
+    """What was learnt of one sequence, or of those that select as it does."""
 
+    selection: Selection
     # It left the device, and will come back.
     is_away: bool = False
     acceptance: dict[DraftMethod, Acceptance] = field(default_factory=dict)
@@ -63,6 +68,7 @@ class _History:
         acceptance = {method: Acceptance.of(self.of(method).chance) for method in costly}
         patience = {method: self.patience[method].handed_on() for method in costly}
         return _History(
+            self.selection,
             acceptance={**before.acceptance, **acceptance},
             patience={**before.patience, **patience},
         )
@@ -70,6 +76,7 @@ class _History:
     def begun(self) -> _History:
         """Return a copy for a new request."""
         return _History(
+            self.selection,
             acceptance={method: replace(each) for method, each in self.acceptance.items()},
             patience={method: replace(each) for method, each in self.patience.items()},
         )
@@ -125,8 +132,9 @@ class Speculator(Generic[Target]):
         self._steps = StepCosts()
         self._tokens = TokenCosts()
         self._turn = 0
-        # What a new request supposes of methods that cost much, from those that ended.
-        self._before = _History()
+        # What a new request supposes of methods that cost much, from those that ended and
+        # selected alike; the longest unused first.
+        self._before: OrderedDict[Selection, _History] = OrderedDict()
 
     @property
     def is_idle(self) -> bool:
@@ -188,7 +196,7 @@ class Speculator(Generic[Target]):
             history = self._known[key]
             has_ended = key not in to_return
             if has_ended:
-                self._before = self._known.pop(key).handed_on(self._before)
+                self._hand_on(self._known.pop(key))
             elif history.is_away:
                 continue
             history.is_away = True
@@ -197,10 +205,22 @@ class Speculator(Generic[Target]):
 
     # -- below ----------------------------------------------------------------------------
 
+    def _hand_on(self, history: _History) -> None:
+        """Let requests that select alike begin with what one that ended has found."""
+        selection = history.selection
+        self._before[selection] = history.handed_on(self._found_before(selection))
+        self._before.move_to_end(selection)
+        if len(self._before) > _MOST_SELECTIONS:
+            self._before.popitem(last=False)
+
+    def _found_before(self, selection: Selection) -> _History:
+        return self._before.get(selection) or _History(selection)
+
     def _plan(self, target: Target, room: int) -> _Plan[Target]:
         history = self._known.get(target.key)
         if history is None:
-            history = self._known[target.key] = self._before.begun()
+            history = self._found_before(target.selection).begun()
+            self._known[target.key] = history
         history.is_away = False
         speculation = target.speculation
         wanted, most = speculation.method, speculation.num_speculative_tokens
@@ -273,7 +293,7 @@ class Speculator(Generic[Target]):
             chance = plan.history.of(DraftMethod.SUFFIX).chance
             offers.append(Candidate(chance, len(plan.found), DraftMethod.SUFFIX))
         for method in plan.methods:
-            share = self._tokens.share(method, plain_seconds)
+            share = self._tokens.share((method, plan.target.selection), plain_seconds)
             offers.append(Candidate(plan.history.of(method).chance, plan.most, method, share))
         return offers
 
@@ -294,7 +314,8 @@ class Speculator(Generic[Target]):
             seconds = self._clock() - began
             # The first draft of a sequence may have read its prompt.
             if all(plan.history.empty.get(method) == 0 for plan in asked):
-                self._tokens.observe(method, max(map(len, drafts)), seconds)
+                for selection in {plan.target.selection for plan in asked}:
+                    self._tokens.observe((method, selection), max(map(len, drafts)), seconds)
             for plan, tokens in zip(asked, drafts, strict=True):
                 empty = plan.history.empty
                 if tokens:

@@ -205,6 +205,10 @@ class Sequence:
         return self.admission.speculation
 
     @property
+    def selection(self) -> Selection:
+        return self.admission.selection
+
+    @property
     def is_streamed(self) -> bool:
         return self.admission.residency is Residency.STREAMED
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from splitpoint.selection import FULL, Selection
 from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.drafts.drafter import TargetKey
 
@@ -18,6 +19,7 @@ class TargetDouble:
     salt: bytes = b""
     is_streamed: bool = False
     speculation: Speculation = field(default_factory=lambda: Speculation(DraftMethod.SUFFIX))
+    selection: Selection = FULL
 
     @property
     def computed(self) -> int:

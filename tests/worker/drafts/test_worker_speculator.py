@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 from draft_targets import TargetDouble
 
+from splitpoint.selection import FULL, Selection
 from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.drafts.draft_length import even_shares
 from worker_service.drafts.drafter import DraftTarget, TargetKey
@@ -84,6 +85,33 @@ def test_shares_are_even_and_use_the_budget(seed: int) -> None:
     for share, want in zip(shares, wanted, strict=True):
         assert 0 <= share <= want
         assert share == want or share >= max(shares) - 1
+
+
+def test_requests_begin_with_what_others_that_select_alike_have_found() -> None:
+    """Self drafts of what is on the device are always wrong here, those of a selection right."""
+    speculator: Speculator[TargetDouble] = Speculator({SELF: Finds(SELF)}, step_tokens=64)
+    select = Selection.parsed("columns:0.05")
+
+    def drafts(name: str, selection: Selection) -> int:
+        """Return how many of 12 steps of a new request had drafts."""
+        target = TargetDouble((name, 0), [1], is_streamed=True, selection=selection)
+        target.speculation = Speculation(SELF)
+        count = 0
+        for _ in range(12):
+            length = drafted(speculator, [target]).get(name, 0)
+            if length:
+                accepted = length if selection is select else 0
+                speculator.observe_draft(target.key, SELF, length, accepted)
+                count += 1
+            speculator.observe_step(0, length, 0.01 * (1 + 0.05 * length))
+        speculator.keep([], away=[])
+        return count
+
+    for number in range(5):
+        drafts(f"wrong {number}", FULL)
+    assert drafts("wrong", FULL) <= 1
+    assert drafts("right", select) == 12
+    assert drafts("still wrong", FULL) <= 1
 
 
 def test_drafters_learn_once_that_a_sequence_left_and_that_it_ended() -> None:
