@@ -235,6 +235,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "evaluation",
             "store",
             "pipeline",
+            "retrieval",
             "drafts",
             "engine",
             "speculation",

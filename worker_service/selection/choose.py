@@ -73,6 +73,34 @@ def choose(
     return per_token & visible.unsqueeze(1)
 
 
+def choose_rows(
+    scores: torch.Tensor,
+    count: int,
+    kv_heads: int,
+    tokens: int,
+    *,
+    first: int = 0,
+    newest: int = 0,
+    block_tokens: int = 1,
+    union: Union = Union.SUM,
+) -> torch.Tensor:
+    """Return the `count` tokens that each KV head reads for one query, int64 `[n_kv, count]`.
+
+    All tokens are visible. The best come first; at the end of the count a block is read in part.
+
+    Args:
+        scores: fp32 `[1, n_q, blocks]`, as for `choose`.
+        tokens: S, the cached tokens that may be read; at least `count`.
+        first, newest: so many tokens at either end come before all others; may be negative.
+    """
+    weights = _joined(scores, kv_heads, union)[0]
+    if block_tokens > 1:
+        weights = weights.repeat_interleave(block_tokens, -1)[:, :tokens]
+    weights[:, : max(0, first)] = math.inf
+    weights[:, tokens - min(tokens, max(0, newest)) :] = math.inf
+    return weights.topk(count, dim=-1).indices
+
+
 def _always_read(visible: torch.Tensor, selection: Selection) -> torch.Tensor:
     """Return the first and the newest visible tokens, bool `[T, S]`."""
     order = visible.cumsum(-1)

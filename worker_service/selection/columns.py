@@ -64,8 +64,9 @@ class ColumnScreen:
     def _largest(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the numbers of the columns to keep, ascending, `[n_kv, r]`."""
         count, kv_heads, width = keys.shape
-        of_queries = queries.view(count, kv_heads, -1, width).float().abs().sum((0, 2))
-        sums = of_queries + keys.float().abs().sum(0)
+        of_queries = queries.view(len(queries), kv_heads, -1, width).float().abs().sum((0, 2))
+        # Fewer queries than keys weigh as much as the keys.
+        sums = of_queries * (count / len(queries)) + keys.float().abs().sum(0)
         return sums.topk(min(self._count, width), dim=-1).indices.sort(-1).values
 
 

@@ -1,0 +1,80 @@
+"""Which row of a sequence's row pages holds which token, for one layer: least recently used.
+
+Each KV head has its own tokens. All of it is computed by torch on the device, with shapes that
+the host knows: nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where the wanted tokens of each KV head lie, or go.
+
+    Attributes:
+        rows: int64 `[n_kv, n]`, the row of each token among those of the row pages.
+        is_new: bool `[n_kv, n]`, True where the row has to be fetched.
+    """
+
+    rows: torch.Tensor
+    is_new: torch.Tensor
+
+
+class RowCache:
+    """The tokens in the rows of one layer.
+
+    Attributes:
+        tokens: int64 `[n_kv, rows]`, the stored token in each row; -1: none yet.
+    """
+
+    def __init__(self, kv_heads: int, device: torch.device) -> None:
+        self.tokens = torch.empty((kv_heads, 0), dtype=torch.int64, device=device)
+        # The step that last wanted each row.
+        self._used = torch.empty_like(self.tokens)
+        self._step = 0
+
+    @property
+    def row_count(self) -> int:
+        return self.tokens.shape[1]
+
+    def grow(self, row_count: int) -> None:
+        """Have so many rows, the new ones empty."""
+        more = (len(self.tokens), row_count - self.row_count)
+        self.tokens = torch.cat((self.tokens, self.tokens.new_full(more, -1)), 1)
+        self._used = torch.cat((self._used, self._used.new_full(more, -1)), 1)
+
+    def place(self, wanted: torch.Tensor, is_wanted: torch.Tensor | None, stored: int) -> Placed:
+        """Give each wanted token a row: its own, or that of a token unused for longest.
+
+        Args:
+            wanted: int64 `[n_kv, n]`, distinct tokens below `stored`; n is at most `row_count`.
+            is_wanted: bool `[n_kv, n]`; None: all are wanted.
+        """
+        self._step += 1
+        heads, rows = self.tokens.shape
+        # The row of each token; the last column is for empty rows.
+        row_of = self.tokens.new_full((heads, stored + 1), -1)
+        every = torch.arange(rows, device=self.tokens.device).expand(heads, -1)
+        row_of.scatter_(1, torch.where(self.tokens < 0, stored, self.tokens), every)
+        row_of[:, stored] = -1
+        held = row_of.gather(1, wanted)
+        is_new = held < 0
+        if is_wanted is not None:
+            is_new &= is_wanted
+            held = torch.where(is_wanted, held, -1)
+        # One column more takes what is not written.
+        used = torch.cat((self._used, self._used.new_zeros((heads, 1))), 1)
+        used.scatter_(1, torch.where(held < 0, rows, held), self._step)
+        oldest = used[:, :rows].argsort(dim=1, stable=True)
+        turn = (is_new.cumsum(1) - 1).clamp_min(0)
+        placed = torch.where(is_new, oldest.gather(1, turn), held)
+        target = torch.where(is_new, placed, rows)
+        used.scatter_(1, target, self._step)
+        tokens = torch.cat((self.tokens, self.tokens.new_zeros((heads, 1))), 1)
+        tokens.scatter_(1, target, wanted)
+        self._used, self.tokens = used[:, :rows], tokens[:, :rows]
+        return Placed(placed, is_new)
