@@ -90,7 +90,7 @@ class Selection:
         int8: keep what screens keys in int8, with a scale per row; None: the method's own.
         sinks: first tokens that are always read.
         recent: newest tokens that are always read, the query's own included.
-        full_layers: first layers that read everything.
+        full_layers: first layers that read everything; see `exact_layers`.
         estimate: tokens that are not read take part as centroids (RetroInfer).
         verify: the selection only drafts, and steps that read everything verify: exact.
 
@@ -149,6 +149,11 @@ class Selection:
     def is_approximate(self) -> bool:
         """True if the text may depend on it."""
         return not (self.reads_all or self.verify)
+
+    @property
+    def exact_layers(self) -> int:
+        """First layers that read everything: none in drafts, which a whole pull verifies."""
+        return 0 if self.verify else self.full_layers
 
     @property
     def keeps_int8(self) -> bool:

@@ -117,6 +117,11 @@ def test_what_is_exact_says_so(text: str, reads_all: bool, is_approximate: bool)
     assert (selection.reads_all, selection.is_approximate) == (reads_all, is_approximate)
 
 
+def test_drafts_select_in_every_layer() -> None:
+    assert Selection.parsed("columns:0.05").exact_layers == 2
+    assert Selection.parsed("columns:0.05,full_layers=3,verify").exact_layers == 0
+
+
 def test_a_message_without_a_method_or_a_rule_is_refused() -> None:
     assert selection_from_proto(None) == FULL
     for message, field in (

@@ -25,6 +25,10 @@ Attend = Callable[
 ]
 
 
+# Is given the index of a layer and the residual `[N, h]` that enters it, before it computes.
+Enter = Callable[[int, torch.Tensor], None]
+
+
 class CarryOut(Protocol):
     """Calls a named part of the layer with this index, and returns its result."""
 
@@ -42,9 +46,12 @@ def through_layers(
     rotary: Rotary | None,
     attend: Attend,
     carry_out: CarryOut = at_once,
+    enter: Enter | None = None,
 ) -> torch.Tensor:
     """Return the hidden `[N, h]` after these layers."""
     for index, layer in enumerate(layers):
+        if enter is not None:
+            enter(index, hidden)
         layer.await_weights(WeightPiece.KEY_VALUE, WeightPiece.QUERY)
         project = partial(_project, layer, hidden, rotary)
         inputs, queries, keys, values = carry_out("project", index, project)

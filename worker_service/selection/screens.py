@@ -68,7 +68,7 @@ class Screens:
     def layer(self, index: int) -> LayerScreen | None:
         """Return an empty screen of a layer of one sequence; None: the layer reads everything."""
         selection = self.selection
-        if selection.is_full or index < selection.full_layers:
+        if selection.is_full or index < selection.exact_layers:
             return None
         shape = AttentionShape.of(self._config, index)
         columns, int8 = selection.kept_columns(shape.head_dim), selection.keeps_int8
@@ -94,7 +94,7 @@ class Screens:
     def centroids(self, index: int) -> Centroids | None:
         """Return an empty estimate of what a layer does not read; None: there is none."""
         selection = self.selection
-        if not selection.estimate or selection.is_full or index < selection.full_layers:
+        if not selection.estimate or selection.is_full or index < selection.exact_layers:
             return None
         return Centroids(AttentionShape.of(self._config, index))
 
