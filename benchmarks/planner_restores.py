@@ -30,8 +30,8 @@ from splitpoint_cli.bench.shared.engine_memory import exact_memory
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import STAGING_PAGES
-from worker_service.engine.cost_watch import CostWatch
 from worker_service.engine.engine import Engine
+from worker_service.lanes.cost_watch import CostWatch
 from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure

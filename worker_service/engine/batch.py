@@ -15,6 +15,7 @@ import torch
 
 from worker_service.device.cache import DeviceCache
 from worker_service.device.upload import Upload
+from worker_service.engine.selected import SelectedStep
 from worker_service.engine.sequence import Segment, Sequence, device_pages
 from worker_service.engine.streamed import StreamedPrefill, StreamedStep, query_counts
 from worker_service.engine.streamed_builder import StreamedBuilder
@@ -70,6 +71,7 @@ class Batch:
     decode_plan: DecodePlan | None
     streamed: StreamedStep | None
     prefills: list[ResidentPrefill | StreamedPrefill]
+    selected: SelectedStep
     slot: GraphSlot | None = None
 
     @property
@@ -116,6 +118,7 @@ class Batch:
 
         `prefetcher` brings what is in the store; None if nothing of the step is.
         """
+        self.selected.observe(index, queries)
         parts = []
         if self.decode_plan is not None:
             parts.append(self._attend_decodes(cache, index, layer, queries, prefetcher))
@@ -246,6 +249,7 @@ class _Builder:
             token_ids, positions = (self._slot.padded(each, 0) for each in (token_ids, positions))
             pages = self._slot.padded(pages, self._slot.page)
         decode_plan = self._decode_plan(decodes) if decodes else None
+        selected = SelectedStep.of(decodes, segments, self._chunk, self._upload)
         batch = Batch(
             started=started,
             sequences=[piece.sequence for piece in pieces],
@@ -264,8 +268,10 @@ class _Builder:
                     for segment, prefill in zip(segments, prefills, strict=True)
                     if isinstance(prefill, StreamedPrefill)
                 ],
+                selected,
             ),
             prefills=prefills,
+            selected=selected,
             slot=self._slot,
             # Behind the tables that a graph reads, which keep their place.
             logit_rows=self._tensor(logit_rows),

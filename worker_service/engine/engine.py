@@ -24,7 +24,6 @@ from worker_service.device.memory import MemoryPlan, largest_tile
 from worker_service.drafts.drafter import Drafter
 from worker_service.drafts.speculator import Speculator
 from worker_service.engine.batch import Batch, build_batch
-from worker_service.engine.cost_watch import CostWatch, Observers
 from worker_service.engine.messages import (
     Call,
     Cancel,
@@ -48,6 +47,7 @@ from worker_service.engine.sequence import Admission, Sequence
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.graphs.eager_reason import EagerReason
 from worker_service.kernels.units import limit_parts
+from worker_service.lanes.cost_watch import CostWatch, Observers
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.spans import RequestSpans

@@ -171,6 +171,9 @@ class ModelRunner:
             compute(prefetcher, "write", index, write)
             return batch.attend(cache, index, layer, queries, keys, values, prefetcher)
 
+        enter = None
+        if prefetcher is not None and batch.selected.readers:
+            enter = partial(batch.selected.enter, model, prefetcher)
         hidden = model.embed(batch.token_ids, batch.positions)
         return through_layers(
             model.visit(),
@@ -178,6 +181,7 @@ class ModelRunner:
             model.rotary(batch.positions),
             attend,
             partial(compute, prefetcher),
+            enter,
         )
 
     def _begin_choice(

@@ -19,10 +19,10 @@ from splitpoint.planning.schedule import Lane
 from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
 from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
-from worker_service.engine.cost_watch import Observers
 from worker_service.engine.messages import RestoreEvent
 from worker_service.engine.pages import PageManager
 from worker_service.engine.sequence import Sequence
+from worker_service.lanes.cost_watch import Observers
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.share import Claim, ComputeShare, by_claim
 from worker_service.lanes.work import Work

@@ -17,6 +17,7 @@ from worker_service.engine.sampling import Sampling
 from worker_service.lanes.spans import RequestSpans
 from worker_service.pipeline.restoring import Restoring
 from worker_service.pipeline.transfer import CacheTransfer
+from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Match
 from worker_service.store.fetch import FetchSource
@@ -115,6 +116,8 @@ class Sequence:
     `kept_chunks` and the newest `window_chunks` of the sealed ones, and frees any other as
     soon as its chunk is sealed. Of the first `kept_inputs` it keeps X instead: chunk i's in
     half `i % 2` of `row_pages[i // 2]`.
+    One with `selection_pages` reads what it has in the store through `reads`, which keeps its
+    rows and screens there, once a step that read everything has built them.
     Resident sequences with equal beginnings share the pages of their first
     `checked_chunks`, which nothing writes any more.
     """
@@ -149,6 +152,13 @@ class Sequence:
     skips_drafts: bool = False
     pages: list[int | None] = field(default_factory=list)
     row_pages: list[int] = field(default_factory=list)
+    selection_pages: list[int] = field(default_factory=list)
+    # None before it runs, and if it reads everything.
+    reads: SequenceReads | None = None
+    # Why decode steps read everything although the request selects; empty if none did so far.
+    selection_off_reason: str = ""
+    # Its first token whose K and V follow from a selection of the tokens before it; None: none.
+    first_approximate: int | None = None
     # X pages by chunk index, until the chunk is sealed.
     input_pages: dict[int, int] = field(default_factory=dict)
     stored: list[StoredChunk] = field(default_factory=list)
@@ -213,6 +223,12 @@ class Sequence:
         return self.admission.residency is Residency.STREAMED
 
     @property
+    def selects(self) -> bool:
+        """True if its next decode step reads by selection: not if that is only to draft."""
+        reads = self.reads
+        return reads is not None and reads.is_built and not self.selection.verify
+
+    @property
     def runnable_tokens(self) -> int:
         """Tokens that the next step may compute: all that are left, or a restore's front.
 
@@ -262,7 +278,9 @@ class Sequence:
     def read_chunks(self) -> list[StoredChunk]:
         """The chunks that each step reads from the store."""
         stored = self.stored_range
-        return self.stored[max(stored.start, self.kept_inputs) : stored.stop]
+        # Rows of a selection come from the store also where X is kept.
+        start = stored.start if self.reads is not None else max(stored.start, self.kept_inputs)
+        return self.stored[start : stored.stop]
 
     @property
     def cached_chunks(self) -> tuple[StoredChunk, ...]:
@@ -287,6 +305,7 @@ class Sequence:
         self.checked_chunks = 0
         self.device_tokens = 0
         self.first_unsure_chunk = None
+        self.first_approximate = None
         self.writes_back = False
         self.match = None
         self.transfer = None

@@ -16,13 +16,14 @@ import torch
 
 from splitpoint.errors import ChunkLost
 from worker_service.device.cache import DeviceCache
-from worker_service.engine.cost_watch import StepTraffic
+from worker_service.engine.selected import SelectedStep
 from worker_service.engine.sequence import Sequence
 from worker_service.kernels.units import UnitOrder
+from worker_service.lanes.cost_watch import StepTraffic
 from worker_service.model.attention_parts import DecodeParts, PrefillParts
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.layer import DecoderLayer
-from worker_service.pipeline.prefetch import Prefetcher, TileTransfer
+from worker_service.pipeline.prefetch import Attend, Prefetcher, TileTransfer
 from worker_service.pipeline.tiles import StreamedTokens
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk, SuspectChunks
@@ -111,6 +112,22 @@ class StreamedPrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerDecodes:
+    """What decoding sequences attend in a layer beside the pages that they have on the device.
+
+    Attributes:
+        rows: pages with rows of the store, of sequences that select; None: none selects here.
+        tiles: all that the others have in the store, and what attends each tile.
+        order: in which order the parts are merged, if not as they come: those of the device's
+            own pages, of `rows`, then of the tiles.
+    """
+
+    rows: DecodePlan | None
+    tiles: list[tuple[TileTransfer, DecodePlan]]
+    order: UnitOrder | None
+
+
+@dataclass(frozen=True, slots=True)
 class StreamedStep:
     """Everything that one step reads from the store.
 
@@ -121,10 +138,9 @@ class StreamedStep:
         tokens: what the layer that reads most reads; layers with sliding windows read less.
         before: the device's own pages of decoding sequences, which are attended before the tiles;
             None: no sequence decodes.
-        decodes: the tiles of decoding sequences, for layers of each window.
+        decodes: what decoding sequences attend beside them in each layer.
         behind: further device pages, which are attended after the tiles; None: there are none.
-        orders: in which order the parts of these layers are merged, if not as they come: those of
-            `before`, then those of the tiles.
+        selected: what they read by selection, and what is built for it.
     """
 
     sequences: list[Sequence]
@@ -132,9 +148,9 @@ class StreamedStep:
     layers: list[list[TileTransfer]]
     tokens: StreamedTokens
     before: DecodePlan | None
-    decodes: Mapping[Window, list[tuple[TileTransfer, DecodePlan]]]
+    decodes: list[LayerDecodes]
     behind: DecodePlan | None
-    orders: Mapping[Window, UnitOrder]
+    selected: SelectedStep
 
     def attend_decodes(
         self,
@@ -148,18 +164,28 @@ class StreamedStep:
 
         `queries`: `[N, n_q, d]`, all rows of all decoding sequences.
         """
+        here = self.decodes[index]
         parts = DecodeParts(
             queries,
             window=layer.window,
             scale=layer.scale,
             cap=layer.cap,
-            order=self.orders.get(layer.window),
+            order=here.order,
         )
         own = partial(parts.add, cache.keys[index], cache.values[index])
         if self.before is not None:
             prefetcher.compute("attend", index, partial(own, plan=self.before))
-        for tile_transfer, plan in self.decodes[layer.window]:
-            prefetcher.consume(index, tile_transfer, partial(parts.add, plan=plan))
+        if here.rows is not None:
+            arrived = self.selected.arrived(index)
+            prefetcher.compute("attend", index, partial(own, plan=here.rows), arrived)
+        builds = self.selected.building(index)
+        for tile_transfer, plan in here.tiles:
+            attend: Attend = partial(parts.add, plan=plan)
+            if builds is not None:
+                attend = builds.taking(tile_transfer.tile, attend)
+            prefetcher.consume(index, tile_transfer, attend)
+        if builds is not None:
+            prefetcher.compute("build screens", index, builds.finish)
         if self.behind is not None:
             prefetcher.compute("attend", index, partial(own, plan=self.behind))
         return prefetcher.compute("attend", index, parts.attended)

@@ -6,7 +6,7 @@ Layers with a sliding window read only what some query sees. Built once per step
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -18,9 +18,11 @@ import torch
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import PREFILL_TILE_PAGES, largest_tile
 from worker_service.device.upload import Upload
+from worker_service.engine.selected import SelectedStep
 from worker_service.engine.sequence import Segment, Sequence
 from worker_service.engine.streamed import (
     DevicePages,
+    LayerDecodes,
     StreamedPrefill,
     StreamedStep,
     Window,
@@ -71,9 +73,8 @@ class _Decodes:
     """What decoding sequences attend: see `StreamedStep`."""
 
     before: DecodePlan | None
-    tiles: Mapping[Window, list[tuple[TileTransfer, DecodePlan]]]
+    layers: list[LayerDecodes]
     behind: DecodePlan | None
-    orders: Mapping[Window, UnitOrder]
 
 
 class StreamedBuilder:
@@ -100,24 +101,27 @@ class StreamedBuilder:
         decodes: Rows[Sequence],
         decode_plan: DecodePlan | None,
         prefills: Rows[tuple[Sequence, StreamedPrefill]],
+        selected: SelectedStep,
     ) -> StreamedStep | None:
         """Return what the step reads from the store; None if that is nothing.
 
-        `decode_plan`: for all device pages of the decoding sequences.
+        Args:
+            decode_plan: for all device pages of the decoding sequences.
+            selected: what they read by selection.
         """
-        planned = self._decodes(decodes, decode_plan)
+        planned = self._decodes(decodes, decode_plan, selected)
         layers = [
             [
-                *(tile_transfer for tile_transfer, _ in planned.tiles[window]),
+                *(tile_transfer for tile_transfer, _ in reads.tiles),
                 *(
                     tile_transfer
                     for _, prefill in prefills
                     for tile_transfer in prefill.tile_transfers[window]
                 ),
             ]
-            for window in self._windows
+            for window, reads in zip(self._windows, planned.layers, strict=True)
         ]
-        if not any(layers):
+        if not any(layers) and not selected.readers:
             return None
         sequences = [sequence for sequence in decodes if sequence.stored_range]
         sequences += [sequence for sequence, _ in prefills]
@@ -131,9 +135,9 @@ class StreamedBuilder:
             layers,
             tokens,
             before=planned.before,
-            decodes=planned.tiles,
+            decodes=planned.layers,
             behind=planned.behind,
-            orders=planned.orders,
+            selected=selected,
         )
 
     def prefill(self, segment: Segment, first_row: int) -> StreamedPrefill:
@@ -159,17 +163,24 @@ class StreamedBuilder:
 
     # -- decodes ---------------------------------------------------------------------------
 
-    def _decodes(self, decodes: Rows[Sequence], on_device: DecodePlan | None) -> _Decodes:
+    def _decodes(
+        self, decodes: Rows[Sequence], on_device: DecodePlan | None, selected: SelectedStep
+    ) -> _Decodes:
         pages = [
             page
-            for row, sequence in enumerate(decodes)
-            for page in self._stored_pages(sequence, row)
+            for number, sequence in enumerate(decodes)
+            for page in self._stored_pages(sequence, number)
         ]
         # The first query of a sequence sees the most.
         queries = [sequence.computed for sequence in decodes]
         counts = query_counts(decodes)
+        kinds = [(window, selected.selecting(at)) for at, window in enumerate(self._windows)]
+        rows = {
+            selecting: self._rows_plan(decodes, selecting, queries, counts)
+            for selecting in dict.fromkeys(selecting for _, selecting in kinds)
+        }
         in_order = on_device is not None and self._takes_many_parts(
-            on_device, pages, queries, counts or [1] * len(decodes)
+            [on_device, *rows.values()], pages, queries, counts or [1] * len(decodes)
         )
         make_tiles = ordered_tiles if in_order else decode_tiles
 
@@ -177,26 +188,77 @@ class StreamedBuilder:
             tile_transfers = self._transfers(seen, decodes, self._tile_pages, make_tiles)
             return [(each, self._plan_of(each.tile, queries, counts)) for each in tile_transfers]
 
-        tiles = self._by_window(pages, queries, with_plans)
+        made: dict[tuple[int, frozenset[int]], list[tuple[TileTransfer, DecodePlan]]] = {}
+        by_kind: dict[tuple[Window, frozenset[int]], LayerDecodes] = {}
+        for window, selecting in dict.fromkeys(kinds):
+            seen = self._seen(pages, queries, window)
+            # A larger window sees more of each sequence, so equal counts are equal pages.
+            same = len(seen), selecting
+            if same not in made:
+                made[same] = with_plans([page for page in seen if page.reader not in selecting])
+            order = None
+            if on_device is not None and not in_order:
+                plans = [on_device, rows[selecting], *(plan for _, plan in made[same])]
+                order = _order(plans, window, self._upload)
+            by_kind[window, selecting] = LayerDecodes(rows[selecting], made[same], order)
+        layers = [by_kind[kind] for kind in kinds]
         if on_device is None or not in_order:
-            return _Decodes(on_device, tiles, None, _orders(on_device, tiles, self._upload))
+            return _Decodes(on_device, layers, None)
         borders = [sequence.stored_range.start * self._chunk for sequence in decodes]
         before, behind = _halves(on_device, np.repeat(borders, counts or 1))
-        return _Decodes(before, tiles, behind, {})
+        return _Decodes(before, layers, behind)
+
+    def _rows_plan(
+        self,
+        decodes: Rows[Sequence],
+        selecting: frozenset[int],
+        queries: list[int],
+        counts: list[int] | None,
+    ) -> DecodePlan | None:
+        """Plan attention to the rows that selections fetched; None if no sequence has any.
+
+        All rows of their pages are seen. In the order of positions they come where the stored
+        tokens do, of which there are more.
+        """
+        pages: list[int] = []
+        owners: list[int] = []
+        first_positions: list[int] = []
+        for number in sorted(selecting):
+            reads, start = decodes[number].reads, decodes[number].stored_range.start
+            if reads is None:
+                raise RuntimeError("a sequence without screens reads by selection")
+            for place, page in enumerate(reads.row_pages, start):
+                pages.append(page)
+                owners.append(number)
+                first_positions.append(place * self._chunk)
+        if not pages:
+            return None
+        plan = DecodePlan.of_pages(
+            pages,
+            owners=owners,
+            first_positions=first_positions,
+            query_positions=queries,
+            chunk_tokens=self._chunk,
+            windows=[None],
+            device=self._device,
+            upload=self._upload,
+            query_counts=counts,
+        )
+        # What is chosen is seen, whatever the window.
+        return replace(plan, views=dict.fromkeys(self._windows, plan.views[None]))
 
     def _takes_many_parts(
         self,
-        on_device: DecodePlan,
+        on_device: Rows[DecodePlan | None],
         pages: Rows[StoredPage],
         queries: Rows[int],
         counts: Rows[int],
     ) -> bool:
         """Return True if a layer's parts must be merged as they come: see `UnitParts`."""
-        views = [view for view in on_device.views.values() if isinstance(view, UnitView)]
+        most = [_most_units(plan) for plan in on_device if plan is not None]
         widest = max(self._windows, key=lambda window: window or math.inf)
         read = sum(counts[page.reader] for page in self._seen(pages, queries, widest))
-        own = max((len(view.owners) for view in views), default=0)
-        return bool(views) and not may_wait(read, self._chunk, own)
+        return any(most) and not may_wait(read, self._chunk, sum(most))
 
     def _plan_of(self, tile: Tile, queries: list[int], counts: list[int] | None) -> DecodePlan:
         return DecodePlan.of_pages(
@@ -324,22 +386,19 @@ class StreamedBuilder:
         return self._upload.table(list(values))
 
 
-def _orders(
-    on_device: DecodePlan | None,
-    tiles: Mapping[Window, list[tuple[TileTransfer, DecodePlan]]],
-    upload: Upload,
-) -> dict[Window, UnitOrder]:
-    """Return the orders of the units of all plans, in which they are attended; none: no units."""
-    if on_device is None:
-        return {}
-    orders = {}
+def _most_units(plan: DecodePlan) -> int:
+    """Return the units of the plan's largest view; 0 if it has none."""
+    views = (view for view in plan.views.values() if isinstance(view, UnitView))
+    return max((len(view.owners) for view in views), default=0)
+
+
+def _order(plans: Rows[DecodePlan | None], window: Window, upload: Upload) -> UnitOrder | None:
+    """Return the order of the units of all plans, as they are attended; None: there are none."""
     kinds = (UnitView, SpanView) if adds_in_one_order() else UnitView
-    for window, planned in tiles.items():
-        views = [plan.views[window] for plan in (on_device, *(plan for _, plan in planned))]
-        units = [view for view in views if isinstance(view, kinds)]
-        if units:
-            orders[window] = UnitOrder.of(units, on_device.query_count, upload)
-    return orders
+    present = [plan for plan in plans if plan is not None]
+    views = (plan.views[window] for plan in present)
+    units = [view for view in views if isinstance(view, kinds)]
+    return UnitOrder.of(units, present[0].query_count, upload) if units else None
 
 
 def _halves(plan: DecodePlan, borders: npt.NDArray[np.int64]) -> tuple[DecodePlan, DecodePlan]:

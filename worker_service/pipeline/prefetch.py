@@ -161,11 +161,16 @@ class Prefetcher:
             self._kv_slots.release(arriving.kv_slot, attended)
         self._fill()
 
-    def compute(self, name: str, layer: int, call: Callable[[], Result]) -> Result:
-        """Run another part of the forward pass on the compute lane, so that it leaves a span."""
+    def compute(
+        self, name: str, layer: int, call: Callable[[], Result], after: Sequence[Event] = ()
+    ) -> Result:
+        """Run another part of the forward pass on the compute lane, so that it leaves a span.
+
+        It begins once all of `after` are reached.
+        """
         results: list[Result] = []
         work = Work(name, lambda: results.append(call()), layer=layer)
-        self._lanes.run(Lane.COMPUTE, work)
+        self._lanes.run(Lane.COMPUTE, work, after)
         return results[0]
 
     # -- below --------------------------------------------------------------------------

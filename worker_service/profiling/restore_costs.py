@@ -14,9 +14,9 @@ import torch
 
 from splitpoint.costs.profile import Profile
 from splitpoint.shapes import ArenaLayout
-from worker_service.engine.cost_watch import CostWatch
 from worker_service.engine.engine import Engine
 from worker_service.engine.restorer import TILE_PAGES
+from worker_service.lanes.cost_watch import CostWatch
 from worker_service.lanes.timeline import Span
 from worker_service.pipeline.both_ends import restore_from_both_ends
 from worker_service.pipeline.restore import Prefix, restore

@@ -226,6 +226,7 @@ class World:
             decode_plan=None,
             streamed=None,
             prefills=cast(Any, segments),
+            selected=cast(Any, None),
         )
         if self.rng.random() < losing:
             lost = [

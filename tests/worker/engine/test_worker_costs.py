@@ -20,10 +20,10 @@ from splitpoint.planning.plan import RestoreMethod
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ArenaLayout
-from worker_service.engine.cost_watch import CostWatch
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import RestoreEvent
 from worker_service.engine.sampling import Sampling
+from worker_service.lanes.cost_watch import CostWatch
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import EmulatedLink
 from worker_service.lanes.timeline import Span

@@ -19,6 +19,7 @@ from tiny_models import VOCABULARY, write_tiny
 from splitpoint.planning.schedule import Lane, Schedule
 from worker_service.device.upload import Upload
 from worker_service.engine.sampling import Sampling
+from worker_service.engine.selected import SelectedStep
 from worker_service.engine.sequence import Sequence as Running
 from worker_service.engine.streamed import StreamedStep
 from worker_service.engine.streamed_builder import StreamedBuilder
@@ -105,8 +106,9 @@ class Setting:
                 room = cache.inputs_in_pages(layer)[chunk % 2]
                 room[sequence.row_pages[chunk // 2]] = inputs[stored.chunks[chunk].slot]
         windows = [layer.window for layer in stored.model.layers]
-        builder = StreamedBuilder(cache, windows, tile_pages, Upload(cache.device))
-        step = builder.step([sequence], None, [])
+        upload = Upload(cache.device)
+        builder = StreamedBuilder(cache, windows, tile_pages, upload)
+        step = builder.step([sequence], None, [], SelectedStep([], [], [], upload))
         assert step is not None
         return cls(stored, staging, step, [])
 

@@ -13,8 +13,8 @@ from tiny_models import write_tiny
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.schedule import Lane, Schedule
-from worker_service.engine import cost_watch
-from worker_service.engine.cost_watch import CostWatch
+from worker_service.lanes import cost_watch
+from worker_service.lanes.cost_watch import CostWatch
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
