@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from splitpoint.costs.profile import Profile
 from splitpoint.numerics import Numerics
 from splitpoint.planning.schedule import Schedule
+from splitpoint.selection import SelectionMethod
 from splitpoint.shapes import Encoding, ModelShape, WeightFormat
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 
@@ -49,6 +50,7 @@ class WorkerFacts:
     # What requests get that leave their speculation open, and the methods that it can use.
     speculation: Speculation = PLAIN
     draft_methods: frozenset[DraftMethod] = frozenset()
+    selection_methods: frozenset[SelectionMethod] = frozenset()
     numerics: Numerics = Numerics.FAST
     # Of what decides its bits; chunk keys depend on it. Empty if they are fast.
     numerics_digest: str = ""

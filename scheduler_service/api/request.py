@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler_service.api.output import Output
+from scheduler_service.api.selection import SelectionTally
 from scheduler_service.api.speculation import DraftTally
 from scheduler_service.prefixes.lookup import CachedPrefix
 from splitpoint.errors import SplitpointError
 from splitpoint.observe.tracing import NO_SPAN, Span
 from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.selection import FULL, Selection
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 # Characters of a client's id that stay readable in the name of a tenant's request; with
@@ -80,6 +82,8 @@ class Request:
     residency: Residency | None = None
     # As sent: each worker fills in what is open.
     speculation: types_pb2.SpeculativeParams = field(default_factory=types_pb2.SpeculativeParams)
+    # Which cached tokens its decode steps read. A worker that cannot follow it reads them all.
+    selection: Selection = FULL
 
     # -- set when it is accepted
 
@@ -108,6 +112,7 @@ class Request:
     # Of the worker that computed its latest tokens. None: none have come.
     numerics_digest: str | None = None
     drafts: DraftTally = field(default_factory=DraftTally)
+    selected: SelectionTally = field(init=False)
     # Number of generated tokens at which it is no suspect any more. None: it never was one.
     cleared_at_tokens: int | None = None
     is_paused: bool = False
@@ -117,6 +122,7 @@ class Request:
     _readers: set[Reader] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
+        self.selected = SelectionTally(self.selection)
         self.request_id = self.client_request_id
         if self.tenant:
             readable = self.client_request_id[:_READABLE_CHARACTERS]

@@ -16,11 +16,13 @@ from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.keys import SALT_LIMIT
 from splitpoint.planning.plan import Residency, RestoreMethod, check_forced_method
+from splitpoint.selection import Selection, check_served, check_speculation
 from splitpoint.shapes import ModelShape
 from splitpoint.speculation import PLAIN
 from splitpoint.transport.convert import (
     method_from_proto,
     residency_from_proto,
+    selection_from_proto,
     speculation_from_proto,
 )
 from splitpoint.v1 import scheduler_pb2, types_pb2
@@ -56,7 +58,7 @@ def validate_generate(
     _check_names(request)
     split, method, residency = _restore_options(request)
     _check_sampling(request.sampling, model, has_tokenizer=encode is not None)
-    speculation_from_proto(request.speculation, PLAIN)  # for its checks
+    selection = _selection_of(request)
     prompt = _prompt_of(request, model, encode)
     return Request(
         client_request_id=request.request_id or secrets.token_hex(16),
@@ -70,6 +72,7 @@ def validate_generate(
         restore_method=method,
         residency=residency,
         speculation=request.speculation,
+        selection=selection,
     )
 
 
@@ -141,6 +144,16 @@ def _restore_options(
     if method is RestoreMethod.TOKENS:
         residency = Residency.RESIDENT  # a streamed prefix could not be recomputed
     return split, method, residency
+
+
+def _selection_of(request: scheduler_pb2.GenerateRequest) -> Selection:
+    """Return the selection, checked together with the drafts. Raises InvalidArgument."""
+    drafts = speculation_from_proto(request.speculation, PLAIN)
+    selection = selection_from_proto(request.selection if request.HasField("selection") else None)
+    check_served(selection)
+    # What is open is the worker's, and gives way to the selection.
+    check_speculation(selection, drafts if request.speculation.method else None)
+    return selection
 
 
 def _prompt_of(

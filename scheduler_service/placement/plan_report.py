@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from splitpoint.planning.plan import Plan, Residency
+from splitpoint.selection import Selection, SelectionUsage
 from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint.transport.convert import draft_method_from_proto, method_from_proto
 from splitpoint.v1 import types_pb2, worker_pb2
@@ -70,6 +71,25 @@ def with_drafts(
     elif asked.method is DraftMethod.SELF and plan.residency is Residency.RESIDENT:
         why = "drafts of this kind pay only while the cache is streamed"
     return replace(plan, reason=f"{plan.reason}; {asked.method.value} drafted nothing: {why}")
+
+
+def with_selection(plan: Plan, asked: Selection, usage: SelectionUsage) -> Plan:
+    """Return the plan with a reason that says what was selected, or why everything was read."""
+    if asked.is_full:
+        return plan
+    reason = f"{plan.reason}; {asked} was not used"
+    if usage.step_count:
+        rows = usage.fetched_row_count + usage.reused_row_count
+        kind = "drafted tokens" if asked.verify else "steps"
+        reason = (
+            f"{plan.reason}; {asked} read {usage.read_ratio:.1%} of the tokens in "
+            f"{usage.step_count:,} {kind} and fetched {usage.fetched_row_count:,} of "
+            f"{counted(rows, 'row')}"
+        )
+    if usage.off_reason:
+        others = "; other steps read every token" if usage.step_count else ""
+        reason += f"{others}: {usage.off_reason}"
+    return replace(plan, reason=reason)
 
 
 def _fetched(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler_service.api.request import Request
 from scheduler_service.limits import Limits
 from scheduler_service.placement.admission import Rejected
-from scheduler_service.placement.plan_report import actual_plan, with_drafts
+from scheduler_service.placement.plan_report import actual_plan, with_drafts, with_selection
 from scheduler_service.requests.attempts import Attempt
 from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.plan import RestoreMethod
@@ -36,6 +36,7 @@ def completion(
         drafted,
         can_draft=attempt.can_draft,
     )
+    plan = with_selection(plan, request.selection, request.selected.sum)
     prompt_tokens = len(request.prompt)
     stopped = reason == types_pb2.FINISH_REASON_STOP
     text = output.finish(stopped=stopped)
@@ -47,6 +48,7 @@ def completion(
             completion_tokens=len(output),
             cached_tokens=min(plan.cached_tokens, prompt_tokens),
             speculation=drafted,
+            selection=request.selected.usage,
         ),
         seed=request.sampling.seed,
         plan=plan_to_proto(plan),

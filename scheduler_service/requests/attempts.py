@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
+from scheduler_service.api.selection import followed_by
 from scheduler_service.cluster.connection import ReadyWorker
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.placement.admission import AdmissionQueue, Admitted
@@ -17,8 +18,13 @@ from scheduler_service.requests.accounts import Accounts
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.observe.tracing import NO_SPAN, Span
 from splitpoint.planning.plan import Objective, Plan, RestoreMethod
+from splitpoint.selection import FULL, Selection, speculation_beside
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
-from splitpoint.transport.convert import plan_to_proto, speculation_from_proto
+from splitpoint.transport.convert import (
+    plan_to_proto,
+    selection_to_proto,
+    speculation_from_proto,
+)
 from splitpoint.v1 import worker_pb2
 
 
@@ -33,6 +39,8 @@ class Attempt:
     # What the worker was asked to draft; what it lacks drafts nothing.
     speculation: Speculation = PLAIN
     can_draft: bool = False
+    # What the worker was asked to select.
+    selection: Selection = FULL
     # What the worker says of its restore.
     report: worker_pb2.RestoreReport | None = None
     # From the command to the release; when that began, on the scheduler's clock.
@@ -85,7 +93,10 @@ class Attempts:
             raise RuntimeError(f"memory was granted on {attempt.worker_id}, which is away")
         began = self._clock()
         planned = self._plan(attempt, worker.facts)
+        attempt.selection = followed_by(worker.facts, attempt.request.selection)
+        attempt.request.selected.started(worker.facts)
         asked = speculation_from_proto(attempt.request.speculation, worker.facts.speculation)
+        asked = speculation_beside(attempt.selection, asked)
         attempt.speculation = asked
         methods = worker.facts.draft_methods
         attempt.can_draft = asked.method in methods or (
@@ -175,6 +186,8 @@ def _admit_command(attempt: Attempt, planned: PlannedAttempt) -> worker_pb2.Admi
         traceparent=attempt.span.traceparent,
         speculation=request.speculation,
     )
+    if not attempt.selection.is_full:
+        command.selection.CopyFrom(selection_to_proto(attempt.selection))
     if planned.source is not None:
         command.source_store_address = planned.source.address
         command.source_cached_tokens = planned.source.cached_tokens

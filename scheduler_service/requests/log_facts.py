@@ -30,6 +30,7 @@ def of_completed(request: Request, message: scheduler_pb2.GenerateComplete) -> L
         "split_tokens": plan.split_tokens,
         "losses": request.losses,
         **_of_drafts(usage.speculation),
+        **_of_selection(usage.selection),
     }
 
 
@@ -41,6 +42,18 @@ def _of_drafts(usage: types_pb2.SpeculationUsage) -> LogFacts:
         "draft_method": _name(types_pb2.DraftMethod.Name(usage.method), "DRAFT_METHOD_"),
         "draft_tokens": usage.draft_token_count,
         "accepted_tokens": usage.accepted_token_count,
+    }
+
+
+def _of_selection(usage: types_pb2.SelectionUsage) -> LogFacts:
+    """Return what was read by selection; nothing if everything was."""
+    if not usage.step_count:
+        return {}
+    return {
+        "is_approximate": usage.is_approximate,
+        "selected_steps": usage.step_count,
+        "visible_tokens": usage.visible_token_count,
+        "read_tokens": usage.read_token_count,
     }
 
 

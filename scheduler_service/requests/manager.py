@@ -275,6 +275,7 @@ class RequestManager:
             attempt.span.record("first token", attempt.sent_at, now)
         request.times.tokens_came(now)
         request.drafts.add(result)
+        request.selected.add(result)
         request.append(result.token_ids[-count:], result.logprobs[-count:])
         if self.admission.tokens_came(attempt.admitted):
             self._start_waiting()
@@ -286,6 +287,7 @@ class RequestManager:
         request = attempt.request
         if request.has_ended:
             return
+        request.selected.finished(finish)
         if finish.error_code:
             error = from_code(finish.error_code, finish.error_message, finish.error_reason)
             if not isinstance(error, Unavailable):

@@ -152,6 +152,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         )
         self.reject_info: SplitpointError | None = None
         self.speculation: types_pb2.Speculation | None = None
+        self.selection_methods: list[types_pb2.SelectionMethod] = []
         self.numerics = types_pb2.NUMERICS_UNSPECIFIED
         self.numerics_reason = self.numerics_digest = ""
         self.admits: list[worker_pb2.AdmitCommand] = []
@@ -219,6 +220,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
             staging_tokens=8 * CHUNK_TOKENS,
             shares_pages=True,
             speculation=self.speculation,
+            selection_methods=self.selection_methods,
             numerics=self.numerics,
             numerics_reason=self.numerics_reason,
             numerics_digest=self.numerics_digest,

@@ -58,6 +58,10 @@ def speculation(**values: Any) -> Callable[[scheduler_pb2.GenerateRequest], None
     return fields(speculation=types_pb2.SpeculativeParams(**values))
 
 
+def selection(**values: Any) -> Callable[[scheduler_pb2.GenerateRequest], None]:
+    return fields(selection=types_pb2.SelectionParams(**values))
+
+
 def clear(*names: str) -> Callable[[scheduler_pb2.GenerateRequest], None]:
     def change(request: scheduler_pb2.GenerateRequest) -> None:
         for name in names:
@@ -65,6 +69,10 @@ def clear(*names: str) -> Callable[[scheduler_pb2.GenerateRequest], None]:
 
     return change
 
+
+COLUMNS = types_pb2.SELECTION_METHOD_COLUMNS
+MAPLE = types_pb2.SELECTION_METHOD_MAPLE
+H2O = types_pb2.SELECTION_METHOD_H2O
 
 BAD: list[tuple[str, Callable[[scheduler_pb2.GenerateRequest], Any]]] = [
     ("prompt", clear("token_ids")),
@@ -119,6 +127,41 @@ BAD: list[tuple[str, Callable[[scheduler_pb2.GenerateRequest], Any]]] = [
     ("speculation.num_speculative_tokens", speculation(num_speculative_tokens=33)),
     ("speculation.prompt_lookup_min", speculation(prompt_lookup_min=0)),
     ("speculation.prompt_lookup_min", speculation(prompt_lookup_min=65)),
+    ("selection.method", selection()),
+    ("selection.method", selection(ratio=0.1)),
+    ("selection.method", selection(method=99, ratio=0.1)),
+    ("selection.method", selection(method=MAPLE, ratio=0.1)),
+    ("selection.method", selection(method=H2O, ratio=0.1)),
+    ("selection.ratio", selection(method=COLUMNS)),
+    ("selection.ratio", selection(method=COLUMNS, ratio=0.0)),
+    ("selection.ratio", selection(method=COLUMNS, ratio=1.01)),
+    ("selection.ratio", selection(method=COLUMNS, ratio=math.nan)),
+    ("selection.ratio", selection(method=types_pb2.SELECTION_METHOD_FULL, ratio=0.5)),
+    ("selection.alpha", selection(method=COLUMNS, alpha=-1.0)),
+    ("selection.alpha", selection(method=COLUMNS, alpha=math.nan)),
+    ("selection.alpha", selection(method=types_pb2.SELECTION_METHOD_QUEST, alpha=4.0)),
+    ("selection.budget_tokens", selection(method=COLUMNS, budget_tokens=0)),
+    ("selection.cap", selection(method=COLUMNS, alpha=4.0, cap=0.0)),
+    ("selection.columns", selection(method=COLUMNS, ratio=0.1, columns=0)),
+    ("selection.int8", selection(method=types_pb2.SELECTION_METHOD_QUEST, ratio=0.1, int8=True)),
+    ("selection.sinks", selection(method=COLUMNS, ratio=0.1, sinks=-1)),
+    ("selection.recent", selection(method=COLUMNS, ratio=0.1, recent=0)),
+    ("selection.full_layers", selection(method=COLUMNS, ratio=0.1, full_layers=-1)),
+    ("selection.estimate", selection(method=COLUMNS, ratio=0.1, estimate=True)),
+    (
+        "speculation.method",
+        fields(
+            selection=types_pb2.SelectionParams(method=COLUMNS, ratio=0.1),
+            speculation=types_pb2.SpeculativeParams(method=types_pb2.DRAFT_METHOD_SUFFIX),
+        ),
+    ),
+    (
+        "speculation.method",
+        fields(
+            selection=types_pb2.SelectionParams(method=COLUMNS, ratio=0.1, verify=True),
+            speculation=types_pb2.SpeculativeParams(method=types_pb2.DRAFT_METHOD_OFF),
+        ),
+    ),
 ]
 
 

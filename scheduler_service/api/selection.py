@@ -1,0 +1,96 @@
+"""Checks that a worker can serve a request's selection, and sums what it came to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from scheduler_service.api.speculation import check_draft_method
+from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.errors import FailedPrecondition
+from splitpoint.selection import FULL, UNUSED, Selection, SelectionMethod, SelectionUsage
+from splitpoint.speculation import DraftMethod
+from splitpoint.transport.convert import (
+    draft_method_to_proto,
+    selection_usage_from_proto,
+    selection_usage_to_proto,
+)
+from splitpoint.v1 import types_pb2, worker_pb2
+
+
+def check_selection(selection: Selection, workers: Collection[WorkerFacts]) -> None:
+    """Check that one of the ready workers can serve a selection.
+
+    Raises FailedPrecondition if none has the method's artefacts, InvalidArgument if none drafts
+    what the selection verifies.
+    """
+    if selection.reads_all:
+        return
+    able = [worker for worker in workers if selection.method in worker.selection_methods]
+    if not able:
+        raise _wanting(selection.method)
+    if selection.verify:
+        by_self = draft_method_to_proto(DraftMethod.SELF)
+        check_draft_method(types_pb2.SpeculativeParams(method=by_self), able)
+
+
+def followed_by(worker: WorkerFacts, selection: Selection) -> Selection:
+    """Return what a worker is to select: FULL unless it can, and there is anything to select."""
+    return FULL if selection.reads_all or not _can_follow(worker, selection) else selection
+
+
+class SelectionTally:
+    """What the selection of one request came to, on all workers that ran it."""
+
+    def __init__(self, selection: Selection = FULL) -> None:
+        self._selection = selection
+        self._sum = UNUSED
+        if selection.reads_all and not selection.is_full:
+            self._sum = SelectionUsage(off_reason=f"{selection} reads every token")
+
+    def started(self, worker: WorkerFacts) -> None:
+        """Note on which worker an attempt begins."""
+        if not self._selection.reads_all and not _can_follow(worker, self._selection):
+            self._note(f"worker {worker.worker_id} cannot select by {self._selection.method}")
+
+    def add(self, result: worker_pb2.TokenResult) -> None:
+        """Add what one step read by selection, if it did."""
+        if result.HasField("selection"):
+            self._sum += selection_usage_from_proto(result.selection)
+
+    def finished(self, finish: worker_pb2.RequestFinish) -> None:
+        """Note why steps of an attempt read everything."""
+        self._note(finish.selection_off_reason)
+
+    def _note(self, reason: str) -> None:
+        self._sum += SelectionUsage(off_reason=reason)
+
+    @property
+    def selection(self) -> Selection:
+        return self._selection
+
+    @property
+    def sum(self) -> SelectionUsage:
+        """The sums, and whether the text may depend on the selection."""
+        is_used = self._selection.is_approximate and self._sum.step_count > 0
+        return self._sum + SelectionUsage(is_approximate=is_used)
+
+    @property
+    def usage(self) -> types_pb2.SelectionUsage:
+        return selection_usage_to_proto(self.sum)
+
+
+def _can_follow(worker: WorkerFacts, selection: Selection) -> bool:
+    has_drafter = not selection.verify or DraftMethod.SELF in worker.draft_methods
+    return has_drafter and selection.method in worker.selection_methods
+
+
+def _wanting(method: SelectionMethod) -> FailedPrecondition:
+    if not method.is_calibrated:
+        return FailedPrecondition(
+            f"no ready worker can select by {method}: that needs a KV store", reason="NO_SELECTION"
+        )
+    return FailedPrecondition(
+        f"no ready worker has artefacts of {method}: make them with `splitpoint calibrate MODEL "
+        f"--screen {method}`, and start the workers anew (--artifacts names their folder)",
+        reason="NO_ARTIFACTS",
+    )

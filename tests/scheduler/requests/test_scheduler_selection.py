@@ -1,0 +1,181 @@
+"""Selections through the scheduler: settings in, counts and reasons out. About 3 s."""
+
+from __future__ import annotations
+
+import asyncio
+
+from scheduler_doubles import Steps, WorkerDouble, answer, ids_request, stack
+
+from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.selection import Selection, SelectionMethod
+from splitpoint.speculation import DraftMethod
+from splitpoint.transport.convert import (
+    draft_method_to_proto,
+    selection_method_to_proto,
+    selection_to_proto,
+)
+from splitpoint.v1 import scheduler_pb2, types_pb2, worker_pb2
+
+PROMPT = [5, 6, 7]
+STEP = types_pb2.SelectionUsage(
+    step_count=1,
+    visible_token_count=100,
+    read_token_count=10,
+    fetched_row_count=30,
+    reused_row_count=10,
+    link_bytes=30 * 128,
+)
+
+
+def selecting_worker(*methods: SelectionMethod, worker_id: str = "0") -> WorkerDouble:
+    """Return a worker that serves these methods and reads each step by selection if asked to."""
+    worker = WorkerDouble(worker_id)
+    worker.selection_methods = [selection_method_to_proto(method) for method in methods]
+
+    def selected(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
+        for result in response.tokens:
+            if result.request_id in selecting(worker):
+                result.selection.CopyFrom(STEP)
+        return [response]
+
+    worker.mangle = selected
+    return worker
+
+
+def selecting(worker: WorkerDouble) -> set[str]:
+    """Return the requests of which the worker was told to select."""
+    return {command.request_id for command in worker.admits if command.HasField("selection")}
+
+
+def asking(count: int, text: str) -> scheduler_pb2.GenerateRequest:
+    return ids_request(PROMPT, count, selection=selection_to_proto(Selection.parsed(text)))
+
+
+async def test_settings_reach_the_worker_and_counts_come_back() -> None:
+    worker = selecting_worker(SelectionMethod.COLUMNS)
+    async with stack(worker) as running:
+        asked = asking(4, "columns:0.1,int8,sinks=0")
+        done = (await running.generate(asked)).done
+        assert worker.admits[0].selection == asked.selection
+        assert done.usage.selection == types_pb2.SelectionUsage(
+            step_count=4,
+            visible_token_count=400,
+            read_token_count=40,
+            fetched_row_count=120,
+            reused_row_count=40,
+            link_bytes=120 * 128,
+            is_approximate=True,
+        )
+        assert "columns:0.1,int8,sinks=0 read 10.0% of the tokens in 4 steps" in done.plan.reason
+        assert "fetched 120 of 160 rows" in done.plan.reason
+        plain = (await running.generate(ids_request(PROMPT, 2))).done
+        assert not worker.admits[1].HasField("selection")
+        assert plain.usage.selection == types_pb2.SelectionUsage()
+
+
+async def test_what_was_not_selected_says_why() -> None:
+    worker, other = selecting_worker(SelectionMethod.COLUMNS), WorkerDouble("1")
+
+    def unused(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
+        for finish in response.finishes:
+            if finish.request_id in selecting(worker):
+                finish.selection_off_reason = "the cache is resident"
+        return [response]
+
+    worker.mangle = unused
+    async with stack(worker, other) as running:
+        for worker_id, text, why in (
+            ("0", "columns:0.1", "the cache is resident"),
+            ("0", "columns:1", "columns:1.0 reads every token"),
+        ):
+            request = asking(2, text)
+            request.worker_id = worker_id
+            done = (await running.generate(request)).done
+            assert why in done.usage.selection.off_reason
+            assert not done.usage.selection.is_approximate
+            assert f"{text.partition(':')[0]}:" in done.plan.reason
+            assert f"was not used: {why}" in done.plan.reason
+        assert not worker.admits[1].HasField("selection"), "what reads everything selects nothing"
+
+
+async def test_a_method_without_artefacts_is_refused() -> None:
+    worker, other = selecting_worker(SelectionMethod.COLUMNS), WorkerDouble("1")
+    async with stack(worker, other) as running:
+        error = await running.error(asking(2, "infinigen:0.1"))
+        assert isinstance(error, FailedPrecondition)
+        assert error.reason == "NO_ARTIFACTS"
+        assert "splitpoint calibrate MODEL --screen infinigen" in error.message
+        request = asking(2, "columns:0.1")
+        request.worker_id = "1"
+        error = await running.error(request)
+        assert isinstance(error, FailedPrecondition), "the only worker that may run it cannot"
+        assert error.reason == "NO_SELECTION"
+        error = await running.error(asking(2, "columns:0.1,verify"))
+        assert isinstance(error, InvalidArgument)
+        assert error.reason == "NO_DRAFTER"
+
+
+async def test_a_verified_selection_is_exact() -> None:
+    worker = selecting_worker(SelectionMethod.QUEST)
+    by_self = draft_method_to_proto(DraftMethod.SELF)
+    worker.speculation = types_pb2.Speculation(
+        defaults=types_pb2.SpeculativeParams(method=by_self), methods=[by_self]
+    )
+    async with stack(worker) as running:
+        done = (await running.generate(asking(2, "quest:0.1,verify"))).done
+        assert worker.admits[0].selection.verify
+        assert done.usage.selection.step_count == 2
+        assert not done.usage.selection.is_approximate
+        assert "in 2 drafted tokens" in done.plan.reason
+
+
+async def test_a_request_keeps_its_selection_and_counts_through_the_death_of_its_worker() -> None:
+    first, second = (selecting_worker(SelectionMethod.COLUMNS, worker_id=name) for name in "01")
+    paces = {worker.worker_id: Steps() for worker in (first, second)}
+    for worker in (first, second):
+        worker.pace = paces[worker.worker_id]
+    async with stack(first, second) as running:
+        asked = asking(40, "columns:0.1")
+        task = asyncio.create_task(running.generate(asked))
+        await running.until(lambda: first.admits or second.admits)
+        victim, heir = (first, second) if first.admits else (second, first)
+        paces[victim.worker_id].allow(7)
+        request = running.manager.requests.running()[0]
+        await running.until(lambda: len(request.output) == 7)
+        paces[heir.worker_id].allow(100)
+        await victim.kill()
+        result = await task
+        assert result.token_ids == answer(PROMPT, 40)
+        assert heir.admits[0].selection == victim.admits[0].selection == asked.selection
+        assert result.done.usage.selection.step_count == 40, "of both workers"
+
+
+async def test_after_its_worker_a_request_may_go_on_exactly_and_says_so() -> None:
+    first, second = selecting_worker(SelectionMethod.COLUMNS), WorkerDouble("1")
+    paces = {worker.worker_id: Steps() for worker in (first, second)}
+    for worker in (first, second):
+        worker.pace = paces[worker.worker_id]
+    async with stack(first, second) as running:
+        task = asyncio.create_task(running.generate(asking(9, "columns:0.1")))
+        await running.until(lambda: bool(first.admits or second.admits))
+        victim, heir = (first, second) if first.admits else (second, first)
+        paces[victim.worker_id].allow(3)
+        request = running.manager.requests.running()[0]
+        await running.until(lambda: len(request.output) == 3)
+        paces[heir.worker_id].allow(100)
+        await victim.kill()
+        usage = (await task).done.usage.selection
+        assert usage.step_count == (3 if victim is first else 6)
+        assert usage.is_approximate
+        assert usage.off_reason == "worker 1 cannot select by columns"
+        assert not second.admits[0].HasField("selection")
+
+
+async def test_models_and_status_show_what_a_worker_selects_by() -> None:
+    worker, other = selecting_worker(SelectionMethod.COLUMNS), WorkerDouble("1")
+    async with stack(worker, other) as running:
+        model = (await running.inference.GetModel(scheduler_pb2.GetModelRequest())).model
+        assert list(model.selection_methods) == [types_pb2.SELECTION_METHOD_COLUMNS]
+        listed = await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())
+        shown = {status.worker_id: list(status.selection_methods) for status in listed.workers}
+        assert shown == {"0": [types_pb2.SELECTION_METHOD_COLUMNS], "1": []}
