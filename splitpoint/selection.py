@@ -36,6 +36,8 @@ class SelectionMethod(StrEnum):
     WINDOW = "window"
     # The tokens that were attended to most so far; evicted ones never return (H2O).
     H2O = "h2o"
+    # The true logits, of whole keys: what the best screen would read. For measurements.
+    ORACLE = "oracle"
 
     @property
     def has_logits(self) -> bool:
@@ -54,7 +56,7 @@ class SelectionMethod(StrEnum):
 
 
 _WITH_LOGITS = frozenset(
-    map(SelectionMethod, ("infinigen", "maple", "columns", "lowrank", "ranked"))
+    map(SelectionMethod, ("infinigen", "maple", "columns", "lowrank", "ranked", "oracle"))
 )
 _IN_INT8 = frozenset(map(SelectionMethod, ("maple", "ranked")))
 _CALIBRATED = frozenset(map(SelectionMethod, ("infinigen", "maple", "lowrank", "ranked")))
@@ -62,7 +64,7 @@ _CALIBRATED = frozenset(map(SelectionMethod, ("infinigen", "maple", "lowrank", "
 SERVED_METHODS = tuple(
     method
     for method in SelectionMethod
-    if method not in (SelectionMethod.FULL, SelectionMethod.MAPLE, SelectionMethod.H2O)
+    if method not in map(SelectionMethod, ("full", "maple", "h2o", "oracle"))
 )
 
 
@@ -73,6 +75,17 @@ class TrainingLoss(StrEnum):
     MSE = "mse"
     # The divergence of the guessed attention from the true one.
     KL = "kl"
+
+
+class PoolPolicy(StrEnum):
+    """Which tokens leave a bounded pool first (InfiniGen, section 4.4)."""
+
+    # The oldest.
+    FIFO = "fifo"
+    # Those whose last reading is longest ago.
+    LRU = "lru"
+    # Those that were read least often; counts age.
+    COUNTER = "counter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +106,9 @@ class Selection:
         full_layers: first layers that read everything; see `exact_layers`.
         estimate: tokens that are not read take part as centroids (RetroInfer).
         verify: the selection only drafts, and steps that read everything verify: exact.
+        pool: fraction of the tokens so far that may be left in each layer and KV head; others
+            are evicted and never read again. None: all are left.
+        policy: which leave first; sinks and the newest tokens never do.
 
     Tokens that are always read count within ratio, cap and budget_tokens, which never lie
     below them.
@@ -110,6 +126,8 @@ class Selection:
     full_layers: int = 2
     estimate: bool = False
     verify: bool = False
+    pool: float | None = None
+    policy: PoolPolicy = PoolPolicy.COUNTER
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for the first setting that is out of its bounds."""
@@ -129,10 +147,23 @@ class Selection:
             raise _wrong("int8", f"{self.method} keeps no rows that could be int8")
         if not 0 < self.cap <= 1:
             raise _wrong("cap", f"must be in (0, 1], not {self.cap:g}")
+        self._check_pool()
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise _wrong(name, f"must be at least {least}, not {value}")
+
+    def _check_pool(self) -> None:
+        """Raise InvalidArgument for a pool out of its bounds, or where there can be none."""
+        if self.pool is None:
+            if self.policy is not PoolPolicy.COUNTER:
+                raise _wrong("policy", "is of a pool: give pool, too")
+            return
+        if self.method in (SelectionMethod.FULL, SelectionMethod.H2O):
+            why = "reads every token" if self.is_full else "evicts tokens by itself"
+            raise _wrong("pool", f"is not for {self.method}, which {why}")
+        if not 0 < self.pool <= 1:
+            raise _wrong("pool", f"must be in (0, 1], not {self.pool:g}")
 
     @property
     def is_full(self) -> bool:
@@ -143,7 +174,8 @@ class Selection:
     def reads_all(self) -> bool:
         """True if it reads every token of every sequence, so that it is exact."""
         has_no_threshold = self.alpha is not None and math.isinf(self.alpha) and self.cap == 1
-        return self.is_full or self.ratio == 1 or has_no_threshold
+        reads_what_is_left = self.is_full or self.ratio == 1 or has_no_threshold
+        return reads_what_is_left and self.pool in (None, 1)
 
     @property
     def is_approximate(self) -> bool:
@@ -175,7 +207,7 @@ class Selection:
         except ValueError:
             names = ", ".join(SelectionMethod)
             raise _wrong("method", f"{name!r} is not one of {names}") from None
-        settings: dict[str, float | int | bool] = {}
+        settings: dict[str, float | int | bool | PoolPolicy] = {}
         for word in filter(None, (part.strip() for part in rest.split(","))):
             key, equals, value = word.partition("=")
             if not equals:
@@ -199,17 +231,18 @@ class Selection:
             elif isinstance(value, bool):
                 yield each.name if value else f"{each.name}=no"
             else:
-                yield f"{each.name}={value!r}"
+                yield f"{each.name}={value}"
 
 
 # Of the dimensions of a head (InfiniGen).
 _COLUMN_SHARE = 0.3
 _RULES = ("ratio", "alpha", "budget_tokens")
 _LEAST = {"budget_tokens": 1, "columns": 1, "sinks": 0, "recent": 1, "full_layers": 0}
-_KINDS: dict[str, type[float] | type[int] | type[bool]] = {
-    **dict.fromkeys(("ratio", "alpha", "cap"), float),
+_KINDS: dict[str, type[float] | type[int] | type[bool] | type[PoolPolicy]] = {
+    **dict.fromkeys(("ratio", "alpha", "cap", "pool"), float),
     **dict.fromkeys(_LEAST, int),
     **dict.fromkeys(("int8", "estimate", "verify"), bool),
+    "policy": PoolPolicy,
 }
 _SWITCH = {"yes": True, "no": False}
 
@@ -276,8 +309,9 @@ def check_served(selection: Selection) -> None:
             f"{selection.method} is measured by `splitpoint eval` only; served are "
             f"{', '.join(SERVED_METHODS)}",
         )
-    if selection.estimate:
-        raise _wrong("estimate", "is measured by `splitpoint eval` only")
+    for name in ("estimate", "pool"):
+        if getattr(selection, name):
+            raise _wrong(name, "is measured by `splitpoint eval` only")
 
 
 def check_speculation(selection: Selection, asked: Speculation | None) -> None:
@@ -307,7 +341,7 @@ def speculation_beside(selection: Selection, speculation: Speculation) -> Specul
     return replace(speculation, method=DraftMethod.SELF) if selection.verify else PLAIN
 
 
-def _value(name: str, text: str) -> float | int | bool:
+def _value(name: str, text: str) -> float | int | bool | PoolPolicy:
     """Return a setting's value. Raises InvalidArgument for an unknown name or a wrong value."""
     kind = _KINDS.get(name)
     if kind is None:
@@ -319,8 +353,9 @@ def _value(name: str, text: str) -> float | int | bool:
     try:
         value = kind(text)
     except ValueError:
-        raise _wrong(name, f"{text!r} is not a number") from None
-    if math.isnan(value):
+        wanted = f"one of {', '.join(PoolPolicy)}" if kind is PoolPolicy else "a number"
+        raise _wrong(name, f"{text!r} is not {wanted}") from None
+    if isinstance(value, float) and math.isnan(value):
         raise _wrong(name, f"{text!r} is not a number")
     return value
 

@@ -17,7 +17,14 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Objective, Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
-from splitpoint.selection import FULL, Selection, SelectionMethod, SelectionUsage
+from splitpoint.selection import (
+    FULL,
+    PoolPolicy,
+    Selection,
+    SelectionMethod,
+    SelectionUsage,
+    check_served,
+)
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, WeightFormat
 from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint.v1 import types_pb2 as pb
@@ -202,10 +209,15 @@ def selection_from_proto(params: pb.SelectionParams | None) -> Selection:
 
     Raises InvalidArgument naming the field below `selection`.
     """
-    return FULL if params is None else from_message(Selection, params)
+    # Pools are measured only, and have no field.
+    absent = {"pool": None, "policy": PoolPolicy.COUNTER}
+    return FULL if params is None else from_message(Selection, params, **absent)
 
 
 def selection_to_proto(selection: Selection) -> pb.SelectionParams:
+    """Return the message of a request. Raises InvalidArgument for a pool, which is not served."""
+    if selection.pool is not None:
+        check_served(selection)
     return to_message(pb.SelectionParams, selection)
 
 

@@ -23,7 +23,7 @@ def picture_of(report: Mapping[str, Any]) -> Figure:
     """Draw the JSON object. Raises MissingExtra without matplotlib."""
     figure = new_figure(13, 5)
     left, right = figure.subplots(1, 2)
-    _draw(left, report, "perplexity_over_full")
+    _draw(left, report, "perplexity_over_full", interval="interval")
     # Linear below a tenth of a percent, where a selection may be better than full attention.
     left.set_yscale("symlog", linthresh=0.1)
     left.set_ylabel("perplexity over full attention, %")
@@ -39,15 +39,21 @@ def picture_of(report: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _draw(axes: Axes, report: Mapping[str, Any], measure: str) -> None:
-    """Draw one curve for each screen: its ratios joined, other budgets as single points."""
-    curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
+def _draw(axes: Axes, report: Mapping[str, Any], measure: str, interval: str | None = None) -> None:
+    """Draw one curve for each screen: its ratios joined, other budgets as single points.
+
+    `interval`: has the bounds of the measure, drawn as a bar; None: no bars.
+    """
+    curves: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for each in report["selections"]:
         if each["method"] != "full" and each[measure] is not None:
-            point = (100 * each["screened_ratio"], 100 * each[measure])
-            curves[_screen_of(each["selection"])].append(point)
+            bounds = each[interval] if interval else (each[measure],) * 2
+            point = (each["screened_ratio"], each[measure], *bounds)
+            curves[_screen_of(each["selection"])].append(tuple(100 * value for value in point))
     for number, (name, points) in enumerate(curves.items()):
-        ratios, values = zip(*sorted(points), strict=True)
+        ratios, values, lows, highs = zip(*sorted(points), strict=True)
+        if interval:
+            axes.vlines(ratios, lows, highs, color=f"C{number}", linewidth=0.8, alpha=0.5)
         # Colours repeat after ten; marks then differ.
         mark = _MARKS[(number + number // 10) % len(_MARKS)]
         axes.plot(ratios, values, f"{mark}-", color=f"C{number}", label=name, linewidth=1)

@@ -45,6 +45,7 @@ class SelectionResult:
     """One selection over all texts and tasks.
 
     Attributes:
+        interval: 95 % interval of the perplexity over that of full attention, minus 1.
         agreement: share of the greedy choices that are those of full attention.
         far_right: share of the tokens still right that need distant ones; None without any.
         read_ratio: tokens read over visible ones, all layers.
@@ -52,12 +53,14 @@ class SelectionResult:
         device_ratio: bytes that the screens keep over those of K and V, of these layers, in the
             checkpoint's element type.
         recall, held_weight, overlap: see SelectionCounts.
+        evicted: share of the tokens of these layers that left a bounded pool.
         seconds: of reading the texts.
     """
 
     selection: str
     method: str
     perplexity: float
+    interval: tuple[float, float]
     agreement: float
     far_right: float | None
     read_ratio: float
@@ -66,6 +69,7 @@ class SelectionResult:
     recall: float
     held_weight: float
     overlap: float
+    evicted: float
     needle: Answers | None
     extraction: Answers | None
     seconds: float
@@ -105,6 +109,8 @@ def _rounded(result: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, float)
         else _rounded(value)
         if isinstance(value, dict)
+        else [round(each, 6) for each in value]
+        if isinstance(value, tuple)
         else value
         for name, value in result.items()
     }
@@ -112,25 +118,30 @@ def _rounded(result: dict[str, Any]) -> dict[str, Any]:
 
 def table_of(report: Mapping[str, Any]) -> Table:
     """Return a row for each selection."""
+    has_pools = any(each["evicted"] for each in report["selections"])
     table = report_table(
         f"{report['model']} {report['dtype']}: {counted(report['windows'], 'text')} of "
         f"{counted(report['tokens'], 'token')}, "
         f"the first {report['prompt_tokens']:,} computed exactly",
-        *("selection", "KV read", "on device", "perplexity", "over full", "agree"),
+        *("selection", "KV read", "on device", "perplexity", "over full", "95 % interval", "agree"),
         *("recall", "overlap", "far", "needle", "fields"),
+        *(("evicted",) if has_pools else ()),
     )
     for each in report["selections"]:
+        low, high = each["interval"]
         table.add_row(
             each["selection"],
             f"{each['screened_ratio']:.1%}",
             f"{each['device_ratio']:.1%}",
             f"{each['perplexity']:.3f}",
             f"{each['perplexity_over_full']:+.2%}",
+            f"{low:+.1%} to {high:+.1%}",
             f"{each['agreement']:.1%}",
             f"{each['recall']:.1%}",
             f"{each['overlap']:.1%}",
             _share(each["far_right"]),
             *(_share(each[kind] and each[kind]["right"]) for kind in ("needle", "extraction")),
+            *((f"{each['evicted']:.1%}",) if has_pools else ()),
         )
     table.caption = "\n".join(_caption(report))
     return table
@@ -145,6 +156,8 @@ def _caption(report: Mapping[str, Any]) -> list[str]:
     lines = [
         "KV read, on device: of the layers that select; tokens read over visible ones, and bytes "
         "that screens keep over those of K and V",
+        "95 % interval of over full: texts drawn anew in blocks of tokens; evicted: tokens that "
+        "left a bounded pool",
         "recall: of the tokens with the largest weights; overlap: tokens that the step before "
         f"read, too; far: of {counted(report['far_tokens'], 'token')} that nearby ones do not tell",
         f"screened by: {report['guess']} input; {report['hardware']}",

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from splitpoint.checkpoint.resolve import resolve_model
@@ -18,6 +20,7 @@ from splitpoint.selection import FULL, Selection, SelectionMethod
 from splitpoint.words import counted
 from splitpoint_cli.bench.shared.passages import beginnings, read_unseen
 from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.eval.interval import perplexity_interval
 from splitpoint_cli.eval.report import Answers, SelectionResult, Texts
 from splitpoint_cli.eval.tasks import Task, TaskKind, extraction, needle
 from splitpoint_cli.eval.workload import EvalWorkload
@@ -42,6 +45,8 @@ class _Tally:
     screens: Screens
     loss: float = 0.0
     tokens: int = 0
+    # Of each text, its losses minus those of `full`.
+    differences: list[npt.NDArray[np.float64]] = field(default_factory=list)
     agreeing: int = 0
     far_right: int = 0
     far: int = 0
@@ -55,6 +60,7 @@ class _Tally:
     def add_text(self, reading: Reading, full: Reading, far: torch.Tensor) -> None:
         """Add a text; `far` bool `[N - 1]` says which tokens need distant ones."""
         self.loss += float(reading.losses.double().sum())
+        self.differences.append((reading.losses.double() - full.losses.double()).numpy())
         self.tokens += len(reading.losses)
         same = reading.choices == full.choices
         self.agreeing += int(same.sum())
@@ -71,13 +77,15 @@ class _Tally:
                 is_right = int(reading.choices[index]) == task.token_ids[position]
                 self.answers[task.kind].append((is_right, float(reading.losses[index])))
 
-    def result(self) -> SelectionResult:
+    def result(self, seed: int) -> SelectionResult:
+        """Return what the sums come to; `seed`: of the interval's draws."""
         counts = self.counts
         kept, whole = self.kept
         return SelectionResult(
             selection=str(self.screens.selection),
             method=str(self.screens.selection.method),
             perplexity=math.exp(self.loss / self.tokens),
+            interval=perplexity_interval(self.differences, seed),
             agreement=self.agreeing / self.tokens,
             far_right=self.far_right / self.far if self.far else None,
             read_ratio=counts.read_ratio,
@@ -86,6 +94,7 @@ class _Tally:
             recall=counts.recall,
             held_weight=counts.held_weight,
             overlap=counts.overlap,
+            evicted=counts.evicted_ratio,
             needle=self._answers(TaskKind.NEEDLE),
             extraction=self._answers(TaskKind.EXTRACTION),
             seconds=self.seconds,
@@ -136,7 +145,7 @@ def run_all(workload: EvalWorkload, progress: Progress) -> tuple[Texts, list[Sel
     texts = Texts(
         files=files, windows=len(windows), far_tokens=tallies[0].far, tasks=workload.tasks
     )
-    return texts, [tally.result() for tally in tallies]
+    return texts, [tally.result(workload.seed) for tally in tallies]
 
 
 def _read_window(

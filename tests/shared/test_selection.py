@@ -11,6 +11,7 @@ from splitpoint.selection import (
     FULL,
     SERVED_METHODS,
     UNUSED,
+    PoolPolicy,
     Selection,
     SelectionMethod,
     SelectionUsage,
@@ -47,6 +48,10 @@ from splitpoint.v1 import types_pb2
         ),
         ("quest:budget_tokens=64", Selection(method=SelectionMethod.QUEST, budget_tokens=64)),
         (
+            "oracle:0.1,pool=0.8,policy=lru",
+            Selection(method=SelectionMethod.ORACLE, ratio=0.1, pool=0.8, policy=PoolPolicy.LRU),
+        ),
+        (
             "maple:0.05,columns=16,int8=no,sinks=0,recent=8,full_layers=1,estimate",
             Selection(
                 method=SelectionMethod.MAPLE,
@@ -64,7 +69,8 @@ from splitpoint.v1 import types_pb2
 def test_text_and_selection_are_the_same(text: str, selection: Selection) -> None:
     assert Selection.parsed(text) == selection
     assert Selection.parsed(str(selection)) == selection
-    assert selection_from_proto(selection_to_proto(selection)) == selection
+    if selection.pool is None:
+        assert selection_from_proto(selection_to_proto(selection)) == selection
 
 
 @pytest.mark.parametrize(
@@ -87,6 +93,12 @@ def test_text_and_selection_are_the_same(text: str, selection: Selection) -> Non
         ("infinigen:alpha=-1", "alpha"),
         ("infinigen:alpha=4,cap=0", "cap"),
         ("columns:budget_tokens=0", "budget_tokens"),
+        ("columns:0.1,pool=0", "pool"),
+        ("columns:0.1,pool=1.1", "pool"),
+        ("full,pool=0.8", "pool"),
+        ("h2o:0.1,pool=0.8", "pool"),
+        ("columns:0.1,policy=lru", "policy"),
+        ("columns:0.1,pool=0.8,policy=mru", "policy"),
     ],
 )
 def test_mistakes_are_named(text: str, named: str) -> None:
@@ -109,6 +121,8 @@ def test_a_screen_keeps_three_tenths_of_the_columns_by_itself() -> None:
         ("infinigen:alpha=inf,cap=1", True, False),
         ("infinigen:alpha=inf", False, True),
         ("columns:0.999", False, True),
+        ("columns:1,pool=1", True, False),
+        ("columns:1,pool=0.8", False, True),
         ("columns:0.05,verify", False, False),
     ],
 )
@@ -149,6 +163,9 @@ def test_what_only_eval_measures_is_not_served() -> None:
         assert caught.value.field == f"selection.{field}"
     with pytest.raises(InvalidArgument, match="estimate"):
         check_served(Selection.parsed("columns:0.1,estimate"))
+    for refuse in (check_served, selection_to_proto):
+        with pytest.raises(InvalidArgument, match="pool is measured by `splitpoint eval` only"):
+            refuse(Selection.parsed("columns:0.1,pool=0.8"))
     check_served(FULL)
     assert SelectionMethod.FULL not in SERVED_METHODS
 

@@ -20,6 +20,7 @@ class SelectionCounts:
         kept: tokens that were read by a query and by the one before it, of `kept_of`.
         hits: of the n tokens with the largest weights, where n is the number read, those that
             were read; of `wanted`.
+        evicted: tokens that left a bounded pool, of `pooled`, in the layers that select.
         weight: attention weight of what was read, were everything read; of `weighed` rows.
     """
 
@@ -33,6 +34,8 @@ class SelectionCounts:
     wanted: int = 0
     weight: float = 0.0
     weighed: int = 0
+    evicted: int = 0
+    pooled: int = 0
 
     def add(self, other: SelectionCounts) -> None:
         """Add the sums of another text."""
@@ -58,6 +61,11 @@ class SelectionCounts:
     def recall(self) -> float:
         """Share of the tokens with the largest weights that were read."""
         return self.hits / self.wanted if self.wanted else 1.0
+
+    @property
+    def evicted_ratio(self) -> float:
+        """Share of the tokens that left a bounded pool."""
+        return self.evicted / self.pooled if self.pooled else 0.0
 
     @property
     def held_weight(self) -> float:
@@ -92,6 +100,11 @@ class LayerCounts:
         counts.kept += int((whole[1:] & whole[:-1]).sum())
         counts.kept_of += int(whole[1:].sum())
         self._last = chosen[-1:]
+
+    def add_pool(self, evicted: int, keys: torch.Tensor) -> None:
+        """Add evictions of all KV heads, of the layer's keys `[S, n_kv, d]`."""
+        self._counts.evicted += evicted
+        self._counts.pooled += len(keys) * keys.shape[1]
 
     def add_weights(
         self, chosen: torch.Tensor, visible: torch.Tensor, scores: torch.Tensor

@@ -26,6 +26,7 @@ from worker_service.model.layer import DecoderLayer
 from worker_service.selection.centroids import Centroids
 from worker_service.selection.choose import Union, choose, visible_tokens
 from worker_service.selection.guess import GuessFrom, GuessNorm, guess_of
+from worker_service.selection.pool import PROMPT_QUERIES, TokenPool
 from worker_service.selection.screen import (
     AttentionShape,
     Guess,
@@ -151,7 +152,13 @@ class TeacherForced:
         screen.extend(prompt.rows)
         if centroids is not None:
             centroids.extend(prompt.rows.keys, prompt.values)
-        return _Choosing(screen, centroids, screens.selection, union)
+        shape = self._shapes[index]
+        pool = None
+        if screens.selection.pool is not None:
+            pool = TokenPool(screens.selection, shape.kv_heads, shape.window)
+        choosing = _Choosing(shape, screen, centroids, pool, screens.selection, union)
+        choosing.start_pool(prompt.rows)
+        return choosing
 
     def kept_bytes(self, screens: Screens, dtype: torch.dtype) -> tuple[int, int]:
         """Return the bytes that the screens keep of the prompt, and those of its K and V.
@@ -192,12 +199,53 @@ class _Choosing:
     Attributes:
         screen: has the prompt's rows.
         centroids: estimate what is not read, and have the prompt's rows; None: nothing does.
+        pool: what is left to choose from; None: everything.
     """
 
+    shape: AttentionShape
     screen: LayerScreen
     centroids: Centroids | None
+    pool: TokenPool | None
     selection: Selection
     union: Union
+
+    def start_pool(self, prompt: TokenRows) -> None:
+        """Admit the prompt, and evict by what its newest queries choose."""
+        if self.pool is None:
+            return
+        first = max(0, len(prompt.keys) - PROMPT_QUERIES)
+        guess = Guess(prompt.inputs[first:], prompt.queries[first:], first)
+        self.pool.admit(len(prompt.keys))
+        self.pool.read(self._chosen(self.screen.scores(guess), guess), first)
+        self.pool.evict()
+
+    def choose(self, rows: TokenRows, guess: Guess) -> torch.Tensor:
+        """Take the next tokens; return what each of them reads, bool `[T, n_kv, S]`.
+
+        Behind them, they join the pool, as a chunk does that is stored.
+        """
+        scores = _guessed(self.screen, rows, guess)
+        if self.pool is None:
+            return self._chosen(scores, guess)
+        tokens = guess.first_position + len(rows.keys)
+        scores = self.pool.masked(scores, tokens, self.screen.block_tokens)
+        chosen = self._chosen(scores, guess) & self.pool.left(tokens)
+        self.pool.read(chosen, guess.first_position)
+        self.pool.admit(len(rows.keys))
+        self.pool.evict()
+        return chosen
+
+    def _chosen(self, scores: torch.Tensor, guess: Guess) -> torch.Tensor:
+        return choose(
+            scores,
+            self.selection,
+            first_position=guess.first_position,
+            tokens=guess.first_position + len(guess.queries),
+            kv_heads=self.shape.kv_heads,
+            window=self.shape.window,
+            block_tokens=self.screen.block_tokens,
+            union=self.union,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,18 +286,7 @@ class _LayerAttention:
         for first, last in self._blocks():
             block = slice(first - self.first, last - self.first)
             rows = TokenRows(inputs[block], self.queries[block], self.keys[first:last])
-            chosen = choose(
-                _guessed(
-                    choosing.screen, rows, Guess(guess.inputs[block], guess.queries[block], first)
-                ),
-                choosing.selection,
-                first_position=first,
-                tokens=last,
-                kv_heads=shape.kv_heads,
-                window=shape.window,
-                block_tokens=choosing.screen.block_tokens,
-                union=choosing.union,
-            )
+            chosen = choosing.choose(rows, Guess(guess.inputs[block], guess.queries[block], first))
             visible, scores = self._visible(first, last), self._scores(first, last)
             counts.add(chosen, visible, is_screened=True)
             counts.add_weights(chosen, visible, scores)
@@ -260,6 +297,7 @@ class _LayerAttention:
                 rest = choosing.centroids.estimate(self.queries[block], chosen, first)
                 part = part if rest is None else part.merge(rest)
             parts.append(part.attended(self.queries.dtype))
+        counts.add_pool(0 if choosing.pool is None else choosing.pool.evicted, self.keys)
         return torch.cat(parts)
 
     def _blocks(self) -> Iterator[tuple[int, int]]:

@@ -81,6 +81,8 @@ class Screens:
                 return QuestScreen(shape)
             case SelectionMethod.COLUMNS:
                 return ColumnScreen(shape, columns, int8=int8)
+            case SelectionMethod.ORACLE:
+                return ColumnScreen(shape, shape.head_dim, int8=int8)
             case SelectionMethod.INFINIGEN:
                 return ColumnScreen(shape, columns, int8=int8, skew=self._of(index, "skew"))
             case SelectionMethod.MAPLE:

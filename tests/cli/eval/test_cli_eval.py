@@ -16,6 +16,7 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.selection import FULL, Selection, SelectionMethod
+from splitpoint_cli.eval.interval import perplexity_interval
 from splitpoint_cli.eval.picture import picture_of
 from splitpoint_cli.eval.report import Answers, SelectionResult, Texts, report_of, table_of
 from splitpoint_cli.eval.tasks import TaskKind, extraction, needle
@@ -120,6 +121,7 @@ def result(words: str, perplexity: float, read: float) -> SelectionResult:
         selection=str(selection),
         method=str(selection.method),
         perplexity=perplexity,
+        interval=(perplexity / 10 - 1.02, perplexity / 10 - 0.99),
         agreement=0.9,
         far_right=read,
         read_ratio=read,
@@ -128,6 +130,7 @@ def result(words: str, perplexity: float, read: float) -> SelectionResult:
         recall=read,
         held_weight=0.9,
         overlap=0.8,
+        evicted=0.2 if selection.pool else 0.0,
         needle=Answers(4, 0.25, -2.0),
         extraction=None,
         seconds=1.0,
@@ -155,6 +158,7 @@ def test_the_report_is_json_a_table_and_a_picture() -> None:
         -0.0001,
     ]
     table = table_of(report)
+    assert [*table.columns[5].cells][1] == "-1.9% to +1.1%"
     assert table.row_count == len(RESULTS)
     assert [*table.columns[4].cells] == ["+0.00%", "+0.10%", "+1.00%", "+2.00%", "-0.01%"]
     assert [*table.columns[-1].cells] == ["-"] * len(RESULTS)
@@ -169,11 +173,34 @@ def test_the_report_is_json_a_table_and_a_picture() -> None:
     assert len(right.get_lines()) == 3
 
 
+def test_what_left_a_pool_has_a_column() -> None:
+    pooled = [*RESULTS, result("columns:0.1,pool=0.8", 10.0, 0.1)]
+    table = table_of(report_of(WORKLOAD, TEXTS, pooled))
+    assert [*table.columns[-1].cells] == ["0.0%"] * len(RESULTS) + ["20.0%"]
+
+
+def test_intervals_hold_the_true_difference() -> None:
+    """Of texts with a known mean difference and correlated tokens, 95 % of the intervals do."""
+    random = np.random.default_rng(1)
+    held = 0
+    for seed in range(200):
+        texts = [
+            np.repeat(random.normal(0.01, 0.3, 75), 8) + random.normal(0, 0.1, 600)
+            for _ in range(3)
+        ]
+        low, high = perplexity_interval(texts, seed)
+        held += low <= math.expm1(0.01) <= high
+        assert low < math.expm1(np.concatenate(texts).mean()) < high
+    assert 178 <= held <= 198
+    assert perplexity_interval(texts, 0) == perplexity_interval(texts, 0)
+    assert perplexity_interval([np.full(100, 0.5)], 0) == pytest.approx((math.expm1(0.5),) * 2)
+
+
 def test_a_small_run_in_full(tmp_path: Path) -> None:
     """Reading everything changes nothing; less does, and is measured beside it."""
     png, output = tmp_path / "eval.png", tmp_path / "eval.json"
     words = [*("--tokens", "192"), *("--windows", "1"), *("--tasks", "1"), *("--threads", "1")]
-    for selection in ("columns:1.0", "columns:0.2", "window:0.2"):
+    for selection in ("columns:1.0", "columns:0.2", "window:0.2", "oracle:0.2,pool=0.7"):
         words += ["--select", selection]
     ran = CliRunner().invoke(
         app, ["eval", *words, "--json", "--png", str(png), "--output", str(output)]
@@ -181,13 +208,18 @@ def test_a_small_run_in_full(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     report = json.loads(ran.stdout)
     assert json.loads(output.read_text()) == report
-    full, everything, columns, window = report["selections"]
+    full, everything, columns, window, pooled = report["selections"]
     assert [each["selection"] for each in report["selections"]] == [
         "full",
         "columns:1.0",
         "columns:0.2",
         "window:0.2",
+        "oracle:0.2,pool=0.7",
     ]
+    assert [each["evicted"] for each in report["selections"][:4]] == [0] * 4
+    assert pooled["evicted"] == pytest.approx(0.3, abs=0.02)
+    assert full["interval"] == everything["interval"] == [0, 0]
+    assert columns["interval"][0] < columns["perplexity_over_full"] < columns["interval"][1]
     same = ("perplexity", "agreement", "far_right", "screened_ratio", "needle", "extraction")
     assert [everything[name] for name in same] == [full[name] for name in same]
     assert full["far_right"] == full["agreement"] == full["recall"] == 1

@@ -20,7 +20,8 @@ from worker_service.model.decoder import Decoder
 from worker_service.selection.artifacts import Artifacts
 from worker_service.selection.choose import choose
 from worker_service.selection.guess import GuessFrom, GuessNorm, guess_of
-from worker_service.selection.screen import Guess, TokenRows
+from worker_service.selection.pool import TokenPool
+from worker_service.selection.screen import Guess, LayerScreen, TokenRows
 from worker_service.selection.screens import Screens
 
 CPU = torch.device("cpu")
@@ -92,16 +93,18 @@ def test_full_is_the_plain_model(folder: Path, model: Decoder) -> None:
 @pytest.mark.parametrize(
     "budget", [{"ratio": 1.0}, {"budget_tokens": TOKENS}, {"alpha": math.inf, "cap": 1.0}]
 )
-@pytest.mark.parametrize("estimate", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"estimate": True}, {"pool": 1.0}])
 @torch.inference_mode()
 def test_reading_everything_gives_the_bits_of_full(
-    model: Decoder, budget: dict[str, float], *, estimate: bool
+    model: Decoder, budget: dict[str, float], changes: dict[str, float]
 ) -> None:
     forced = TeacherForced(model, text(), PROMPT)
     full = forced.read(Screens(model.config, FULL))
     for method in SelectionMethod:
         if method.has_logits or (method is not SelectionMethod.FULL and "alpha" not in budget):
-            selection = Selection(method=method, estimate=estimate, **SETTINGS, **budget)  # type: ignore[arg-type]
+            if method is SelectionMethod.H2O and "pool" in changes:
+                continue
+            selection = Selection(method=method, **changes, **SETTINGS, **budget)  # type: ignore[arg-type]
             found = forced.read(screens_of(model, selection))
             assert torch.equal(found.losses, full.losses), method
             assert found.counts.recall == found.counts.screened_ratio == 1
@@ -147,6 +150,7 @@ def decoded(model: Decoder, screens: Screens, rule: GuessRule) -> tuple[list[flo
     ids = text()
     layers = model.layers
     screen = [screens.layer(index) for index in range(len(layers))]
+    pools = [pool_of(model, screens.selection, index) for index in range(len(layers))]
     keys: list[torch.Tensor] = [torch.empty(0)] * len(layers)
     values, first_rows = list(keys), [list[TokenRows]() for _ in layers]
     losses: list[float] = []
@@ -171,16 +175,23 @@ def decoded(model: Decoder, screens: Screens, rule: GuessRule) -> tuple[list[flo
             if position < PROMPT:
                 first_rows[index].append(rows)
             elif mine is not None:
+                pool = pools[index]
                 if first_rows[index]:
-                    mine.extend(joined(first_rows[index]))
+                    prompt = joined(first_rows[index])
+                    mine.extend(prompt)
                     first_rows[index] = []
+                    if pool is not None:
+                        start_pool(pool, mine, prompt, screens.selection, layer.window)
                 mine.extend(rows)
                 guess = Guess(inputs, query, position)
                 if rule.source is GuessFrom.PREVIOUS and before is not None:
                     norm_of = layer if rule.norm is GuessNorm.OWN else layers[index - 1]
                     guess = guess_of(before, layer, norm_of, rotary, position)
+                scores = mine.scores(guess)
+                if pool is not None:
+                    scores = pool.masked(scores, position + 1, mine.block_tokens)
                 chosen = choose(
-                    mine.scores(guess),
+                    scores,
                     screens.selection,
                     first_position=position,
                     tokens=position + 1,
@@ -188,6 +199,12 @@ def decoded(model: Decoder, screens: Screens, rule: GuessRule) -> tuple[list[flo
                     window=layer.window,
                     block_tokens=mine.block_tokens,
                 )
+                if pool is not None:
+                    chosen &= pool.left(position + 1)
+                    pool.read(chosen, position)
+                    if (position - PROMPT) % teacher_forced.BLOCK == teacher_forced.BLOCK - 1:
+                        pool.admit(teacher_forced.BLOCK)
+                        pool.evict()
                 step.read = [set(head.nonzero().flatten().tolist()) for head in chosen[0]]
                 steps.append(step)
             result = attended(query[0], keys[index], values[index], step, layer.scale, layer.cap)
@@ -195,6 +212,37 @@ def decoded(model: Decoder, screens: Screens, rule: GuessRule) -> tuple[list[flo
         if PROMPT <= position < TOKENS - 1:
             losses.append(-float(model.logits(hidden)[0].log_softmax(-1)[ids[position + 1]]))
     return losses, steps
+
+
+def pool_of(model: Decoder, selection: Selection, index: int) -> TokenPool | None:
+    if selection.pool is None:
+        return None
+    return TokenPool(selection, model.shape.kv_head_count, model.layers[index].window)
+
+
+def start_pool(
+    pool: TokenPool,
+    screen: LayerScreen,
+    prompt: TokenRows,
+    selection: Selection,
+    window: int | None,
+) -> None:
+    """Let the prompt's queries, fewer than the pool learns of, choose one by one."""
+    pool.admit(PROMPT)
+    for position in range(PROMPT):
+        one = slice(position, position + 1)
+        scores = screen.scores(Guess(prompt.inputs[one], prompt.queries[one], position))
+        chosen = choose(
+            scores,
+            selection,
+            first_position=position,
+            tokens=PROMPT,
+            kv_heads=prompt.keys.shape[1],
+            window=window,
+            block_tokens=screen.block_tokens,
+        )
+        pool.read(chosen, position)
+    pool.evict()
 
 
 def joined(rows: list[TokenRows]) -> TokenRows:
@@ -218,6 +266,9 @@ PREVIOUS = GuessRule(GuessFrom.PREVIOUS)
         ("mistral", "quest:0.7", GuessRule()),
         ("gemma2", "window:0.5", GuessRule()),
         ("opt", "h2o:0.3", GuessRule()),
+        ("llama-3", "columns:0.2,pool=0.7", PREVIOUS),
+        ("mistral", "columns:0.2,pool=0.6,policy=lru", GuessRule()),
+        ("mistral", "quest:0.5,pool=0.5,policy=fifo", GuessRule()),
     ],
 )
 @torch.inference_mode()
@@ -231,6 +282,7 @@ def test_one_pass_is_decoding_step_by_step(
     losses, steps = decoded(model, screens, rule)
     torch.testing.assert_close(reading.losses, torch.tensor(losses), rtol=1e-3, atol=1e-3)
     check_counts(reading.counts, steps, screened=len(model.layers) - 1)
+    assert (reading.counts.evicted_ratio > 0.1) == ("pool" in words)
 
 
 def check_counts(counts: SelectionCounts, steps: list[Step], screened: int) -> None:
