@@ -34,7 +34,7 @@ _Select = Annotated[
     typer.Option(
         "--select",
         help="Selection, such as columns:0.1; may be repeated. Default: every screen at 2, 5, 10, "
-        "20 and 50 %, and the papers' own settings.",
+        "20 and 50 %, the papers' own settings, small screens and bounded pools.",
         metavar="METHOD:RATIO[,...]",
     ),
 ]

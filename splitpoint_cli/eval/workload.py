@@ -8,7 +8,7 @@ from pathlib import Path
 
 from splitpoint.checkpoint.resolve import BUNDLED_MODEL
 from splitpoint.errors import InvalidArgument
-from splitpoint.selection import FULL, Selection, SelectionMethod
+from splitpoint.selection import FULL, PoolPolicy, Selection, SelectionMethod
 from splitpoint.words import counted
 
 RATIOS = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -16,18 +16,21 @@ RATIOS = (0.02, 0.05, 0.1, 0.2, 0.5)
 _PAPERS = ("infinigen:alpha=4.0", "infinigen:alpha=5.0", "maple:0.125")
 # What 12 % of the bytes of K and V hold: a key's row in int8 with its scale.
 _SMALL = tuple(
-    f"{method}:{ratio},columns=28,int8" for method in ("columns",) for ratio in (0.05, 0.1)
+    f"{method}:{ratio},columns=28,int8"
+    for method in ("columns", "lowrank")
+    for ratio in (0.02, 0.05, 0.1)
 )
+_POOLS = tuple(f"columns:0.1,pool=0.8,policy={policy}" for policy in PoolPolicy)
 LEAST_TOKENS = 64
 # What queries are guessed from, and whose norm is applied.
 SOURCES = ("own", "previous")
 
 
 def default_selections() -> tuple[Selection, ...]:
-    """Return every screen at every ratio, and the papers' own settings."""
+    """Return every screen at every ratio, the papers' own settings, small screens and pools."""
     methods = [method for method in SelectionMethod if method is not SelectionMethod.FULL]
     swept = [Selection(method=method, ratio=ratio) for method in methods for ratio in RATIOS]
-    named = [Selection.parsed(text) for text in (*_PAPERS, *_SMALL)]
+    named = [Selection.parsed(text) for text in (*_PAPERS, *_SMALL, *_POOLS)]
     return tuple(dict.fromkeys((*swept, *named)))
 
 
