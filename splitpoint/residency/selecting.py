@@ -1,8 +1,16 @@
-"""Device pages of a streamed request that reads by a selection.
+"""What a streamed request that reads by a selection needs of the device, and whether it gains.
 
 Row pages hold the fetched rows of each layer and KV head; screen pages hold what the screens keep
 of every stored token. Both are ordinary pages of the cache: scheduler and worker count them by the
 same functions. Pure.
+
+A decode step that reads everything takes max(link, D) seconds, where D is the step's compute and
+the link carries K and V of all S stored tokens. With a selection the layers that select carry n
+rows instead, and score what the screens keep besides:
+
+    max(link of the exact layers and of n rows, D + layers (kept bytes m + 2 n_q r S / v + o))
+
+n is what a step wants at most: rows that are on the device already make the gain larger.
 """
 
 from __future__ import annotations
@@ -10,8 +18,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from splitpoint.costs.profile import Profile
 from splitpoint.selection import Selection, SelectionMethod
-from splitpoint.shapes import ModelShape, chunks_of
+from splitpoint.shapes import Encoding, ModelShape, chunks_of
+from splitpoint.words import counted
 
 # Tokens of one page of Quest's bounds.
 QUEST_TOKENS = 16
@@ -70,3 +80,83 @@ def kept_record(shape: ModelShape, selection: Selection) -> tuple[int, int]:
     columns = selection.kept_columns(shape.head_dim)
     row = columns + SCALE_BYTES if selection.keeps_int8 else columns * item
     return heads * row, 1
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedStep:
+    """Predicted seconds of a decode step: one that reads everything, and one that selects."""
+
+    full_seconds: float
+    selected_seconds: float
+
+
+def predict_step(
+    shape: ModelShape, profile: Profile, selection: Selection, stored_tokens: int
+) -> SelectedStep:
+    """Predict both steps of one sequence; see the module."""
+    selecting = max(0, shape.layer_count - selection.exact_layers)
+    exact = shape.layer_count - selecting
+    row_bytes = shape.kv_bytes_per_token_layer / profile.link_bytes_per_second
+    of_all = profile.link_overhead_seconds + stored_tokens * row_bytes
+    wanted = wanted_rows(selection, stored_tokens)
+    of_rows = profile.link_overhead_seconds + wanted * row_bytes
+    compute = profile.step_compute_seconds
+    return SelectedStep(
+        max(shape.layer_count * of_all, compute),
+        max(
+            exact * of_all + selecting * of_rows,
+            compute + selecting * _screen_seconds(shape, profile, selection, stored_tokens),
+        ),
+    )
+
+
+def why_not_selected(
+    shape: ModelShape,
+    selection: Selection,
+    stored_tokens: int,
+    chunk_tokens: int,
+    *,
+    profile: Profile | None = None,
+    encoding: Encoding = Encoding.NATIVE,
+) -> str:
+    """Return why a streamed request had better read everything; empty if it should select.
+
+    Args:
+        stored_tokens: of the request, that are in the store alone.
+        profile: None: costs are unknown, and memory alone decides.
+    """
+    if selection.reads_all:
+        return f"{selection} reads every token"
+    if encoding is not Encoding.NATIVE:
+        return f"the store keeps K and V in {encoding.value}, of which single rows are not read"
+    if selection.exact_layers >= shape.layer_count:
+        return f"all {shape.layer_count} layers read everything"
+    pages = selection_pages(shape, selection, stored_tokens, chunk_tokens)
+    stored_pages = chunks_of(stored_tokens, chunk_tokens)
+    if pages.count >= stored_pages:
+        return (
+            f"rows and screens take {counted(pages.count, 'page')}, all of its "
+            f"{stored_tokens:,} stored tokens {stored_pages}"
+        )
+    if profile is None:
+        return ""
+    step = predict_step(shape, profile, selection, stored_tokens)
+    if step.selected_seconds < step.full_seconds:
+        return ""
+    return (
+        f"a step is predicted to take {step.selected_seconds * 1e3:.3g} ms with it, "
+        f"{step.full_seconds * 1e3:.3g} ms if it reads all {stored_tokens:,} stored tokens"
+    )
+
+
+def _screen_seconds(
+    shape: ModelShape, profile: Profile, selection: Selection, stored_tokens: int
+) -> float:
+    """Return the seconds in which a layer's tokens are scored."""
+    size, tokens = kept_record(shape, selection)
+    records = chunks_of(stored_tokens, tokens)
+    read = records * size * profile.memory_seconds_per_byte
+    width = size / (shape.kv_head_count * shape.data_type.size)
+    flops = 2 * shape.query_head_count * width * records
+    computed = flops / profile.rebuild_flops_per_second
+    return read + computed + profile.operation_overhead_seconds

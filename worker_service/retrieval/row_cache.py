@@ -47,12 +47,12 @@ class RowCache:
         self.tokens = torch.cat((self.tokens, self.tokens.new_full(more, -1)), 1)
         self._used = torch.cat((self._used, self._used.new_full(more, -1)), 1)
 
-    def place(self, wanted: torch.Tensor, is_wanted: torch.Tensor | None, stored: int) -> Placed:
+    def place(self, wanted: torch.Tensor, count: torch.Tensor | None, stored: int) -> Placed:
         """Give each wanted token a row: its own, or that of a token unused for longest.
 
         Args:
             wanted: int64 `[n_kv, n]`, distinct tokens below `stored`; n is at most `row_count`.
-            is_wanted: bool `[n_kv, n]`; None: all are wanted.
+            count: int64 `[]`, how many of them are wanted, the first ones; None: all are.
         """
         self._step += 1
         heads, rows = self.tokens.shape
@@ -63,7 +63,8 @@ class RowCache:
         row_of[:, stored] = -1
         held = row_of.gather(1, wanted)
         is_new = held < 0
-        if is_wanted is not None:
+        if count is not None:
+            is_wanted = torch.arange(wanted.shape[1], device=wanted.device) < count
             is_new &= is_wanted
             held = torch.where(is_wanted, held, -1)
         # One column more takes what is not written.

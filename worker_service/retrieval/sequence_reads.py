@@ -17,14 +17,17 @@ import torch
 
 from splitpoint.planning.schedule import Lane
 from splitpoint.residency.selecting import wanted_rows
+from splitpoint.shapes import chunks_of
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import DeviceCache
+from worker_service.device.copies import sent
+from worker_service.device.pinning import piece_slots
 from worker_service.lanes.lanes import Event, Lanes
 from worker_service.lanes.work import Work
 from worker_service.retrieval.gather_rows import RowPlane, gather_rows
 from worker_service.retrieval.row_cache import RowCache
 from worker_service.selection.choose import choose_rows
-from worker_service.selection.screen import AttentionShape, Guess, LayerScreen, TokenRows
+from worker_service.selection.screen import Guess, LayerScreen, TokenRows
 from worker_service.selection.screens import Screens
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
@@ -32,22 +35,22 @@ from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 OBSERVED_QUERIES = 32
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ReadCounts:
-    """What `begin` did so far, in rows of one KV head in one layer, over all of them.
+    """What `begin` did so far. Rows are those of one KV head in one layer, of all of them.
 
     Attributes:
-        visible: rows of stored tokens.
+        visible: stored tokens that there were.
+        read: rows that attention read: all in the row pages.
         wanted: rows that were chosen.
         fetched: of the wanted ones, those that crossed the link; the others were there.
-        read: rows that attention read: all in the row pages.
         link_bytes: K and V of the fetched rows.
     """
 
     visible: int = 0
+    read: int = 0
     wanted: int = 0
     fetched: int = 0
-    read: int = 0
     link_bytes: int = 0
 
     @property
@@ -67,7 +70,6 @@ class SequenceReads:
             stored tokens. Empty before the screens are built.
         chunks: the stored chunks that rows are read from, in order. Whoever ends a step checks that
             they are current, as for tiles.
-        counts: sums since it was made.
     """
 
     def __init__(
@@ -90,7 +92,6 @@ class SequenceReads:
         self.selection = screens.selection
         self.row_pages: list[int] = []
         self.chunks: list[StoredChunk] = []
-        self._counts = ReadCounts()
         self._screens = screens
         self._config = config
         self._cache = cache
@@ -105,14 +106,32 @@ class SequenceReads:
         ]
         self._tensors: ArenaTensors | None = None
         self._first_position = 0
+        # int64 on the device: slots of the chunks, and the row pages in use.
+        self._slots = self._pages = torch.empty(0, dtype=torch.int64, device=cache.device)
+        self._heads = torch.arange(cache.layout.kv_head_count, device=cache.device).unsqueeze(1)
+        # A slot in each piece of the arena that chunks lie in.
+        self._piece_slots: list[int] = []
+        self._row_bytes = 2 * cache.keys[0][0, 0, 0].nbytes
+        # Sums of `counts`; the last two lie on the device, which may be behind the host.
+        self._visible = self._read = 0
+        self._wanted = torch.zeros((), dtype=torch.int64, device=cache.device)
+        self._fetched = torch.zeros_like(self._wanted)
         self._observed: dict[int, torch.Tensor] = {}
         self._built: dict[int, LayerScreen] = {}
         self._caches: dict[int, RowCache] = {}
 
     @property
     def counts(self) -> ReadCounts:
-        """On a GPU this waits for the device."""
-        return self._counts
+        """Sums since it was made; on a GPU this waits for the device."""
+        fetched = int(self._fetched)
+        return ReadCounts(
+            self._visible, self._read, int(self._wanted), fetched, fetched * self._row_bytes
+        )
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens that rows are chosen from."""
+        return len(self.chunks) * self._chunk
 
     @property
     def row_count(self) -> int:
@@ -163,7 +182,7 @@ class SequenceReads:
             tensors, chunks: where the same S tokens lie; the same in all calls.
             first_position: of the first of them.
         """
-        screen = self._screens.layer(layer)
+        screen = self._screens.layer(layer, self._blocks(layer))
         if screen is None:
             raise ValueError(f"layer {layer} reads everything")
         observed = self._observed.pop(layer, None)
@@ -187,15 +206,37 @@ class SequenceReads:
         self._grow()
 
     def drop(self) -> None:
-        """Forget screens and rows: the next step must be exact, and builds them again."""
+        """Forget screens and rows: the next step must be exact, and builds them again.
+
+        Zeroes its pages, of which it must be the last user: what their next owner masks has to be
+        finite, and a screen's bytes may be anything. Call it before they are freed, too.
+        """
+        pages = [*self._all_row_pages, *self._screen_pages]
+        for plane in (*self._cache.keys, *self._cache.values):
+            plane[pages] = 0
         self.row_pages, self.chunks = [], []
         self._tensors = None
         self._built, self._caches, self._observed = {}, {}, {}
 
     def _grow(self) -> None:
         """Use as many row pages as the stored tokens want."""
-        wanted = wanted_rows(self.selection, len(self.chunks) * self._chunk)
-        self.row_pages = self._all_row_pages[: -(-wanted // self._chunk)]
+        wanted = chunks_of(wanted_rows(self.selection, self.stored_tokens), self._chunk)
+        self.row_pages = self._all_row_pages[:wanted]
+        slots = [chunk.slot for chunk in self.chunks]
+        self._slots, self._pages = (
+            sent(each, self._cache.device) for each in (slots, self.row_pages)
+        )
+        cut = piece_slots(self._cache.keys[0][0].nbytes)
+        self._piece_slots = list({slot // cut: slot for slot in slots}.values())
+
+    def _blocks(self, layer: int) -> list[torch.Tensor]:
+        """Return the bytes of a layer's screen pages, one plane after the other."""
+        planes = (self._cache.keys[layer], self._cache.values[layer])
+        return [
+            plane[page].view(-1).view(torch.uint8)
+            for page in self._screen_pages
+            for plane in planes
+        ]
 
     # -- reading ------------------------------------------------------------------------
 
@@ -209,23 +250,62 @@ class SequenceReads:
         Args:
             guess: of one token; its queries are those of the layer, or a guess of them.
         """
-        moves: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._lanes.run(
-            Lane.COMPUTE,
-            Work("screen", lambda: moves.append(self._moves(layer, guess)), layer=layer),
-        )
-        sources, targets = moves[0]
-        planes = self._planes(layer)
-        size = len(sources) * 2 * self._cache.keys[layer][0, 0, 0].nbytes
+        moves: list[_Moves] = []
+        screen = Work("screen", lambda: moves.append(self._moves(layer, guess)), layer=layer)
+        self._lanes.run(Lane.COMPUTE, screen)
+        (found,) = moves
+        planes, slots = self._planes(layer), self._piece_slots
+        size = found.most * self._row_bytes
         work = Work(
             "fetch rows",
-            lambda: gather_rows(planes, sources, targets),
+            lambda: gather_rows(planes, found.sources, found.targets, slots),
             size,
             size,
             layer,
-            len(sources),
+            found.most,
         )
         return self._lanes.run(Lane.LINK_IN, work, [self._lanes.record_event()])
+
+    def _moves(self, layer: int, guess: Guess) -> _Moves:
+        """Choose, and return the rows to fetch."""
+        screen, rows = self._built[layer], self._caches[layer]
+        stored = self.stored_tokens
+        most, alpha = wanted_rows(self.selection, stored), self.selection.alpha
+        if rows.row_count < self.row_count:
+            # Every row is attended, so none may stay empty.
+            rows.grow(self.row_count)
+            most, alpha = self.row_count, None
+        heads = self._heads
+        chosen = choose_rows(
+            screen.scores(guess),
+            most,
+            len(heads),
+            stored,
+            first=self.selection.sinks - self._first_position,
+            newest=self._first_position + stored - guess.first_position - 1 + self.selection.recent,
+            alpha=alpha,
+            block_tokens=screen.block_tokens,
+        )
+        placed = rows.place(chosen.tokens, chosen.count, stored)
+        self._visible += len(heads) * stored
+        self._read += len(heads) * self.row_count
+        self._wanted += len(heads) * (most if chosen.count is None else chosen.count)
+        self._fetched += placed.is_new.sum()
+        sources = self._numbered(self._slots, chosen.tokens)
+        targets = self._numbered(self._pages, placed.rows)
+        if self._cache.device.type == "cpu":
+            sources, targets = sources[placed.is_new], targets[placed.is_new]
+        else:
+            # Only the device knows how many there are.
+            targets = torch.where(placed.is_new, targets, -1).flatten()
+            sources = sources.flatten()
+        return _Moves(sources, targets)
+
+    def _numbered(self, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the number in a plane `[slots, n_kv, C, d]` of row `rows[h, i]` of head h."""
+        count = self._chunk
+        places = slots[torch.div(rows, count, rounding_mode="floor")] * len(self._heads)
+        return (places + self._heads) * count + rows % count
 
     def _planes(self, layer: int) -> tuple[RowPlane, ...]:
         if self._tensors is None:
@@ -235,42 +315,18 @@ class SequenceReads:
             RowPlane(self._tensors.values[layer], self._cache.values[layer]),
         )
 
-    def _moves(self, layer: int, guess: Guess) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows to fetch: where they are in the store, and where they go."""
-        screen, rows = self._built[layer], self._caches[layer]
-        stored = len(self.chunks) * self._chunk
-        wanted = wanted_rows(self.selection, stored)
-        if rows.row_count < self.row_count:
-            # Empty rows must not be attended: fill all of them.
-            rows.grow(self.row_count)
-            wanted = self.row_count
-        shape = AttentionShape.of(self._config, layer)
-        chosen = choose_rows(
-            screen.scores(guess),
-            wanted,
-            shape.kv_heads,
-            stored,
-            first=self.selection.sinks - self._first_position,
-            newest=self._first_position + stored - guess.first_position - 1 + self.selection.recent,
-            block_tokens=screen.block_tokens,
-        )
-        placed = rows.place(chosen, None, stored)
-        counts = self._counts
-        counts.visible += shape.kv_heads * stored
-        counts.wanted += chosen.numel()
-        counts.read += shape.kv_heads * self.row_count
-        heads = torch.arange(shape.kv_heads, device=chosen.device).unsqueeze(1)
-        slots = torch.tensor([chunk.slot for chunk in self.chunks], device=chosen.device)
-        pages = torch.tensor(self.row_pages, device=chosen.device)
-        sources = self._flat(slots, heads, chosen)[placed.is_new]
-        targets = self._flat(pages, heads, placed.rows)[placed.is_new]
-        counts.fetched += len(sources)
-        counts.link_bytes += len(sources) * 2 * self._cache.keys[layer][0, 0, 0].nbytes
-        return sources, targets
 
-    def _flat(self, slots: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the number of each row through a plane `[slots, n_kv, C, d]`."""
-        return (slots[rows // self._chunk] * len(heads) + heads) * self._chunk + rows % self._chunk
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Rows to fetch: their numbers in planes of store and device; see `gather_rows`."""
+
+    sources: torch.Tensor
+    targets: torch.Tensor
+
+    @property
+    def most(self) -> int:
+        """Rows that are fetched; on a GPU, where the host does not know, all that are wanted."""
+        return len(self.sources)
 
 
 def _selects(screens: Screens, config: DecoderConfig, layer: int, final_tokens: int) -> bool:

@@ -7,6 +7,7 @@ joined. Tokens that every query reads (first ones, newest ones) come first in th
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -73,32 +74,57 @@ def choose(
     return per_token & visible.unsqueeze(1)
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenRows:
+    """The tokens that each KV head reads for one query.
+
+    Attributes:
+        tokens: int64 `[n_kv, n]`, distinct, the best first.
+        count: int64 `[]` of them, the first ones, are wanted; None: all are.
+    """
+
+    tokens: torch.Tensor
+    count: torch.Tensor | None = None
+
+
 def choose_rows(
     scores: torch.Tensor,
-    count: int,
+    most: int,
     kv_heads: int,
     tokens: int,
     *,
     first: int = 0,
     newest: int = 0,
+    alpha: float | None = None,
     block_tokens: int = 1,
     union: Union = Union.SUM,
-) -> torch.Tensor:
-    """Return the `count` tokens that each KV head reads for one query, int64 `[n_kv, count]`.
+) -> ChosenRows:
+    """Return up to `most` tokens that each KV head reads for one query that sees all of them.
 
-    All tokens are visible. The best come first; at the end of the count a block is read in part.
+    The choice is that of `choose`, with shapes that the host knows: it never waits for a device.
+    At the end of the count a block may be read in part.
 
     Args:
         scores: fp32 `[1, n_q, blocks]`, as for `choose`.
-        tokens: S, the cached tokens that may be read; at least `count`.
+        tokens: S, the cached tokens that may be read; at least `most`.
         first, newest: so many tokens at either end come before all others; may be negative.
+        alpha: as in `Selection`: fewer tokens are wanted where few are near the largest score.
     """
+    first, newest = max(0, min(first, tokens)), max(0, min(newest, tokens))
     weights = _joined(scores, kv_heads, union)[0]
     if block_tokens > 1:
         weights = weights.repeat_interleave(block_tokens, -1)[:, :tokens]
-    weights[:, : max(0, first)] = math.inf
-    weights[:, tokens - min(tokens, max(0, newest)) :] = math.inf
-    return weights.topk(count, dim=-1).indices
+    if first or newest:
+        # With one query head each, weights are the scores themselves.
+        weights = weights.clone() if weights.data_ptr() == scores.data_ptr() else weights
+        weights[:, :first] = math.inf
+        weights[:, tokens - newest :] = math.inf
+    best = weights.topk(most, dim=-1).indices
+    if alpha is None:
+        return ChosenRows(best)
+    near = scores[0] > scores[0].amax(-1, keepdim=True) - alpha
+    mean = near.sum(-1).to(torch.float64).mean().round().to(torch.int64)
+    return ChosenRows(best, mean.clamp(max(1, min(most, first + newest)), most))
 
 
 def _always_read(visible: torch.Tensor, selection: Selection) -> torch.Tensor:

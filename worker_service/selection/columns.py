@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from worker_service.selection.kept_rows import KeptRows
+from worker_service.selection.kept_rows import KeptRows, Records
 from worker_service.selection.screen import (
     AttentionShape,
     Guess,
@@ -31,12 +31,16 @@ class ColumnScreen:
         *,
         int8: bool,
         skew: torch.Tensor | None = None,
+        records: Records | None = None,
     ) -> None:
-        """`columns`: how many to keep; `skew`: A `[n_kv, d, d]`, None: raw columns."""
+        """`columns`: how many to keep; `skew`: A `[n_kv, d, d]`, None: raw columns.
+
+        `records`: see `KeptRows`.
+        """
         self._shape = shape
         self._count = columns
         self._skew = skew
-        self._kept = KeptRows(int8=int8)
+        self._kept = KeptRows(int8=int8, records=records)
         # Numbers of the columns `[n_kv, r]`, from the prompt.
         self._columns: torch.Tensor | None = None
 

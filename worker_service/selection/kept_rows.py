@@ -1,22 +1,35 @@
-"""Rows that a screen keeps of each token: in the model's type, or in int8 with a scale per row."""
+"""What a screen keeps: equal records, one behind the other, and rows of heads in them.
+
+A record has a row of each field. Records lie in memory of their own, or in given blocks; a block
+holds as many as fit, field by field. Rows are in the model's type, or in int8 with a scale each.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
+
+from splitpoint.errors import ResourceExhausted
 
 _INT8_MOST = 127
 
+# One record or several of each field: `[T, ...]`.
+Fields = tuple[torch.Tensor, ...]
 
-class KeptRows:
-    """Growing `[S, n_kv, r]` of one layer of one sequence.
 
-    Memory doubles when it is full; `size_bytes` counts the rows that are there.
-    """
+class Records:
+    """Growing records. Without given blocks memory doubles when it is full."""
 
-    def __init__(self, *, int8: bool) -> None:
-        self._int8 = int8
-        self._rows = torch.empty(0)
-        self._scales = torch.empty(0)
+    def __init__(self, blocks: Sequence[torch.Tensor] | None = None) -> None:
+        """`blocks`: bytes, `[n]` each, all of one size; None: memory of its own.
+
+        Fields come in the order of their element sizes, largest first, so that each is aligned.
+        """
+        self._given = blocks
+        # Fields `[records of the block, ...]` of the blocks in use.
+        self._blocks: list[Fields] = []
         self._count = 0
 
     def __len__(self) -> int:
@@ -24,30 +37,93 @@ class KeptRows:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the rows so far, scales included."""
-        if not self._count:
+        """Bytes of the records so far."""
+        if not self._blocks:
             return 0
-        kept = self._rows[: self._count].nbytes
-        return kept + (self._scales[: self._count].nbytes if self._int8 else 0)
+        return self._count * sum(field[0].nbytes for field in self._blocks[0])
+
+    def append(self, *fields: torch.Tensor) -> None:
+        """Add records, as one `[T, ...]` of each field.
+
+        Raises ResourceExhausted if the given blocks are full.
+        """
+        done, count = 0, len(fields[0])
+        while done < count:
+            block, first = self._place(fields)
+            last = min(count - done, len(block[0]) - first)
+            for kept, field in zip(block, fields, strict=True):
+                kept[first : first + last] = field[done : done + last]
+            done += last
+            self._count += last
+
+    def newest(self) -> Fields:
+        """Return the last record, a view of each field."""
+        block = self._blocks[-1]
+        index = (self._count - 1) % len(block[0])
+        return tuple(field[index] for field in block)
+
+    def field(self, number: int) -> torch.Tensor:
+        """Return a field of all records, `[S, ...]`."""
+        if not self._blocks:
+            return torch.empty(0)
+        full = [block[number] for block in self._blocks[:-1]]
+        rest = self._count - len(full) * len(self._blocks[0][0])
+        last = self._blocks[-1][number][:rest]
+        return torch.cat((*full, last)) if full else last
+
+    def _place(self, like: Fields) -> tuple[Fields, int]:
+        """Return a block with room, and its first free record."""
+        if self._given is None:
+            return self._own(like), self._count
+        full = sum(len(block[0]) for block in self._blocks)
+        if self._count == full:
+            if len(self._blocks) == len(self._given):
+                raise ResourceExhausted("the pages of a screen are full", reason="NO_PAGE")
+            self._blocks.append(_cut(self._given[len(self._blocks)], like))
+            return self._blocks[-1], 0
+        return self._blocks[-1], self._count - full + len(self._blocks[-1][0])
+
+    def _own(self, like: Fields) -> Fields:
+        """Return memory with room for one record more at least, with all there are."""
+        if not self._blocks or self._count == len(self._blocks[0][0]):
+            room = max(len(like[0]), 2 * self._count)
+            larger = tuple(field.new_empty((room, *field.shape[1:])) for field in like)
+            if self._blocks:
+                for kept, field in zip(larger, self._blocks[0], strict=True):
+                    kept[: self._count] = field
+            self._blocks = [larger]
+        return self._blocks[0]
+
+
+class KeptRows:
+    """Growing `[S, n_kv, r]` of one layer of one sequence."""
+
+    def __init__(self, *, int8: bool, records: Records | None = None) -> None:
+        """`records`: empty ones that hold the rows; None: in memory of their own."""
+        self._int8 = int8
+        self._records = Records() if records is None else records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the rows so far, scales included."""
+        return self._records.size_bytes
 
     def extend(self, rows: torch.Tensor) -> None:
         """Append rows `[T, n_kv, r]`."""
-        last = self._count + len(rows)
         if self._int8:
             quantized, scales = to_int8(rows)
-            self._scales = _with_room(self._scales, self._count, last, scales)
-            self._scales[self._count : last] = scales
-            rows = quantized
-        self._rows = _with_room(self._rows, self._count, last, rows)
-        self._rows[self._count : last] = rows
-        self._count = last
+            self._records.append(scales, quantized)
+        else:
+            self._records.append(rows)
 
     def all(self) -> torch.Tensor:
         """Return all rows `[S, n_kv, r]`; fp32 if they are kept in int8."""
-        rows = self._rows[: self._count]
         if not self._int8:
-            return rows
-        return rows.to(torch.float32) * self._scales[: self._count].to(torch.float32)
+            return self._records.field(0)
+        return self._records.field(1).to(torch.float32) * self._records.field(0).to(torch.float32)
 
 
 def to_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,11 +136,13 @@ def to_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantized.to(torch.int8), scales
 
 
-def _with_room(memory: torch.Tensor, count: int, wanted: int, like: torch.Tensor) -> torch.Tensor:
-    """Return memory for `wanted` rows like those of `like`, with the first `count` as they are."""
-    if count and wanted <= len(memory):
-        return memory
-    larger = like.new_empty((max(wanted, 2 * count), *like.shape[1:]))
-    if count:
-        larger[:count] = memory[:count]
-    return larger
+def _cut(block: torch.Tensor, like: Fields) -> Fields:
+    """Return views of a block's bytes for as many records as fit."""
+    sizes = [field.element_size() * math.prod(field.shape[1:]) for field in like]
+    room = len(block) // sum(sizes)
+    cut, first = [], 0
+    for field, size in zip(like, sizes, strict=True):
+        of_field = block[first : first + room * size].view(field.dtype)
+        cut.append(of_field.view(room, *field.shape[1:]))
+        first += room * size
+    return tuple(cut)

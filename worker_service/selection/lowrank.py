@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from worker_service.selection.columns import by_kv_head
-from worker_service.selection.kept_rows import KeptRows
+from worker_service.selection.kept_rows import KeptRows, Records
 from worker_service.selection.screen import (
     AttentionShape,
     Guess,
@@ -31,11 +31,15 @@ class LowRankScreen:
         key_maps: torch.Tensor,
         *,
         int8: bool,
+        records: Records | None = None,
     ) -> None:
-        """`query_maps`, `key_maps`: fp32 `[n_kv, d, r]`; q.k is about `(q M_q).(k M_k)`."""
+        """`query_maps`, `key_maps`: fp32 `[n_kv, d, r]`; q.k is about `(q M_q).(k M_k)`.
+
+        `records`: see `KeptRows`.
+        """
         self._shape = shape
         self._query_maps, self._key_maps = query_maps, key_maps
-        self._kept = KeptRows(int8=int8)
+        self._kept = KeptRows(int8=int8, records=records)
 
     @property
     def device_bytes(self) -> int:

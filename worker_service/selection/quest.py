@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from splitpoint.residency.selecting import QUEST_TOKENS
+from worker_service.selection.kept_rows import Records
 from worker_service.selection.screen import (
     AttentionShape,
     Guess,
@@ -16,44 +18,43 @@ from worker_service.selection.screen import (
     to_logits,
 )
 
-PAGE_TOKENS = 16
-
 
 class QuestScreen:
     """Bounds of the pages of one layer of one sequence, in the type of the keys."""
 
-    block_tokens = PAGE_TOKENS
+    block_tokens = QUEST_TOKENS
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, records: Records | None = None) -> None:
+        """`records`: empty ones that hold the bounds; None: in memory of their own."""
         self._shape = shape
-        # `[pages, n_kv, d]`; the last page may have room for more tokens.
-        self._low = torch.empty(0)
-        self._high = torch.empty(0)
+        # Low and high `[n_kv, d]` of each page; the last page may have room for more tokens.
+        self._bounds = Records() if records is None else records
         self._tokens = 0
 
     @property
     def device_bytes(self) -> int:
-        return self._low.nbytes + self._high.nbytes
+        return self._bounds.size_bytes
 
     def extend(self, rows: TokenRows) -> None:
         """Add the tokens to the last page, then to new ones."""
         keys = rows.keys
-        room = min(-self._tokens % PAGE_TOKENS, len(keys))
+        room = min(-self._tokens % QUEST_TOKENS, len(keys))
         if room:
-            self._low[-1] = torch.minimum(self._low[-1], keys[:room].amin(0))
-            self._high[-1] = torch.maximum(self._high[-1], keys[:room].amax(0))
+            low, high = self._bounds.newest()
+            torch.minimum(low, keys[:room].amin(0), out=low)
+            torch.maximum(high, keys[:room].amax(0), out=high)
         if room < len(keys):
-            pages = torch.split(keys[room:], PAGE_TOKENS)
-            self._low = _appended(self._low, torch.stack([page.amin(0) for page in pages]))
-            self._high = _appended(self._high, torch.stack([page.amax(0) for page in pages]))
+            pages = torch.split(keys[room:], QUEST_TOKENS)
+            self._bounds.append(
+                torch.stack([page.amin(0) for page in pages]),
+                torch.stack([page.amax(0) for page in pages]),
+            )
         self._tokens += len(keys)
 
     def scores(self, guess: Guess) -> torch.Tensor:
         """Return bounds of the logits of each page, fp32 `[T, n_q, pages]`."""
         positive, negative = guess.queries.clamp_min(0), guess.queries.clamp_max(0)
-        bounds = grouped_products(positive, self._high) + grouped_products(negative, self._low)
+        bounds = grouped_products(positive, self._bounds.field(1)) + grouped_products(
+            negative, self._bounds.field(0)
+        )
         return to_logits(bounds, self._shape)
-
-
-def _appended(before: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return torch.cat((before, rows)) if len(before) else rows

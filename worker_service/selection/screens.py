@@ -14,6 +14,7 @@ from worker_service.selection.artifacts import Artifacts, load
 from worker_service.selection.centroids import Centroids
 from worker_service.selection.columns import ColumnScreen
 from worker_service.selection.h2o import HeavyHitterScreen
+from worker_service.selection.kept_rows import Records
 from worker_service.selection.lowrank import LowRankScreen
 from worker_service.selection.maple import MapleScreen, MapleWeights
 from worker_service.selection.quest import QuestScreen
@@ -65,33 +66,40 @@ class Screens:
             found = load(selection.method, folder, artifacts, device)
         return cls(config, selection, found)
 
-    def layer(self, index: int) -> LayerScreen | None:
-        """Return an empty screen of a layer of one sequence; None: the layer reads everything."""
+    def layer(self, index: int, blocks: Sequence[torch.Tensor] | None = None) -> LayerScreen | None:
+        """Return an empty screen of a layer of one sequence; None: the layer reads everything.
+
+        Args:
+            blocks: bytes in which a served screen keeps its records, see `Records`; None: in
+                memory of its own.
+        """
         selection = self.selection
         if selection.is_full or index < selection.exact_layers:
             return None
         shape = AttentionShape.of(self._config, index)
         columns, int8 = selection.kept_columns(shape.head_dim), selection.keeps_int8
+        records = Records(blocks)
         match selection.method:
             case SelectionMethod.WINDOW:
                 return WindowScreen(shape)
             case SelectionMethod.H2O:
                 return HeavyHitterScreen(shape, selection)
             case SelectionMethod.QUEST:
-                return QuestScreen(shape)
+                return QuestScreen(shape, records)
             case SelectionMethod.COLUMNS:
-                return ColumnScreen(shape, columns, int8=int8)
+                return ColumnScreen(shape, columns, int8=int8, records=records)
             case SelectionMethod.ORACLE:
                 return ColumnScreen(shape, shape.head_dim, int8=int8)
             case SelectionMethod.INFINIGEN:
-                return ColumnScreen(shape, columns, int8=int8, skew=self._of(index, "skew"))
+                skew = self._of(index, "skew")
+                return ColumnScreen(shape, columns, int8=int8, skew=skew, records=records)
             case SelectionMethod.MAPLE:
                 return MapleScreen(shape, self._maple_weights(index), int8=int8)
         maps = [self._of(index, name) for name in ("query_map", "key_map")]
         if selection.method is SelectionMethod.LOWRANK:
             # Columns are in the order of what they explain: the best of a rank are the first.
             maps = [each[..., :columns] for each in maps]
-        return LowRankScreen(shape, *maps, int8=int8)
+        return LowRankScreen(shape, *maps, int8=int8, records=records)
 
     def centroids(self, index: int) -> Centroids | None:
         """Return an empty estimate of what a layer does not read; None: there is none."""

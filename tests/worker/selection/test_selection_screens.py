@@ -21,6 +21,7 @@ from layer_rows import (
 from tiny_models import write_tiny
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
+from splitpoint.residency.selecting import QUEST_TOKENS
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.selection.artifacts import Artifacts, artifacts_path, encoded, load
@@ -30,7 +31,7 @@ from worker_service.selection.h2o import HeavyHitterScreen
 from worker_service.selection.kept_rows import KeptRows, to_int8
 from worker_service.selection.lowrank import LowRankScreen
 from worker_service.selection.maple import MapleScreen, MapleWeights, sparse_projection
-from worker_service.selection.quest import PAGE_TOKENS, QuestScreen
+from worker_service.selection.quest import QuestScreen
 from worker_service.selection.screen import AttentionShape, Guess, LayerScreen, grouped_products
 from worker_service.selection.screens import Screens
 from worker_service.selection.window import WindowScreen
@@ -167,9 +168,9 @@ def test_page_bounds_are_never_below_a_logit() -> None:
     for first, last in ((0, 5), (5, 16), (16, 60), (60, 75)):
         screen.extend(part(rows, first, last))
     bounds = screen.scores(guess_from(rows, 0))
-    pages = -(-75 // PAGE_TOKENS)
+    pages = -(-75 // QUEST_TOKENS)
     assert bounds.shape == (75, 4, pages)
-    for page, logits in enumerate(torch.split(true_logits(rows, 0), PAGE_TOKENS, -1)):
+    for page, logits in enumerate(torch.split(true_logits(rows, 0), QUEST_TOKENS, -1)):
         assert (logits <= bounds[..., page, None] + 1e-5).all()
     # A page of one token has its logit as the bound.
     one = QuestScreen(SHAPE)

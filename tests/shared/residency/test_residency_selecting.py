@@ -1,0 +1,125 @@
+"""Pages of a selection, and whether it gains."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from splitpoint.costs.profile import Profile
+from splitpoint.residency.selecting import (
+    SelectionPages,
+    kept_record,
+    predict_step,
+    selection_pages,
+    wanted_rows,
+    why_not_selected,
+)
+from splitpoint.selection import Selection
+from splitpoint.shapes import DataType, Encoding, ModelShape
+
+SHAPE = ModelShape(
+    name="test",
+    family="llama",
+    layer_count=16,
+    hidden_size=512,
+    query_head_count=8,
+    kv_head_count=2,
+    head_dim=64,
+    intermediate_size=1024,
+    vocabulary_size=1000,
+    context_length=8192,
+    data_type=DataType.FLOAT32,
+)
+PROFILE = Profile(
+    link_bytes_per_second=1e9,
+    link_overhead_seconds=1e-5,
+    rebuild_flops_per_second=1e10,
+    rebuild_overhead_seconds=0.0,
+    prefill_flops_per_second=1e10,
+    step_compute_seconds=0.005,
+    memory_seconds_per_byte=1e-10,
+)
+
+
+def test_rows_round_up_and_never_exceed_the_tokens() -> None:
+    assert wanted_rows(Selection.parsed("columns:0.1"), 200) == 20
+    assert wanted_rows(Selection.parsed("columns:0.1"), 201) == 21
+    assert wanted_rows(Selection.parsed("columns:0.0001"), 10) == 1
+    assert wanted_rows(Selection.parsed("columns:budget_tokens=50"), 30) == 30
+    # The cap is the room; alpha says what is fetched.
+    assert wanted_rows(Selection.parsed("infinigen:alpha=4,cap=0.25"), 400) == 100
+
+
+def test_pages_hold_what_the_bytes_say() -> None:
+    """19 of 64 dimensions: 0.297 of K in each layer, which is half of a page."""
+    assert selection_pages(SHAPE, Selection.parsed("columns:0.1"), 4096, 64) == SelectionPages(
+        rows=7, screens=10
+    )
+    # 28 bytes and a scale, of 512: 0.0586.
+    int8 = Selection.parsed("columns:0.1,columns=28,int8")
+    assert kept_record(SHAPE, int8) == (2 * 30, 1)
+    assert selection_pages(SHAPE, int8, 4096, 64) == SelectionPages(rows=7, screens=4)
+    quest = Selection.parsed("quest:0.1")
+    assert selection_pages(SHAPE, quest, 4096, 64) == SelectionPages(rows=7, screens=4)
+    window = Selection.parsed("window:0.1")
+    assert selection_pages(SHAPE, window, 4096, 64) == SelectionPages(rows=7, screens=0)
+    assert selection_pages(SHAPE, window, 0, 64).count == 0
+
+
+def test_pages_suffice_for_any_sizes() -> None:
+    """Drawn shapes: the planes have room for every record."""
+    rng = random.Random(0)
+    for _ in range(300):
+        shape = replace(
+            SHAPE,
+            kv_head_count=rng.choice([1, 2, 4, 8]),
+            head_dim=rng.choice([20, 64, 128]),
+            data_type=rng.choice(list(DataType)),
+        )
+        chunk, tokens = rng.choice([8, 16, 64]), rng.randint(1, 5000)
+        method = rng.choice(["columns:0.1", "ranked:0.2", "quest:0.3", "columns:0.1,int8"])
+        pages = selection_pages(shape, Selection.parsed(method), tokens, chunk)
+        size, covered = kept_record(shape, Selection.parsed(method))
+        in_plane = chunk * shape.kv_width * shape.data_type.size // size
+        records = -(-tokens // covered)
+        assert (pages.screens - 1) * 2 * in_plane < records <= pages.screens * 2 * in_plane
+
+
+def test_it_gains_where_the_link_is_the_limit() -> None:
+    columns = Selection.parsed("columns:0.1")
+    step = predict_step(SHAPE, PROFILE, columns, 4096)
+    # K and V of 4,096 tokens in 16 layers at 1 GB/s.
+    assert step.full_seconds == pytest.approx(16 * (1e-5 + 4096 * 1024 / 1e9))
+    # Two whole layers and fourteen of 410 rows.
+    linked = 16 * 1e-5 + (2 * 4096 + 14 * 410) * 1024 / 1e9
+    assert step.selected_seconds == pytest.approx(linked)
+    assert why_not_selected(SHAPE, columns, 4096, 64, profile=PROFILE) == ""
+    assert why_not_selected(SHAPE, columns, 4096, 64) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "profile", "encoding", "reason"),
+    [
+        ("columns:1", 4096, None, Encoding.NATIVE, "columns:1.0 reads every token"),
+        ("columns:0.1", 4096, None, Encoding.INT8, "the store keeps K and V in int8, of which"),
+        ("columns:0.1,full_layers=16", 4096, None, Encoding.NATIVE, "all 16 layers read"),
+        ("columns:0.1", 64, None, Encoding.NATIVE, "rows and screens take 2 pages, all of its 64"),
+        ("columns:0.9", 4096, None, Encoding.NATIVE, "rows and screens take 68 pages"),
+        ("columns:budget_tokens=5000", 4096, None, Encoding.NATIVE, "rows and screens take 74"),
+        ("columns:0.1", 4096, replace(PROFILE, link_bytes_per_second=1e13), None, "a step is"),
+    ],
+)
+def test_it_says_why_it_does_not_gain(
+    text: str, tokens: int, profile: Profile | None, encoding: Encoding | None, reason: str
+) -> None:
+    said = why_not_selected(
+        SHAPE,
+        Selection.parsed(text),
+        tokens,
+        64,
+        profile=profile,
+        encoding=encoding or Encoding.NATIVE,
+    )
+    assert said.startswith(reason)
