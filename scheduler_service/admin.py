@@ -117,7 +117,7 @@ def _facts_of(worker: ReadyWorker) -> pb.WorkerStatus:
         numerics_reason=info.numerics_reason,
         numerics_digest=info.numerics_digest,
         speculation=info.speculation if info.HasField("speculation") else None,
-        selection_methods=info.selection_methods,
+        selection_methods=[each.method for each in info.selections],
         cache_capacity_bytes=facts.cache_capacity_bytes,
         kvstore_address=facts.kvstore_address,
         profile=profile_to_proto(facts.profile),

@@ -196,7 +196,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         )
         methods = {method for facts in ready for method in facts.draft_methods}
         message.draft_methods.extend(draft_method_to_proto(each) for each in sorted(methods))
-        selects_by = {method for facts in ready for method in facts.selection_methods}
+        selects_by = {method for facts in ready for method in facts.selections}
         message.selection_methods.extend(map(selection_method_to_proto, sorted(selects_by)))
         message.shape.name = message.name
         return message

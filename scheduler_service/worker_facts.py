@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from splitpoint.costs.profile import Profile
 from splitpoint.numerics import Numerics
@@ -50,7 +51,8 @@ class WorkerFacts:
     # What requests get that leave their speculation open, and the methods that it can use.
     speculation: Speculation = PLAIN
     draft_methods: frozenset[DraftMethod] = frozenset()
-    selection_methods: frozenset[SelectionMethod] = frozenset()
+    # Methods of selection that it can serve, each with the dimensions of its artefacts; 0: any.
+    selections: Mapping[SelectionMethod, int] = field(default_factory=dict)
     numerics: Numerics = Numerics.FAST
     # Of what decides its bits; chunk keys depend on it. Empty if they are fast.
     numerics_digest: str = ""

@@ -85,6 +85,7 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         link_bytes_per_second=None if rate is None else parse_rate(rate, field="link-rate"),
         trace_file=arguments.trace,
         speculation=read_speculative_config(arguments.speculative_config, arguments.draft_model),
+        artifacts=None if arguments.artifacts is None else Path(arguments.artifacts),
         progress_seconds=arguments.progress_seconds,
         on_loading=_print_progress if arguments.progress_lines else None,
     )

@@ -25,6 +25,7 @@ from splitpoint.transport.convert import (
     numerics_to_proto,
     profile_to_proto,
     schedule_to_proto,
+    selection_method_to_proto,
     shape_to_proto,
     speculation_to_proto,
     weight_format_to_proto,
@@ -35,6 +36,7 @@ from splitpoint.v1 import worker_pb2 as pb
 from worker_service.drafting import WorkerSpeculation
 from worker_service.engine.messages import StepOutput
 from worker_service.profiling.profiler import measure
+from worker_service.retrieval.screen_source import ScreenSource
 from worker_service.runtime import ENGINE_FAILED, Listener
 from worker_service.startup import LoadedWorker
 from worker_service.telemetry import TELEMETRY_SECONDS, Telemeter
@@ -93,6 +95,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             numerics_digest=worker.numerics.digest,
             shares_pages=worker.engine.page_manager.shared is not None,
             speculation=_speculation_message(worker.speculation),
+            selections=_selections_message(worker.screens),
             emulated_link_bytes_per_second=lanes.link.bytes_per_second if lanes.link else 0.0,
         )
 
@@ -227,6 +230,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker.runtime.emit(StepOutput(finishes=[refusal(command, error)]))
         else:
             worker.runtime.admit(admission)
+
+
+def _selections_message(screens: ScreenSource | None) -> list[types_pb2.SelectionSupport]:
+    """Return what the worker can select by: nothing without a store, where nothing is streamed."""
+    if screens is None:
+        return []
+    return [
+        types_pb2.SelectionSupport(method=selection_method_to_proto(method), columns=columns)
+        for method, columns in screens.columns.items()
+    ]
 
 
 def _speculation_message(speculation: WorkerSpeculation) -> types_pb2.Speculation:

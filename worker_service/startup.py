@@ -70,6 +70,7 @@ from worker_service.profiling.agreeing_rows import use_agreeing_rows
 from worker_service.profiling.calibration import prefers_one_order, use_kernels
 from worker_service.profiling.profiler import measure, measure_rates
 from worker_service.profiling.restore_costs import measure_overheads
+from worker_service.retrieval.screen_source import ScreenSource
 from worker_service.runtime import Runtime
 from worker_service.store.client import StoreClient
 from worker_service.store.remote_client import RemoteStoreClient
@@ -119,6 +120,7 @@ class WorkerOptions:
     link_bytes_per_second: int | None = None
     trace_file: Path | None = None
     speculation: SpeculativeConfig | None = None
+    artifacts: Path | None = None
     progress_seconds: float = options.PROGRESS_SECONDS.default
     on_loading: Callable[[Progress], None] | None = None
 
@@ -140,6 +142,8 @@ class WorkerOptions:
             raise InvalidArgument("must be above 0", field="progress-seconds")
         if self.trace_file is not None and not self.trace_file.parent.is_dir():
             raise InvalidArgument(f"{self.trace_file.parent} is no folder", field="trace")
+        if self.artifacts is not None and not self.artifacts.is_dir():
+            raise InvalidArgument(f"{self.artifacts} is no folder", field="artifacts")
 
 
 @dataclass(slots=True)
@@ -151,6 +155,7 @@ class LoadedWorker:
         weight_lock: page-locks weights on the host for a GPU; closed after the runtime.
         monitor: reads the hardware's counters; stopped at the end.
         speculation: what it drafts by, and for requests that do not say.
+        screens: those of the selections that it can serve; None without a store.
         numerics: what the bits of its results depend on.
         redis_is_up: whether Redis answers; None if the worker does not use it.
     """
@@ -166,6 +171,7 @@ class LoadedWorker:
     weight_lock: WeightLock | None
     monitor: DeviceMonitor
     speculation: WorkerSpeculation = NO_DRAFTS
+    screens: ScreenSource | None = None
     numerics: WorkerNumerics = NOT_CHECKED
     redis_is_up: Callable[[], bool] | None = None
 
@@ -226,8 +232,11 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         check_wish(options.numerics, against)
         if kernels is not None and against is None and options.numerics != Numerics.FAST:
             await asyncio.to_thread(_agree_on_rows, options, shape)
+        screens = None
+        if store is not None:
+            screens = await asyncio.to_thread(_screens, options, shape, device)
         engine, weights, speculation = await asyncio.to_thread(
-            _load_engine, options, shape, layout, lanes
+            _load_engine, options, shape, layout, lanes, screens
         )
         numerics = await asyncio.to_thread(
             _numerics, options.numerics, against, engine.model, layout.chunk_tokens
@@ -250,6 +259,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         weight_lock=_lock_weights(options, engine),
         monitor=monitor,
         speculation=speculation,
+        screens=screens,
         numerics=numerics,
     )
 
@@ -391,8 +401,19 @@ def _numerics(wish: str, against: str | None, model: Decoder, page_tokens: int) 
     return found
 
 
+def _screens(options: WorkerOptions, shape: ModelShape, device: torch.device) -> ScreenSource:
+    """Read the artefacts of selections, before what is left of the device memory is divided."""
+    make_current(device)
+    config = DecoderConfig.read(options.model_folder, shape.data_type)
+    return ScreenSource.open(config, options.model_folder, options.artifacts, device)
+
+
 def _load_engine(
-    options: WorkerOptions, shape: ModelShape, layout: ArenaLayout, lanes: Lanes
+    options: WorkerOptions,
+    shape: ModelShape,
+    layout: ArenaLayout,
+    lanes: Lanes,
+    screens: ScreenSource | None,
 ) -> tuple[Engine, str, WorkerSpeculation]:
     """Divide the device memory and load the model, and what drafts for it.
 
@@ -401,7 +422,8 @@ def _load_engine(
     device, folder = lanes.device, options.model_folder
     make_current(device)
     # Before the weights are read: a budget that cannot hold them fails at once.
-    memory = _divide_memory(options, shape, layout, lanes)
+    artifact_bytes = 0 if screens is None else screens.size_bytes
+    memory = _divide_memory(options, shape, layout, lanes, artifact_bytes)
     placement, plan, tickers = memory.placement, memory.plan, _tickers(options)
     dtype = TORCH_TYPES[shape.data_type]
     model = Decoder.load(folder, device, dtype, placement.on_host, tickers, options.weights)
@@ -455,14 +477,18 @@ class _Memory:
 
 
 def _divide_memory(
-    options: WorkerOptions, shape: ModelShape, layout: ArenaLayout, lanes: Lanes
+    options: WorkerOptions,
+    shape: ModelShape,
+    layout: ArenaLayout,
+    lanes: Lanes,
+    artifact_bytes: int,
 ) -> _Memory:
-    """Place the weights, and divide what they leave. Raises ResourceExhausted."""
+    """Place the weights, and divide what they and artefacts leave. Raises ResourceExhausted."""
     device, folder = lanes.device, options.model_folder
     dtype = TORCH_TYPES[shape.data_type]
     config = DecoderConfig.read(folder, shape.data_type)
     sizes = weight_sizes(config, device, dtype, options.weights)
-    budget = _budget(options, sizes, device)
+    budget = _budget(options, sizes, device) - artifact_bytes
     is_gpu = device.type == "cuda"
     drafts = DraftSetup.plan(
         options.speculation,

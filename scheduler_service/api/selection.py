@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from scheduler_service.api.speculation import check_draft_method
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.errors import FailedPrecondition
+from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.selection import FULL, UNUSED, Selection, SelectionMethod, SelectionUsage
 from splitpoint.speculation import DraftMethod
 from splitpoint.transport.convert import (
@@ -20,22 +21,36 @@ from splitpoint.v1 import types_pb2, worker_pb2
 def check_selection(selection: Selection, workers: Collection[WorkerFacts]) -> None:
     """Check that one of the ready workers can serve a selection.
 
-    Raises FailedPrecondition if none has the method's artefacts, InvalidArgument if none drafts
-    what the selection verifies.
+    Raises FailedPrecondition if none has the method's artefacts, InvalidArgument if they were
+    trained for another number of columns, or if none drafts what the selection verifies.
     """
     if selection.reads_all:
         return
-    able = [worker for worker in workers if selection.method in worker.selection_methods]
+    able = [worker for worker in workers if selection.method in worker.selections]
     if not able:
         raise _wanting(selection.method)
+    trained = {worker.selections[selection.method] for worker in able}
+    able = [worker for worker in able if _has_columns(worker, selection)]
+    if not able:
+        raise InvalidArgument(
+            f"selection: columns is {selection.columns}, but artefacts of {selection.method} were "
+            f"trained for {', '.join(map(str, sorted(trained)))}",
+            field="selection.columns",
+        )
     if selection.verify:
         by_self = draft_method_to_proto(DraftMethod.SELF)
         check_draft_method(types_pb2.SpeculativeParams(method=by_self), able)
 
 
 def followed_by(worker: WorkerFacts, selection: Selection) -> Selection:
-    """Return what a worker is to select: FULL unless it can, and there is anything to select."""
-    return FULL if selection.reads_all or not _can_follow(worker, selection) else selection
+    """Return what a worker is to select: FULL unless it can, and there is anything to select.
+
+    Artefacts that were trained for a number of columns decide it.
+    """
+    if selection.reads_all or not _can_follow(worker, selection):
+        return FULL
+    trained = worker.selections[selection.method]
+    return replace(selection, columns=trained) if trained else selection
 
 
 class SelectionTally:
@@ -81,7 +96,13 @@ class SelectionTally:
 
 def _can_follow(worker: WorkerFacts, selection: Selection) -> bool:
     has_drafter = not selection.verify or DraftMethod.SELF in worker.draft_methods
-    return has_drafter and selection.method in worker.selection_methods
+    return has_drafter and _has_columns(worker, selection)
+
+
+def _has_columns(worker: WorkerFacts, selection: Selection) -> bool:
+    """Return True if the worker serves the method with so many columns."""
+    trained = worker.selections.get(selection.method)
+    return trained is not None and (not trained or selection.columns in (None, trained))
 
 
 def _wanting(method: SelectionMethod) -> FailedPrecondition:

@@ -294,7 +294,9 @@ class WorkerConnection:
             shares_pages=info.shares_pages,
             speculation=speculation_from_proto(info.speculation.defaults, Speculation()),
             draft_methods=frozenset(map(draft_method_from_proto, info.speculation.methods)),
-            selection_methods=frozenset(map(selection_method_from_proto, info.selection_methods)),
+            selections={
+                selection_method_from_proto(each.method): each.columns for each in info.selections
+            },
             numerics=numerics_from_proto(info.numerics),
             numerics_digest=info.numerics_digest,
             weight_format=weight_format_from_proto(info.weight_format),

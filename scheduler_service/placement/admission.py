@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
+from scheduler_service.api.selection import followed_by
 from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.placement.charging import Charging, device_tokens
 from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of
@@ -245,7 +246,12 @@ class AdmissionQueue:
         self, request: Request, claimed: Collection[str] = frozenset()
     ) -> dict[str, Fits | NeverFits]:
         return {
-            worker_id: footprint_of(request.token_count, request.residency, ledger.facts)
+            worker_id: footprint_of(
+                request.token_count,
+                request.residency,
+                ledger.facts,
+                followed_by(ledger.facts, request.selection),
+            )
             for worker_id, ledger in self._ledgers.items()
             if not ledger.is_closed
             and request.worker_id in ("", worker_id)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import format_size
 from splitpoint.planning.plan import Residency
+from splitpoint.residency.selecting import pages_at_last
+from splitpoint.selection import FULL, Selection
 from splitpoint.shapes import chunks_of
 from splitpoint.words import counted
 
@@ -56,20 +58,24 @@ class Grant:
 
 
 def footprint_of(
-    token_count: int, residency: Residency | None, worker: WorkerFacts
+    token_count: int,
+    residency: Residency | None,
+    worker: WorkerFacts,
+    selection: Selection = FULL,
 ) -> Fits | NeverFits:
     """Return the residency that a request gets on this worker, and its bytes.
 
     Args:
         token_count: prompt and max_tokens together; at least 1.
         residency: what the request asks for; None: resident if that fits, else streamed.
+        selection: what the worker is to select; a streamed request needs pages for it.
     """
     resident = _resident(token_count, worker)
     if residency is Residency.RESIDENT:
         return resident
     if residency is None and (isinstance(resident, Fits) or not worker.kvstore_address):
         return resident  # without a store, these numbers explain more than "no store"
-    return _streamed(token_count, worker, is_forced=residency is not None)
+    return _streamed(token_count, worker, selection, is_forced=residency is not None)
 
 
 def grant_of(fits: Fits, free_bytes: int, page_bytes: int) -> Grant:
@@ -102,10 +108,13 @@ def _resident(token_count: int, worker: WorkerFacts) -> Fits | NeverFits:
     )
 
 
-def _streamed(token_count: int, worker: WorkerFacts, *, is_forced: bool) -> Fits | NeverFits:
+def _streamed(
+    token_count: int, worker: WorkerFacts, selection: Selection, *, is_forced: bool
+) -> Fits | NeverFits:
     slots = chunks_of(token_count, worker.chunk_tokens)
     whole = slots * worker.page_bytes
-    size = min(slots, worker.streamed_page_count) * worker.page_bytes
+    selected = _selection_pages(token_count, worker, selection)
+    size = (min(slots, worker.streamed_page_count) + selected) * worker.page_bytes
     capacity = worker.cache_capacity_bytes
     if not worker.kvstore_address:
         return NeverFits(
@@ -140,11 +149,22 @@ def _streamed(token_count: int, worker: WorkerFacts, *, is_forced: bool) -> Fits
         if whole > capacity
         else "as asked for"
     )
+    parts = f", {counted(selected, 'page')} of it for what {selection} reads" if selected else ""
     return Fits(
         Residency.STREAMED,
         size,
-        f"streamed: {why}, so {format_size(size)} are charged",
+        f"streamed: {why}, so {format_size(size)} are charged{parts}",
         slot_count=slots,
         # A request that asks for streaming wants the memory left alone.
-        spare_bytes=0 if is_forced else whole - size,
+        spare_bytes=0 if is_forced else max(0, whole - size),
     )
+
+
+def _selection_pages(token_count: int, worker: WorkerFacts, selection: Selection) -> int:
+    """Return the pages for rows and screens: none if the worker will read everything instead."""
+    if selection.reads_all:
+        return 0
+    wanted = pages_at_last(worker.shape, selection, token_count, worker.chunk_tokens).count
+    streamed = min(chunks_of(token_count, worker.chunk_tokens), worker.streamed_page_count)
+    capacity = worker.cache_capacity_bytes // worker.page_bytes
+    return wanted if streamed + wanted <= capacity else 0

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler_service.api.request import Request
+from scheduler_service.api.selection import followed_by
 from scheduler_service.placement.charging import Charging
 from scheduler_service.placement.footprint import Fits, footprint_of
 from scheduler_service.placement.ledger import Ledger
@@ -70,7 +71,8 @@ def streamed_instead(
     missing = ledger.pages_of(charging.charge(request, ledger, fits)) - ledger.free_pages
     if fits.residency is Residency.STREAMED or missing <= 0:
         return None
-    streamed = footprint_of(request.token_count, Residency.STREAMED, ledger.facts)
+    selection = followed_by(ledger.facts, request.selection)
+    streamed = footprint_of(request.token_count, Residency.STREAMED, ledger.facts, selection)
     if not isinstance(streamed, Fits):
         return None
     cached = request.cached.own.get(ledger.facts.worker_id, 0)

@@ -164,6 +164,13 @@ DRAFT_MODEL: Option[str | None] = Option(
     "none.",
     unit="DIR",
 )
+ARTIFACTS: Option[str | None] = Option(
+    "artifacts",
+    str,
+    None,
+    "Folder of what `splitpoint calibrate` made for selections; absent: beside the model.",
+    unit="DIR",
+)
 PROGRESS_SECONDS: Option[float] = Option(
     "progress-seconds",
     float,
@@ -201,6 +208,7 @@ SECTIONS = (
     ),
     Section("store", (KVSTORE, KVSTORE_REMOTE, MIRROR_MEMORY, PIN_LIMIT, VERIFY_RATE)),
     Section("speculation (docs/speculation.md)", (SPECULATIVE_CONFIG, DRAFT_MODEL)),
+    Section("selection (docs/selection.md)", (ARTIFACTS,)),
     Section("lanes (docs/pipeline.md)", (SERIAL, LINK_RATE, TRACE)),
     Section("progress", (PROGRESS_SECONDS, PROGRESS_LINES)),
     Section("discovery", (ADVERTISE,)),

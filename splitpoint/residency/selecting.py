@@ -70,6 +70,19 @@ def selection_pages(
     return SelectionPages(rows, chunks_of(chunks_of(stored_tokens, tokens), 2 * in_plane))
 
 
+def pages_at_last(
+    shape: ModelShape, selection: Selection, final_tokens: int, chunk_tokens: int
+) -> SelectionPages:
+    """Return the pages for a streamed request of so many tokens at last.
+
+    All full chunks count as stored, also those that stay on the device: they may have to leave
+    it. No pages if they would be no fewer than those chunks: then everything is read.
+    """
+    chunks = chunks_of(final_tokens, chunk_tokens) - 1
+    pages = selection_pages(shape, selection, chunks * chunk_tokens, chunk_tokens)
+    return pages if pages.count < chunks else SelectionPages(0, 0)
+
+
 def kept_record(shape: ModelShape, selection: Selection) -> tuple[int, int]:
     """Return the bytes that a screen keeps of some tokens in one layer, and of how many tokens."""
     heads, item = shape.kv_head_count, shape.data_type.size

@@ -16,6 +16,7 @@ _LIMITS = "Limits of workers and scheduler"
 _SECURITY = "Security"
 _LANES = "Copies beside compute (docs/pipeline.md)"
 _SPECULATION = "Speculation (docs/speculation.md)"
+_SELECTION = "Selection (docs/selection.md)"
 _REDIS = "Redis"
 _LOGS = "Logs and traces"
 
@@ -164,6 +165,7 @@ class StackOptions:
 
     speculative_config: str | None = of(worker.SPECULATIVE_CONFIG, _SPECULATION)
     draft_model: str | None = of(DRAFT_MODEL, _SPECULATION)
+    artifacts: str | None = of(worker.ARTIFACTS, _SELECTION)
 
     # For the scheduler only: store and workers listen in a private folder.
     tls_cert: str | None = of(service.TLS_CERT, _SECURITY)

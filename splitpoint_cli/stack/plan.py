@@ -263,6 +263,7 @@ _WORKER: tuple[Option[object], ...] = (
     worker.ENFORCE_EAGER,
     worker.SERIAL,
     worker.LINK_RATE,
+    worker.ARTIFACTS,
     *_COMMON,
 )
 _SCHEDULER: tuple[Option[object], ...] = (

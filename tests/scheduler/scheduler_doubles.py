@@ -33,6 +33,7 @@ from splitpoint.keys import pack_tokens
 from splitpoint.options.scheduler import AnswerCharge
 from splitpoint.planning.plan import Objective, Residency
 from splitpoint.planning.schedule import Schedule
+from splitpoint.selection import FULL, Selection
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
 from splitpoint.transport import channels, servers, statuses
 from splitpoint.transport.convert import (
@@ -152,7 +153,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         )
         self.reject_info: SplitpointError | None = None
         self.speculation: types_pb2.Speculation | None = None
-        self.selection_methods: list[types_pb2.SelectionMethod] = []
+        self.selections: list[types_pb2.SelectionSupport] = []
         self.numerics = types_pb2.NUMERICS_UNSPECIFIED
         self.numerics_reason = self.numerics_digest = ""
         self.admits: list[worker_pb2.AdmitCommand] = []
@@ -220,7 +221,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
             staging_tokens=8 * CHUNK_TOKENS,
             shares_pages=True,
             speculation=self.speculation,
-            selection_methods=self.selection_methods,
+            selections=self.selections,
             numerics=self.numerics,
             numerics_reason=self.numerics_reason,
             numerics_digest=self.numerics_digest,
@@ -557,6 +558,7 @@ def queued_request(
     residency: Residency | None = None,
     worker_id: str = "",
     cached: dict[str, int] | None = None,
+    selection: Selection = FULL,
 ) -> Request:
     """A request as admission sees it. `cached`: tokens in each worker's store."""
     request = Request(
@@ -567,6 +569,7 @@ def queued_request(
         sampling=types_pb2.SamplingParams(max_tokens=1),
         worker_id=worker_id,
         residency=residency,
+        selection=selection,
         arrival=arrival,
         cached=CachedPrefix(cached or {}),
     )

@@ -10,6 +10,7 @@ from scheduler_doubles import queued_request
 
 from scheduler_service.api.request import Request
 from scheduler_service.placement.admission import AdmissionQueue
+from scheduler_service.placement.footprint import Fits, footprint_of
 from scheduler_service.placement.residency import (
     RunningRequest,
     Wanted,
@@ -20,6 +21,7 @@ from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.plan import Objective, Residency
 from splitpoint.planning.schedule import Schedule
+from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 
 SHAPE = BUILT_IN_SHAPES["opt-6.7b"]
@@ -177,3 +179,42 @@ def test_each_worker_is_compared_once_however_many_wait(monkeypatch: pytest.Monk
     monkeypatch.setattr("scheduler_service.placement.admission.streamed_instead", counting)
     assert admission.admit() is None
     assert compared == ["0", "1"]
+
+
+def test_a_streamed_request_is_charged_for_what_its_selection_keeps() -> None:
+    able = replace(WORKER, selections={SelectionMethod.COLUMNS: 0})
+    selection = Selection.parsed("columns:0.1,int8,columns=16")
+    plain = footprint_of(2000, Residency.STREAMED, able)
+    selecting = footprint_of(2000, Residency.STREAMED, able, selection)
+    assert isinstance(plain, Fits)
+    assert isinstance(selecting, Fits)
+    # 199 rows of 31 chunks are 4 pages. A page has two planes of 64 rows in each layer, 256 bytes
+    # for each head; screens keep 18 bytes of a row and head: 2 x 910 tokens in a page.
+    assert selecting.size_bytes - plain.size_bytes == (4 + 2) * WORKER.page_bytes
+    assert "6 pages of it for what columns:0.1" in selecting.reason
+    resident = footprint_of(2000, Residency.RESIDENT, able, selection)
+    assert resident == footprint_of(2000, Residency.RESIDENT, able)
+    for useless in (
+        footprint_of(128, Residency.STREAMED, able, Selection.parsed("columns:0.1")),
+        footprint_of(2000, Residency.STREAMED, able, Selection.parsed("columns:0.99")),
+        footprint_of(
+            2000,
+            Residency.STREAMED,
+            replace(able, cache_capacity_bytes=6 * WORKER.page_bytes),
+            selection,
+        ),
+    ):
+        assert isinstance(useless, Fits)
+        assert useless.size_bytes == WORKER.page_bytes, "such a worker reads everything"
+
+
+def test_admission_charges_only_workers_that_can_select() -> None:
+    selection = Selection.parsed("columns:0.1,int8,columns=16")
+    for facts, pages in ((WORKER, 1), (replace(WORKER, selections={selection.method: 0}), 7)):
+        queue = AdmissionQueue(8)
+        queue.add_worker(facts)
+        request = queued_request(1, 2000, residency=Residency.STREAMED, selection=selection)
+        queue.submit(request)
+        admitted = queue.admit()
+        assert admitted is not None
+        assert admitted.grant.size_bytes == pages * facts.page_bytes

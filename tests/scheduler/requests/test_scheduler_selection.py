@@ -30,7 +30,9 @@ STEP = types_pb2.SelectionUsage(
 def selecting_worker(*methods: SelectionMethod, worker_id: str = "0") -> WorkerDouble:
     """Return a worker that serves these methods and reads each step by selection if asked to."""
     worker = WorkerDouble(worker_id)
-    worker.selection_methods = [selection_method_to_proto(method) for method in methods]
+    worker.selections = [
+        types_pb2.SelectionSupport(method=selection_method_to_proto(method)) for method in methods
+    ]
 
     def selected(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
         for result in response.tokens:
@@ -113,6 +115,19 @@ async def test_a_method_without_artefacts_is_refused() -> None:
         error = await running.error(asking(2, "columns:0.1,verify"))
         assert isinstance(error, InvalidArgument)
         assert error.reason == "NO_DRAFTER"
+
+
+async def test_trained_artefacts_decide_the_columns() -> None:
+    worker = selecting_worker(SelectionMethod.RANKED)
+    worker.selections[0].columns = 28
+    async with stack(worker) as running:
+        for text in ("ranked:0.1", "ranked:0.1,columns=28"):
+            await running.generate(asking(2, text))
+            assert worker.admits[-1].selection.columns == 28
+        error = await running.error(asking(2, "ranked:0.1,columns=16"))
+        assert isinstance(error, InvalidArgument)
+        assert error.field == "selection.columns"
+        assert "trained for 28" in error.message
 
 
 async def test_a_verified_selection_is_exact() -> None:
