@@ -71,6 +71,22 @@ _Norm = Annotated[
         metavar="own|previous",
     ),
 ]
+_Union = Annotated[
+    str,
+    typer.Option(
+        help="Query heads of a KV head read the tokens with the largest sum, or maximum, of "
+        "their weights.",
+        metavar="sum|max",
+    ),
+]
+_KvHeads = Annotated[
+    int | None,
+    typer.Option(
+        help="Average the checkpoint's KV heads to this many, for grouped queries; screens that "
+        "need calibration are left out. Default: its own.",
+        min=1,
+    ),
+]
 _Artifacts = Annotated[
     Path | None,
     typer.Option(
@@ -97,6 +113,8 @@ def evaluate(
     tasks: _Tasks = 4,
     guess: _Guess = "own",
     norm: _Norm = "own",
+    union: _Union = "sum",
+    kv_heads: _KvHeads = None,
     artifacts: _Artifacts = None,
     threads: options.Threads = 0,
     seed: options.Seed = 0,
@@ -124,6 +142,8 @@ def evaluate(
         text=tuple(text),
         guess=guess,
         norm=norm,
+        union=union,
+        kv_heads=kv_heads,
         artifacts=artifacts,
         threads=options.thread_count(threads),
         seed=seed,

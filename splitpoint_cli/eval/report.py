@@ -88,6 +88,8 @@ def report_of(
         "prompt_tokens": workload.prompt,
         "guess": workload.guess,
         "norm": workload.norm,
+        "union": workload.union,
+        "kv_heads": workload.kv_heads,
         "seed": workload.seed,
         "threads": workload.threads,
         "hardware": hardware(),
@@ -119,8 +121,10 @@ def _rounded(result: dict[str, Any]) -> dict[str, Any]:
 def table_of(report: Mapping[str, Any]) -> Table:
     """Return a row for each selection."""
     has_pools = any(each["evicted"] for each in report["selections"])
+    heads = report["kv_heads"]
+    pooled = "" if heads is None else f", averaged to {counted(heads, 'KV head')}"
     table = report_table(
-        f"{report['model']} {report['dtype']}: {counted(report['windows'], 'text')} of "
+        f"{report['model']} {report['dtype']}{pooled}: {counted(report['windows'], 'text')} of "
         f"{counted(report['tokens'], 'token')}, "
         f"the first {report['prompt_tokens']:,} computed exactly",
         *("selection", "KV read", "on device", "perplexity", "over full", "95 % interval", "agree"),

@@ -6,7 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,9 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.selection import FULL, Selection, SelectionMethod
+from splitpoint.shapes import DataType
 from splitpoint.words import counted
+from splitpoint_cli.bench.offload.pooled import load_pooled, pooled_shape
 from splitpoint_cli.bench.shared.passages import beginnings, read_unseen
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.eval.interval import perplexity_interval
@@ -28,7 +30,7 @@ from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.evaluation.counts import SelectionCounts
 from worker_service.evaluation.teacher_forced import GuessRule, Reading, TeacherForced
-from worker_service.model.decoder import Decoder
+from worker_service.selection.choose import Union
 from worker_service.selection.guess import GuessFrom, GuessNorm
 from worker_service.selection.screens import Screens
 
@@ -119,7 +121,7 @@ def run_all(workload: EvalWorkload, progress: Progress) -> tuple[Texts, list[Sel
     tokenizer = Tokenizer.load(folder)
     if tokenizer is None:
         raise InvalidArgument(f"{folder} has no tokenizer", field="model")
-    config = DecoderConfig.read(folder, None)
+    config = _read_config(folder, workload.kv_heads)
     if workload.tokens > config.shape.context_length:
         raise InvalidArgument(
             f"{folder.name} has a context of {counted(config.shape.context_length, 'token')}, and "
@@ -129,8 +131,8 @@ def run_all(workload: EvalWorkload, progress: Progress) -> tuple[Texts, list[Sel
     tallies = [_Tally(each) for each in _open_screens(workload, config, folder, progress)]
     files, windows = _read_windows(workload, tokenizer, folder)
     tasks = list(_make_tasks(workload, tokenizer, windows))
-    model = Decoder.load(folder, CPU, torch.float32)
-    rule = GuessRule(GuessFrom(workload.guess), GuessNorm(workload.norm))
+    model = load_pooled(folder, workload.kv_heads, CPU, DataType.FLOAT32)
+    rule = GuessRule(GuessFrom(workload.guess), GuessNorm(workload.norm), Union(workload.union))
     stored_type = TORCH_TYPES[config.shape.data_type]
     for window in progress.track("texts", windows):
         forced = TeacherForced(model, window, workload.prompt)
@@ -165,17 +167,28 @@ def _read_window(
         tally.add_text(reading, full, far)
 
 
+def _read_config(folder: Path, kv_heads: int | None) -> DecoderConfig:
+    """Return the model's config in the checkpoint's element type, with averaged KV heads."""
+    config = DecoderConfig.read(folder, None)
+    if kv_heads is None:
+        return config
+    return replace(config, shape=pooled_shape(config.shape, kv_heads))
+
+
 def _open_screens(
     workload: EvalWorkload, config: DecoderConfig, folder: Path, progress: Progress
 ) -> Iterator[Screens]:
     """Yield those of `full` and of each selection.
 
     Where the selections are the default ones, those that need calibration are left out without it.
+    Averaged KV heads have none.
     """
     yield Screens(config, FULL)
     missing: dict[SelectionMethod, str] = {}
     for selection in workload.selections:
         try:
+            if workload.kv_heads is not None and selection.method.is_calibrated:
+                raise NotFound(f"{selection.method} has no artefacts for averaged KV heads")
             yield Screens.open(config, selection, folder, artifacts=workload.artifacts, device=CPU)
         except NotFound as error:
             if not workload.is_default:

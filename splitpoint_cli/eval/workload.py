@@ -22,8 +22,8 @@ _SMALL = tuple(
 )
 _POOLS = tuple(f"columns:0.1,pool=0.8,policy={policy}" for policy in PoolPolicy)
 LEAST_TOKENS = 64
-# What queries are guessed from, and whose norm is applied.
-SOURCES = ("own", "previous")
+# What queries are guessed from, whose norm is applied, and how query heads choose together.
+_CHOICES = {"guess": ("own", "previous"), "norm": ("own", "previous"), "union": ("sum", "max")}
 
 
 def default_selections() -> tuple[Selection, ...]:
@@ -54,6 +54,8 @@ class EvalWorkload:
         tasks: needles, and tables.
         text: files to read instead of the unseen packages.
         guess, norm: see GuessFrom and GuessNorm.
+        union: how the query heads of a KV head choose together.
+        kv_heads: KV heads after averaging in groups; None: the checkpoint's own.
     """
 
     model: str | None
@@ -66,6 +68,8 @@ class EvalWorkload:
     text: tuple[Path, ...]
     guess: str
     norm: str
+    union: str
+    kv_heads: int | None
     artifacts: Path | None
     threads: int
     seed: int
@@ -78,10 +82,10 @@ class EvalWorkload:
                 f"prompt must leave two of the {counted(self.tokens, 'token')}, not {self.prompt}",
                 field="prompt",
             )
-        for name in ("guess", "norm"):
-            if (value := getattr(self, name)) not in SOURCES:
+        for name, values in _CHOICES.items():
+            if (value := getattr(self, name)) not in values:
                 raise InvalidArgument(
-                    f"{name} must be one of {', '.join(SOURCES)}, not {value!r}", field=name
+                    f"{name} must be one of {', '.join(values)}, not {value!r}", field=name
                 )
 
     @property

@@ -58,10 +58,16 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class GuessRule:
-    """What a layer's tokens are chosen by: its own input, or the residual one layer before."""
+    """What a layer's tokens are chosen by.
+
+    Attributes:
+        source: its own input, or the residual one layer before; norm: what the latter gets.
+        union: how the query heads of a KV head choose together.
+    """
 
     source: GuessFrom = GuessFrom.OWN
     norm: GuessNorm = GuessNorm.OWN
+    union: Union = Union.SUM
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +114,7 @@ class TeacherForced:
             attention = _LayerAttention(self._shapes[index], queries, keys, values, first=0)
             hidden = layer.finish(hidden, attention.of_all(None))
 
-    def read(
-        self, screens: Screens, rule: GuessRule = GuessRule(), union: Union = Union.SUM
-    ) -> Reading:
+    def read(self, screens: Screens, rule: GuessRule = GuessRule()) -> Reading:
         """Return what the model makes of the later tokens under these screens."""
         model = self._model
         positions = torch.arange(self._first, len(self._ids), device=model.device)
@@ -129,7 +133,7 @@ class TeacherForced:
                 torch.cat((prompt.values, values)),
                 first=self._first,
             )
-            choosing = self._choosing(index, screens, union)
+            choosing = self._choosing(index, screens, rule.union)
             if choosing is None:
                 attended = attention.of_all(LayerCounts(counts))
             else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,16 +22,12 @@ from splitpoint_cli.bench.offload.drafts_report import (
     DraftWorkload,
 )
 from splitpoint_cli.bench.offload.engine import OffloadHost, Prompts, Way
-from splitpoint_cli.bench.offload.pooled import PooledHeads, pooled_shape
+from splitpoint_cli.bench.offload.pooled import load_pooled
 from splitpoint_cli.bench.offload.report import RESIDENT
 from splitpoint_cli.bench.shared.engine_runs import outputs_until_idle
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
 from splitpoint_cli.bench.shared.progress import Progress
-from worker_service.checkpoint.config import DecoderConfig
-from worker_service.checkpoint.tensors import Checkpoint
-from worker_service.device.cache import TORCH_TYPES
-from worker_service.model.decoder import Decoder
 from worker_service.startup import choose_device
 
 WARM_UP_TOKENS = 8
@@ -49,10 +44,9 @@ def run_drafts(
     """
     torch.set_num_threads(workload.threads)
     progress.say("loading weights, cutting prompts")
-    kernels = use_worker_kernels(
-        choose_device(workload.device), DataType(workload.dtype), [shape.head_dim]
-    )
-    model = _model(folder, shape, workload)
+    device, data_type = choose_device(workload.device), DataType(workload.dtype)
+    kernels = use_worker_kernels(device, data_type, [shape.head_dim])
+    model = load_pooled(folder, workload.kv_heads, device, data_type)
     count = workload.batch * workload.repeats
     files = [Path(each) for each in workload.text] or held_back_files()
     prompts = beginnings(files, folder, count, workload.prompt)
@@ -131,15 +125,3 @@ def decode(
         accepted=accepted,
         tokens=tuple(tuple(tokens[name]) for name in names),
     )
-
-
-def _model(folder: Path, shape: ModelShape, workload: DraftWorkload) -> Decoder:
-    """Load the checkpoint, with as many KV heads as the workload says."""
-    device, data_type = choose_device(workload.device), DataType(workload.dtype)
-    config = DecoderConfig.read(folder, data_type)
-    dtype = TORCH_TYPES[data_type]
-    with Checkpoint(folder, config, device, dtype) as source:
-        if workload.kv_heads is None:
-            return Decoder(config, source, device, dtype)
-        pooled = replace(config, shape=pooled_shape(config.shape, workload.kv_heads))
-        return Decoder(pooled, PooledHeads(source, shape, workload.kv_heads), device, dtype)

@@ -7,12 +7,17 @@ training that follows there), so the texts of such a model are worse than the or
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.shapes import ModelShape
+from splitpoint.shapes import DataType, ModelShape
+from worker_service.checkpoint.config import DecoderConfig
+from worker_service.checkpoint.tensors import Checkpoint
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.model.decoder import Decoder
 
 _POOLED = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
 
@@ -52,3 +57,18 @@ class PooledHeads:
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
         target.copy_(self.get(name))
+
+
+def load_pooled(
+    folder: Path, kv_head_count: int | None, device: torch.device, data_type: DataType
+) -> Decoder:
+    """Load a checkpoint, with as many KV heads as wanted; None: with its own.
+
+    Raises InvalidArgument as `pooled_shape` and `Decoder.load` do.
+    """
+    config, dtype = DecoderConfig.read(folder, data_type), TORCH_TYPES[data_type]
+    with Checkpoint(folder, config, device, dtype) as source:
+        if kv_head_count is None:
+            return Decoder(config, source, device, dtype)
+        pooled = replace(config, shape=pooled_shape(config.shape, kv_head_count))
+        return Decoder(pooled, PooledHeads(source, config.shape, kv_head_count), device, dtype)

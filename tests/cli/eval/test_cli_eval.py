@@ -39,6 +39,8 @@ WORKLOAD = EvalWorkload(
     text=(),
     guess="own",
     norm="own",
+    union="sum",
+    kv_heads=None,
     artifacts=None,
     threads=1,
     seed=0,
@@ -110,6 +112,7 @@ def test_nonsense_is_refused() -> None:
         ({"prompt": 2047}, "must leave two"),
         ({"guess": "next"}, "guess must be one of"),
         ({"norm": "next"}, "norm must be one of"),
+        ({"union": "both"}, "union must be one of sum, max"),
     ):
         with pytest.raises(InvalidArgument, match=match):
             replace(WORKLOAD, **changed)
@@ -236,6 +239,27 @@ def test_a_small_run_in_full(tmp_path: Path) -> None:
     assert math.isfinite(full["extraction"]["logprob"])
     assert {*report["files"]} == {"asyncio", "unittest", "_pytest", "hypothesis"}
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_grouped_queries_by_averaged_heads(tmp_path: Path) -> None:
+    """A group's union of choices says what is read; calibrated screens are left out."""
+    reports = {}
+    for union in ("sum", "max"):
+        words = [*("--tokens", "160"), *("--windows", "1"), *("--tasks", "0"), *("--threads", "1")]
+        words += [*("--select", "oracle:0.2"), *("--kv-heads", "1"), *("--union", union), "--json"]
+        ran = CliRunner().invoke(app, ["eval", *words])
+        assert ran.exit_code == 0, ran.output
+        reports[union] = json.loads(ran.stdout)
+    full, by_sum = reports["sum"]["selections"]
+    assert reports["sum"]["kv_heads"] == 1
+    assert "averaged to 1 KV head" in str(table_of(reports["sum"]).title)
+    assert full["perplexity"] == reports["max"]["selections"][0]["perplexity"]
+    assert by_sum["perplexity"] != reports["max"]["selections"][1]["perplexity"]
+    assert by_sum["recall"] < 1
+    words = ["--kv-heads", "1", "--select", "lowrank:0.1", "--artifacts", str(tmp_path)]
+    error = CliRunner().invoke(app, ["eval", *words]).exception
+    assert isinstance(error, NotFound)
+    assert "averaged KV heads" in error.message
 
 
 def test_a_text_of_the_users_own(tmp_path: Path) -> None:
