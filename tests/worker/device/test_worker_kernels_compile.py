@@ -47,6 +47,18 @@ for architecture in (80, 90, 100):
 assert not_specialized(gather_slots) == {"slots", "pages", "blocks_per_slot", "block_count"}
 """
 
+ROWS = """
+from worker_service.retrieval.gather_rows import ROWS
+from worker_service.retrieval.gather_rows_kernel import gather_rows_by_index
+words, number = "*i64", "i32"
+signature = dict(target=words, source=words, sources=words, targets=words)
+signature |= dict(count=number, groups=number)
+for row_words, block in ((32, 32), (10, 16)):
+    constants = dict(row_words=row_words, rows=ROWS, block=block)
+    assert cubin_bytes(gather_rows_by_index, signature, constants, 90) > 1000
+assert not_specialized(gather_rows_by_index) == {"sources", "targets", "count", "groups"}
+"""
+
 SPANS = """
 from worker_service.kernels.gpu_order import use_one_order
 from worker_service.device.memory import UNIT_ROWS
@@ -119,6 +131,11 @@ def run(script: str, folder: Path) -> None:
 def test_the_gather_kernel_compiles_once_for_all_transfers(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     run(GATHER, tmp_path)
+
+
+def test_the_kernel_of_single_rows_compiles_once_for_all_steps(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    run(ROWS, tmp_path)
 
 
 def test_products_of_one_order_compile_once_for_all_numbers_of_rows(tmp_path: Path) -> None:

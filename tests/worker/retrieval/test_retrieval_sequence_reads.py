@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from splitpoint.residency.selecting import selection_pages
 from splitpoint.selection import Selection
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan
+from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.retrieval.sequence_reads import SequenceReads
-from worker_service.selection.screen import Guess
+from worker_service.selection.choose import choose
+from worker_service.selection.columns import ColumnScreen
+from worker_service.selection.screen import AttentionShape, Guess, TokenRows
 from worker_service.selection.screens import Screens
 
 CHUNK = 16
@@ -50,11 +54,15 @@ def reads_of(
         screen_pages=free[pages.rows : pages.count],
         final_tokens=STORED,
     )
+    build(prefix, reads, chunks)
+    return reads
+
+
+def build(prefix: StoredPrefix, reads: SequenceReads, chunks: int) -> None:
     for layer in reads.layers:
         reads.observe(layer, guess_at(prefix, layer, chunks * CHUNK - 1).queries)
         keys = prefix.computed.keys[layer][: chunks * CHUNK]
         reads.build(layer, keys, prefix.tensors, prefix.chunks[:chunks], 0)
-    return reads
 
 
 def guess_at(prefix: StoredPrefix, layer: int, position: int) -> Guess:
@@ -66,26 +74,142 @@ def guess_at(prefix: StoredPrefix, layer: int, position: int) -> Guess:
     return Guess(inputs, queries, position)
 
 
+def check_rows(prefix: StoredPrefix, cache: DeviceCache, reads: SequenceReads) -> None:
+    """Assert that each row of the pages is K and V of the token that it is said to hold."""
+    for layer in reads.layers:
+        for head, held in enumerate(reads.tokens(layer)):
+            assert len(set(held.tolist())) == reads.row_count
+            for plane, truth in (
+                (cache.keys, prefix.computed.keys),
+                (cache.values, prefix.computed.values),
+            ):
+                rows = plane[layer][reads.row_pages, head].flatten(0, 1)
+                assert torch.equal(rows, truth[layer][held, head])
+
+
+def step(prefix: StoredPrefix, reads: SequenceReads, lanes: Lanes, position: int) -> None:
+    for layer in reads.layers:
+        lanes.wait_event(reads.begin(layer, guess_at(prefix, layer, position)))
+
+
+SERVED = (
+    "columns:0.2",
+    "columns:0.2,int8",
+    "quest:0.2",
+    "window:0.2",
+    "columns:budget_tokens=40",
+    "columns:alpha=1,cap=0.25",
+)
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("text", ["columns:0.2,full_layers=0", "quest:0.2,full_layers=0"])
-def test_rows_of_the_pages_are_those_of_the_store(prefix: StoredPrefix, text: str) -> None:
-    cache, lanes = cache_of(prefix), SerialLanes(CPU)
-    reads = reads_of(prefix, text, cache, lanes)
+@pytest.mark.parametrize("text", SERVED)
+@pytest.mark.parametrize("lanes_type", [SerialLanes, ThreadLanes])
+def test_rows_are_those_of_the_store_and_only_missing_ones_cross_the_link(
+    prefix: StoredPrefix, text: str, lanes_type: type[Lanes]
+) -> None:
+    cache, lanes = cache_of(prefix), lanes_type(CPU)
+    reads = reads_of(prefix, f"{text},full_layers=0", cache, lanes)
     assert reads.is_built
     assert reads.row_count == 48
+    held = [set[tuple[int, int]]() for _ in reads.layers]
+    fetched = 0
     for position in (STORED - 1, STORED - 5, STORED - 9):
-        for layer in reads.layers:
-            lanes.wait_event(reads.begin(layer, guess_at(prefix, layer, position)))
-            tokens = reads.tokens(layer)
-            for head, held in enumerate(tokens):
-                assert len(set(held.tolist())) == reads.row_count
-                for plane, truth in (
-                    (cache.keys, prefix.computed.keys),
-                    (cache.values, prefix.computed.values),
-                ):
-                    rows = plane[layer][reads.row_pages, head].flatten(0, 1)
-                    assert torch.equal(rows, truth[layer][held, head])
+        step(prefix, reads, lanes, position)
+        check_rows(prefix, cache, reads)
+        for place, layer in enumerate(reads.layers):
+            rows = enumerate(reads.tokens(layer).tolist())
+            now = {(head, token) for head, row in rows for token in row}
+            fetched += len(now - held[place])
+            held[place] = now
     spans = [span for span in lanes.finish() if span.lane is Lane.LINK_IN]
     counts = reads.counts
-    assert sum(span.amount for span in spans) == counts.link_bytes
-    assert counts.fetched < counts.wanted
+    assert counts.fetched == fetched == sum(span.tokens for span in spans)
+    head_bytes = 2 * prefix.model.shape.head_dim * 4
+    assert counts.link_bytes == fetched * head_bytes == sum(span.amount for span in spans)
+    assert counts.read == 3 * len(reads.layers) * len(reads.tokens(0)) * 48
+    assert counts.visible == counts.read * STORED // 48
+    assert 0 < counts.reused == counts.wanted - counts.fetched
+    lanes.close()
+
+
+@torch.inference_mode()
+def test_it_holds_the_tokens_that_choose_would_read(prefix: StoredPrefix) -> None:
+    """The first step fills all rows: it chooses as many tokens as there are rows."""
+    cache, lanes = cache_of(prefix), SerialLanes(CPU)
+    reads = reads_of(prefix, "columns:0.25,columns=9,full_layers=0", cache, lanes)
+    step(prefix, reads, lanes, STORED - 1)
+    for layer in reads.layers:
+        screen = ColumnScreen(AttentionShape.of(prefix.model.config, layer), 9, int8=False)
+        guess = guess_at(prefix, layer, STORED - 1)
+        rows = TokenRows(guess.inputs, guess.queries, prefix.computed.keys[layer])
+        screen.extend(rows)
+        read = choose(
+            screen.scores(guess),
+            reads.selection,
+            first_position=STORED - 1,
+            tokens=STORED,
+            kv_heads=len(reads.tokens(layer)),
+        )
+        wanted = [head.nonzero().flatten().tolist() for head in read[0]]
+        assert [sorted(head) for head in reads.tokens(layer).tolist()] == wanted
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("text", ["columns:0.2", "columns:0.2,int8", "quest:0.2"])
+def test_chunks_that_leave_later_are_chosen_from_too(prefix: StoredPrefix, text: str) -> None:
+    """Screens that grew equal screens that were built at once, as far as columns agree."""
+    text += f",columns={prefix.model.shape.head_dim},full_layers=0"
+    cache, lanes = cache_of(prefix), SerialLanes(CPU)
+    reads = reads_of(prefix, text, cache, lanes, chunks=7)
+    step(prefix, reads, lanes, 7 * CHUNK)
+    assert reads.row_count == 32
+    for index in range(7, 12):
+        for layer, keys in enumerate(cache.keys):
+            rows = prefix.computed.keys[layer][index * CHUNK : (index + 1) * CHUNK]
+            keys[0] = rows.transpose(0, 1)
+        reads.extend(0, prefix.chunks[index])
+    assert reads.row_count == 48
+    step(prefix, reads, lanes, STORED - 1)
+    check_rows(prefix, cache, reads)
+    at_once = reads_of(prefix, text, cache_of(prefix), lanes)
+    step(prefix, at_once, lanes, STORED - 1)
+    for layer in reads.layers:
+        both = (reads.tokens(layer), at_once.tokens(layer))
+        assert torch.equal(*(tokens.sort(1).values for tokens in both))
+
+
+@torch.inference_mode()
+def test_dropped_pages_are_zero_and_it_can_be_built_anew(prefix: StoredPrefix) -> None:
+    cache, lanes = cache_of(prefix), SerialLanes(CPU)
+    reads = reads_of(prefix, "columns:0.2,int8,full_layers=0", cache, lanes)
+    step(prefix, reads, lanes, STORED - 1)
+    assert any(plane.any() for plane in cache.keys)
+    reads.drop()
+    assert not reads.is_built
+    assert not reads.row_pages
+    assert not reads.chunks
+    assert not any(plane.any() for plane in (*cache.keys, *cache.values))
+    build(prefix, reads, 5)
+    step(prefix, reads, lanes, 5 * CHUNK)
+    check_rows(prefix, cache, reads)
+
+
+@torch.inference_mode()
+def test_layers_that_hide_tokens_or_are_full_take_no_part(prefix: StoredPrefix) -> None:
+    """All rows in the pages are attended, so no window may hide any of them."""
+    config = prefix.model.config
+    count = prefix.model.shape.layer_count
+    hiding = replace(config, windows=(None, STORED - 1, STORED, *[None] * (count - 3))[:count])
+    screens = Screens(config, Selection.parsed("columns:0.1,full_layers=1"))
+    reads = SequenceReads(
+        screens,
+        hiding,
+        cache_of(prefix),
+        SerialLanes(CPU),
+        row_pages=[0],
+        screen_pages=[1],
+        final_tokens=STORED,
+    )
+    assert list(reads.layers) == list(range(2, count))
+    assert not reads.selects(0)

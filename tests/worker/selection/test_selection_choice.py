@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 
+from splitpoint.residency.selecting import wanted_rows
 from splitpoint.selection import Selection
-from worker_service.selection.choose import Union, choose, visible_tokens
+from worker_service.selection.choose import Union, choose, choose_rows, visible_tokens
 
 CPU = torch.device("cpu")
 
@@ -133,3 +135,39 @@ def test_blocks_are_read_whole() -> None:
     by_block = read.view(20, 8)
     assert torch.equal(by_block.all(-1), by_block.any(-1))
     assert by_block.all(-1).sum() == 10
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "text", ["columns:0.25", "columns:budget_tokens=13", "columns:alpha=1.5,cap=0.4"]
+)
+def test_choosing_by_index_equals_choosing_by_mask(text: str, kv_heads: int) -> None:
+    selection = Selection.parsed(text)
+    random = torch.Generator().manual_seed(kv_heads)
+    for tokens in (30, 57, 200):
+        scores = torch.randn((1, 4, tokens), generator=random)
+        mask = choose(
+            scores, selection, first_position=tokens - 1, tokens=tokens, kv_heads=kv_heads
+        )
+        rows = choose_rows(
+            scores.clone(),
+            max(wanted_rows(selection, tokens), selection.sinks + selection.recent),
+            kv_heads,
+            tokens,
+            first=selection.sinks,
+            newest=selection.recent,
+            alpha=selection.alpha,
+        )
+        count = rows.tokens.shape[1] if rows.count is None else int(rows.count)
+        for head, chosen in zip(mask[0], rows.tokens, strict=True):
+            assert sorted(chosen[:count].tolist()) == head.nonzero().flatten().tolist()
+
+
+def test_blocks_are_chosen_by_index_whole_but_the_last_one() -> None:
+    """100 tokens in blocks of 16: the last block has four."""
+    for seed in range(20):
+        rows = choose_rows(random_scores(1, 4, 7, seed), 40, 2, 100, block_tokens=16)
+        for chosen_tokens in rows.tokens.tolist():
+            assert len(set(chosen_tokens)) == 40
+            sizes = sorted(Counter(token // 16 for token in chosen_tokens).values())
+            assert sizes in ([8, 16, 16], [4, 4, 16, 16])

@@ -20,7 +20,7 @@ from layer_rows import (
 )
 from tiny_models import write_tiny
 
-from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
+from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from splitpoint.residency.selecting import QUEST_TOKENS
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.checkpoint.config import DecoderConfig
@@ -28,11 +28,17 @@ from worker_service.selection.artifacts import Artifacts, artifacts_path, encode
 from worker_service.selection.choose import choose
 from worker_service.selection.columns import ColumnScreen
 from worker_service.selection.h2o import HeavyHitterScreen
-from worker_service.selection.kept_rows import KeptRows, to_int8
+from worker_service.selection.kept_rows import KeptRows, Records, to_int8
 from worker_service.selection.lowrank import LowRankScreen
 from worker_service.selection.maple import MapleScreen, MapleWeights, sparse_projection
 from worker_service.selection.quest import QuestScreen
-from worker_service.selection.screen import AttentionShape, Guess, LayerScreen, grouped_products
+from worker_service.selection.screen import (
+    AttentionShape,
+    Guess,
+    LayerScreen,
+    TokenRows,
+    grouped_products,
+)
 from worker_service.selection.screens import Screens
 from worker_service.selection.window import WindowScreen
 
@@ -160,6 +166,44 @@ def test_int8_rows_are_as_close_as_their_scale_allows() -> None:
     assert kept.size_bytes == 50 * 2 * (16 + 2)
     quantized, _ = to_int8(rows)
     assert quantized.abs().max() == 127
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_tokens", [5, 16])
+@pytest.mark.parametrize("method", ["columns", "int8", "lowrank", "quest"])
+def test_screens_in_given_blocks_equal_those_in_memory_of_their_own(
+    method: str, block_tokens: int, dtype: torch.dtype
+) -> None:
+    """Bit for bit, however the tokens come; what the blocks held before does not matter."""
+
+    def screen(records: Records) -> LayerScreen:
+        if method == "quest":
+            return QuestScreen(SHAPE, records)
+        if method == "lowrank":
+            maps = torch.randn((2, 2, 16, 7), generator=torch.Generator().manual_seed(0))
+            return LowRankScreen(SHAPE, *maps, int8=True, records=records)
+        return ColumnScreen(SHAPE, 5, int8=method == "int8", records=records)
+
+    wide = random_rows(90)
+    rows = TokenRows(wide.inputs.to(dtype), wide.queries.to(dtype), wide.keys.to(dtype))
+    size = block_tokens * 2 * 16 * dtype.itemsize
+    # Each is a slice of larger memory, as a page is of a plane.
+    memory = torch.full((40, size), 255, dtype=torch.uint8)
+    own, given = screen(Records()), screen(Records(list(memory)))
+    for first, last in ((0, 37), (37, 38), (38, 54), (54, 90)):
+        for each in (own, given):
+            each.extend(part(rows, first, last))
+        asked = guess_from(rows, last - 1)
+        assert torch.equal(own.scores(asked), given.scores(asked))
+    assert own.device_bytes == given.device_bytes
+
+
+def test_records_say_when_their_blocks_are_full() -> None:
+    records = Records([torch.zeros(24, dtype=torch.uint8)] * 2)
+    records.append(torch.zeros(3, 2))
+    records.append(torch.zeros(3, 2))
+    with pytest.raises(ResourceExhausted, match="the pages of a screen are full"):
+        records.append(torch.zeros(1, 2))
 
 
 def test_page_bounds_are_never_below_a_logit() -> None:
