@@ -5,6 +5,7 @@ runs.py has what is run; it is imported, with torch, only once the benchmark sta
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +16,9 @@ from splitpoint.checkpoint.resolve import BUNDLED_MODEL, resolve_model
 from splitpoint.config import parse_rate
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
+from splitpoint.selection import FULL, Selection, check_served, check_speculation
 from splitpoint.shapes import DataType, Encoding
-from splitpoint.speculation import ALIASES, DraftMethod
+from splitpoint.speculation import ALIASES, DraftMethod, Speculation
 from splitpoint_cli.bench.offload.drafts_report import (
     DraftWorkload,
     drafts_report_of,
@@ -90,6 +92,13 @@ _KvHeads = Annotated[
         min=1,
     ),
 ]
+_Select = Annotated[
+    str | None,
+    typer.Option(
+        help="--speculate self: drafts also attend what this selection fetches.",
+        metavar="METHOD:RATIO",
+    ),
+]
 _Text = Annotated[
     list[Path],
     typer.Option(
@@ -126,6 +135,7 @@ def offload(
     speculate: _Speculate = None,
     draft_tokens: _DraftTokens = None,
     kv_heads: _KvHeads = None,
+    select: _Select = None,
     text: _Text = [],  # noqa: B006 - typer's way to say "none"
     as_json: AsJson = False,
     output: OutputFile = None,
@@ -134,9 +144,8 @@ def offload(
 ) -> None:
     """Decode from a cache on the host: loading all of it, KVPR's order, and ours.
 
-    Our own decode with the cache on the device says which tokens are right and what a
-    step computes; on a GPU transformers' offloaded cache runs beside, with its faster
-    attention. Runs alternate; figures are medians.
+    Decoding with the cache on the device says which tokens are right and what a step computes;
+    on a GPU transformers' offloaded cache runs, too, with its faster attention. Medians of runs.
     """
     need_all("a benchmark")
     options.check_data_type(dtype)
@@ -155,13 +164,13 @@ def offload(
             method=_method(speculate),
             draft_tokens=draft_tokens,
             kv_heads=kv_heads,
+            select=_selection(select, speculate),
             text=tuple(map(str, text)),
         )
         _measure_drafts(resolve_model(shape), drafts, as_json=as_json, output=output)
         return
     model = find_shape(shape or "opt-125m", dtype)
-    _check_options(change_link_rate, png_file, kv_encoding, sweep=sweep)
-    check_output(trace_file, "trace")
+    _check_options(change_link_rate, png_file, kv_encoding, trace_file, select, sweep=sweep)
     workload = OffloadWorkload(
         shape=model.name,
         dtype=dtype,
@@ -182,17 +191,24 @@ def offload(
         from splitpoint_cli.bench.offload.runs import peer_of, run_all
     progress = Progress()
     peer = peer_of(model, workload, progress)
-    results = run_all(model, workload, progress, peer, trace_file)
-    report = report_of(workload, results)
+    report = report_of(workload, run_all(model, workload, progress, peer, trace_file))
     if png_file is not None:
         draw_sweep(report, png_file)
     hand_over_report(report, table_of, as_json=as_json, output=output)
 
 
 def _check_options(
-    change_link_rate: float | None, png_file: Path | None, kv_encodings: list[str], *, sweep: bool
+    change_link_rate: float | None,
+    png_file: Path | None,
+    kv_encodings: list[str],
+    trace_file: Path | None,
+    select: str | None,
+    *,
+    sweep: bool,
 ) -> None:
     """Raise InvalidArgument with the option's name if one cannot be what it is."""
+    if select is not None:
+        raise InvalidArgument("a selection is measured with --speculate self", field="select")
     if change_link_rate is not None and not 0 < change_link_rate < float("inf"):
         raise InvalidArgument("the factor must be above 0", field="change_link_rate")
     if png_file is not None:
@@ -204,6 +220,7 @@ def _check_options(
             raise InvalidArgument(
                 f"{name!r} is none of {', '.join(ENCODINGS)}", field="kv_encoding"
             )
+    check_output(trace_file, "trace")
 
 
 def _measure_drafts(
@@ -215,6 +232,16 @@ def _measure_drafts(
     results = run_drafts(folder, shape, workload, Progress())
     report = drafts_report_of(workload, results)
     hand_over_report(report, drafts_table_of, as_json=as_json, output=output)
+
+
+def _selection(text: str | None, method: str) -> Selection:
+    """Return what drafts attend. Raises InvalidArgument."""
+    if text is None:
+        return FULL
+    selection = replace(Selection.parsed(text), verify=True)
+    check_served(selection)
+    check_speculation(selection, Speculation(_method(method)))
+    return selection
 
 
 def _method(name: str) -> DraftMethod:

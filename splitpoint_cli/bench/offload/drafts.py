@@ -65,7 +65,7 @@ def run_drafts(
         )
         ways = {
             PLAIN_STREAMING: (plain, STREAMED, PLAIN),
-            workload.method.value: (drafting, STREAMED, speculation),
+            workload.method.value: (drafting, Way(selection=workload.select), speculation),
             RESIDENT: (plain, ON_DEVICE, PLAIN),
         }
         runs: dict[str, list[DraftRun]] = {name: [] for name in ways}

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from splitpoint.config import format_size
+from splitpoint.selection import FULL, Selection
 from splitpoint.speculation import DraftMethod
 from splitpoint_cli.bench.offload.report import RESIDENT, OffloadWorkload
 from splitpoint_cli.bench.shared.report import (
@@ -31,6 +32,7 @@ class DraftWorkload:
         shape: the checkpoint, as the user named it.
         draft_tokens: most drafts of a sequence in a step; None: the worker decides.
         kv_heads: KV heads after averaging in groups; None: the checkpoint's own.
+        select: what drafts attend besides what the device has; FULL: nothing.
         text: files that prompts are cut from; empty: files that the bundled model has not seen.
         repeats: rounds; each has its own prompts, the same for all contenders.
     """
@@ -47,6 +49,7 @@ class DraftWorkload:
     method: DraftMethod
     draft_tokens: int | None
     kv_heads: int | None
+    select: Selection = FULL
     text: tuple[str, ...] = ()
 
     def as_offload(self, shape: str) -> OffloadWorkload:
@@ -122,6 +125,7 @@ def drafts_report_of(workload: DraftWorkload, results: DraftResults) -> dict[str
         "benchmark": "offload",
         **{name: value for name, value in asdict(workload).items() if name != "method"},
         "speculate": workload.method.value,
+        "select": None if workload.select.is_full else str(workload.select),
         "text": list(results.files),
         "kv_heads": results.kv_head_count,
         "query_heads": results.query_head_count,
@@ -141,10 +145,11 @@ def drafts_table_of(report: Mapping[str, Any]) -> Table:
     rate = report["link_rate"]
     link = f", link {rate / 1e6:g} MB/s emulated" if rate else ""
     averaged = " (averaged)" if report["heads_are_averaged"] else ""
+    selects = f", drafts by {report['select']}" if report["select"] else ""
     table = report_table(
         f"{report['shape']} {report['dtype']}, {report['query_heads']}/{report['kv_heads']} heads"
         f"{averaged}: {report['batch']} sequences, {report['prompt']} cached, {report['new']} new, "
-        f"{report['device']}{link}",
+        f"{report['device']}{link}{selects}",
         *("contender", "tokens/s", "tokens a pull", "link a token", "accepted", "equal tokens"),
     )
     for name, facts in report["contenders"].items():

@@ -22,6 +22,7 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
 from splitpoint.planning.weight_schedule import WeightOrder
+from splitpoint.selection import FULL, Selection
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, chunks_of
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
 from splitpoint_cli.bench.offload.costs import BatchCosts
@@ -70,6 +71,7 @@ class Way:
         split_line: the engine follows it, and draws it anew when costs change; None: the
             split stays.
         weights: the order of weights on the host, if there are any.
+        selection: which of the stored tokens are read, or drafted by.
     """
 
     schedule: Schedule = Schedule.PIPELINED
@@ -77,6 +79,7 @@ class Way:
     split_tokens: int = 0
     split_line: SplitLine | None = None
     weights: WeightOrder = WeightOrder.FINE
+    selection: Selection = FULL
 
 
 WAY = Way()
@@ -242,6 +245,7 @@ class OffloadHost:
                 split_tokens=way.split_tokens,
                 split_line=way.split_line,
                 speculation=speculation,
+                selection=way.selection,
             )
             engine.admit(admission, self.store.match(admission.key, prompt))
         return engine, names

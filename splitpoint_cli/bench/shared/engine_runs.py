@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.split_line import SplitLine
+from splitpoint.selection import FULL, Selection
 from splitpoint.speculation import PLAIN, Speculation
 from splitpoint_cli.bench.shared.ending import held
 from splitpoint_cli.bench.shared.local_store import LocalStore
@@ -27,6 +28,7 @@ def admission_of(
     split_tokens: int = 0,
     split_line: SplitLine | None = None,
     speculation: Speculation = PLAIN,
+    selection: Selection = FULL,
 ) -> Admission:
     """Return a greedy request for exactly `new_tokens` tokens.
 
@@ -44,6 +46,7 @@ def admission_of(
         split_line=split_line,
         salt=b"",
         speculation=speculation,
+        selection=selection,
     )
 
 

@@ -102,9 +102,9 @@ def test_prompts_begin_where_files_begin(tmp_path: Path) -> None:
     assert {path.parent.name for path in held_back_files()} == {"asyncio", "unittest"}
 
 
-@pytest.mark.parametrize("kv_heads", [None, 2])
+@pytest.mark.parametrize(("kv_heads", "select"), [(None, None), (2, None), (2, "columns:0.1,int8")])
 def test_a_small_run_gives_equal_texts_and_fewer_bytes(
-    kv_heads: int | None, tmp_path: Path
+    kv_heads: int | None, select: str | None, tmp_path: Path
 ) -> None:
     found = tmp_path / "found.json"
     offload(
@@ -112,6 +112,7 @@ def test_a_small_run_gives_equal_texts_and_fewer_bytes(
         # By measurement there may be none on a busy machine.
         draft_tokens=4,
         kv_heads=kv_heads,
+        select=select,
         batch=2,
         prompt=512,
         new=16,
@@ -131,9 +132,17 @@ def test_a_small_run_gives_equal_texts_and_fewer_bytes(
     assert drafted["tokens_per_pull"] > 1
     assert drafted["accepted"] == drafted["tokens"] - drafted["pulls"]
     assert report["kv_heads"] == (kv_heads or 4)
+    assert report["select"] == (select and f"{select},verify")
     # Of eight chunks the first and the newest four stay.
     assert report["window_tokens"] == 256
     assert report["ratios"]["link_bytes_per_token_over_plain"] < 0.5
+
+
+def test_a_selection_needs_self_drafts() -> None:
+    with pytest.raises(InvalidArgument, match="--speculate self"):
+        offload(select="columns:0.1")
+    with pytest.raises(InvalidArgument, match="by self, not by suffix"):
+        offload(speculate="suffix", select="columns:0.1")
 
 
 def test_a_method_without_a_measurement_is_named() -> None:
