@@ -8,6 +8,7 @@ from splitpoint.client.clients import (
     Client,
     Generation,
 )
+from splitpoint.selection import Selection
 from splitpoint.speculation import DraftMethod
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "Completion",
     "DraftMethod",
     "Generation",
+    "Selection",
     "Tokens",
 ]

@@ -14,6 +14,7 @@ from splitpoint.errors import Internal
 from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Plan
 from splitpoint.planning.schedule import Schedule
+from splitpoint.selection import UNUSED, SelectionMethod, SelectionUsage
 from splitpoint.shapes import Encoding, ModelShape, WeightFormat
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint.transport import convert
@@ -74,17 +75,22 @@ class SpeculationUsage:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts; `cached_tokens` of the prompt came from the store instead of a prefill."""
+    """Token counts; `cached_tokens` of the prompt came from the store instead of a prefill.
+
+    `selection.is_approximate` says whether the text may differ from the exact one.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     speculation: SpeculationUsage = SpeculationUsage()
+    selection: SelectionUsage = UNUSED
 
 
 def _usage(message: scheduler_pb2.Usage) -> Usage:
     speculation = convert.from_message(SpeculationUsage, message.speculation)
-    return convert.from_message(Usage, message, speculation=speculation)
+    selection = convert.selection_usage_from_proto(message.selection)
+    return convert.from_message(Usage, message, speculation=speculation, selection=selection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +212,8 @@ class Model:
     kv_encoding: Encoding = Encoding.NATIVE
     # Methods that a ready worker can draft by.
     draft_methods: tuple[DraftMethod, ...] = ()
+    # Methods of selection that a ready worker can serve.
+    selection_methods: tuple[SelectionMethod, ...] = ()
     # Invariant if all its ready workers are, and compute equal bits: have this digest.
     numerics: Numerics = Numerics.FAST
     numerics_digest: str = ""
@@ -227,11 +235,18 @@ def _model(message: scheduler_pb2.Model) -> Model:
         message,
         shape=convert.shape_from_proto(message.shape),
         draft_methods=_methods(message.draft_methods),
+        selection_methods=_selects_by(message.selection_methods),
     )
 
 
 def _methods(numbers: Iterable[types_pb2.DraftMethod]) -> tuple[DraftMethod, ...]:
     return tuple(convert.draft_method_from_proto(number) for number in numbers)
+
+
+def _selects_by(
+    numbers: Iterable[types_pb2.SelectionMethod],
+) -> tuple[SelectionMethod, ...]:
+    return tuple(convert.selection_method_from_proto(number) for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +301,7 @@ class Worker:
         kappa_crit: ratio of cached to new tokens above which the link is the limit;
             None if unknown.
         speculation: None if unknown.
+        selection_methods: what it can select by.
         numerics_reason: why it has these numerics; empty if unknown.
         numerics_digest: equal for workers that compute equal bits, and so share chunks;
             empty for fast workers, which share chunks with each other.
@@ -310,6 +326,7 @@ class Worker:
     last_lost_seconds_ago: float | None = None
     kappa_crit: float | None = None
     speculation: WorkerSpeculation | None = None
+    selection_methods: tuple[SelectionMethod, ...] = ()
     numerics: Numerics = Numerics.FAST
     numerics_reason: str = ""
     numerics_digest: str = ""
@@ -332,6 +349,7 @@ def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
             else None,
             kappa_crit=entry.kappa_crit or None,
             speculation=_speculation(entry.speculation) if entry.HasField("speculation") else None,
+            selection_methods=_selects_by(entry.selection_methods),
         )
         for entry in message.workers
     )

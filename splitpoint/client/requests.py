@@ -15,6 +15,7 @@ from splitpoint.client import request_values
 from splitpoint.config import format_size
 from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.plan import Objective, Residency, RestoreMethod
+from splitpoint.selection import Selection, check_served
 from splitpoint.speculation import DraftMethod
 from splitpoint.transport import convert
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
@@ -66,11 +67,15 @@ class GenerateOptions(TypedDict, total=False):
     speculative_tokens: int | None
     # Method suffix: fewest tokens that must occur again.
     prompt_lookup_min: int | None
+    # Which cached tokens decode steps read, such as "columns:0.1": approximate unless it
+    # verifies (docs/selection.md). Absent: all.
+    select: Selection | str | None
     # Seconds until DeadlineExceeded; absent: none.
     timeout: float | None
 
 
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
+_SELECTION_FIELDS = types_pb2.SelectionParams.DESCRIPTOR.fields
 # Arguments of `generate` that have another name on the wire.
 _REQUEST_FIELDS = {"worker": "worker_id", "split": "split_tokens"}
 _SPECULATION_FIELDS = {"speculate": "method", "speculative_tokens": "num_speculative_tokens"}
@@ -94,6 +99,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         given["restore_method"] = convert.method_to_proto(restore)
     if speculation := _speculation(given):
         given["speculation"] = speculation
+    if "select" in given:
+        given["selection"] = _selection(given.pop("select"))
     request = request_values.filled(pb.GenerateRequest, given, _REQUEST_FIELDS)
     request.request_id = request.request_id or uuid.uuid4().hex
     request.sampling.CopyFrom(request_values.filled(types_pb2.SamplingParams, sampling))
@@ -127,6 +134,16 @@ def _speculation(given: dict[str, Any]) -> types_pb2.SpeculativeParams | None:
         method = request_values.choice("speculate", values["speculate"], DraftMethod)
         values["speculate"] = convert.draft_method_to_proto(method)
     return request_values.filled(types_pb2.SpeculativeParams, values, _SPECULATION_FIELDS)
+
+
+def _selection(value: Any) -> types_pb2.SelectionParams:
+    """Return the message of a selection or of its text. Raises as `filled`."""
+    if not isinstance(value, Selection):
+        value = Selection.parsed(request_values.text("select", value))
+    check_served(value)  # what only `splitpoint eval` knows has no field
+    fields = {each.name: getattr(value, each.name) for each in _SELECTION_FIELDS}
+    fields["method"] = convert.selection_method_to_proto(value.method)
+    return request_values.filled(types_pb2.SelectionParams, fields)
 
 
 class ExplainOptions(TypedDict, total=False):

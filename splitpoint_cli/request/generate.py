@@ -21,6 +21,7 @@ from splitpoint_cli.output import EXIT_HELP, err
 from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 from splitpoint_cli.request import options
 from splitpoint_cli.request.generate_output import (
+    approximation,
     capped_split,
     completion_json,
     logprobs_table,
@@ -53,6 +54,8 @@ def generate(
     speculate: options.Speculate = None,
     speculative_tokens: options.SpeculativeTokens = None,
     prompt_lookup_min: options.PromptLookupMin = None,
+    select: options.Select = None,
+    verify: options.Verify = False,
     cache_salt: options.CacheSalt = "",
     model: options.ModelName = "",
     request_id: options.RequestId = None,
@@ -88,6 +91,7 @@ def generate(
         "speculate": speculate,
         "speculative_tokens": speculative_tokens,
         "prompt_lookup_min": prompt_lookup_min,
+        "select": options.selection_of(select, verify=verify),
         "cache_salt": os.fsencode(cache_salt),
         "model": model,
         "request_id": request_id,
@@ -132,9 +136,9 @@ def _report(
 
     # On one line: indented, every token id would get a line of its own.
     hand_over(completion_json(completion), show, as_json=as_json, output=output, indent=None)
-    capped = capped_split(completion, split)
-    if capped is not None:
-        err.print(escape(capped))
+    for remark in (capped_split(completion, split), approximation(completion)):
+        if remark is not None:
+            err.print(escape(remark))
     if with_reason or (sys.stderr.isatty() and not as_json):
         err.print(f"[dim]{escape(summary(completion))}[/dim]")
     if with_reason and completion.plan is not None:

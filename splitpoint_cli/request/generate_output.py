@@ -9,7 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from splitpoint.client.answers import Completion, Logprobs, SpeculationUsage
+from splitpoint.config import format_size
 from splitpoint.planning.plan import Plan
+from splitpoint.selection import SelectionUsage
 from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
 
@@ -38,7 +40,8 @@ def summary(completion: Completion) -> str:
         f"{usage.cached_tokens:,} of {counted(usage.prompt_tokens, 'prompt token')} cached"
         f"{f' ({fetched:,} fetched from another store)' if fetched else ''}"
         f"{f' ({here:,} on the device)' if here else ''}, "
-        f"{restored}{steps}{_drafts(usage.speculation)}worker {completion.worker}, "
+        f"{restored}{steps}{_drafts(usage.speculation)}"
+        f"{_selected(usage.selection)}worker {completion.worker}, "
         f"first token after {seconds_text(completion.ttft_seconds)}, "
         f"{seconds_text(completion.seconds)} in all, seed {completion.seed}"
     )
@@ -52,6 +55,31 @@ def _drafts(usage: SpeculationUsage) -> str:
         f"{usage.accepted_token_count:,} of {counted(usage.draft_token_count, 'drafted token')} "
         f"accepted ({usage.method.value}), "
     )
+
+
+def _selected(usage: SelectionUsage) -> str:
+    """Return what was read by selection, as a part of a list; empty if nothing was asked for."""
+    if not usage.step_count:
+        return f"no selection ({usage.off_reason}), " if usage.off_reason else ""
+    rows = usage.fetched_row_count + usage.reused_row_count
+    return (
+        f"{usage.read_ratio:.1%} of the tokens read ({usage.fetched_row_count:,} of "
+        f"{counted(rows, 'row')} fetched, {format_size(usage.link_bytes)}), "
+    )
+
+
+def approximation(completion: Completion) -> str | None:
+    """Return how an answer is approximate, or why a selection was not used; None otherwise."""
+    usage = completion.usage.selection
+    if usage.is_approximate:
+        steps = counted(usage.step_count, "step")
+        return (
+            f"approximate: {steps} read {usage.read_ratio:.1%} of the tokens and skipped "
+            f"{usage.skipped_token_count // usage.step_count:,} each"
+        )
+    if usage.off_reason and not usage.step_count:
+        return f"exact, the selection was not used: {usage.off_reason}"
+    return None
 
 
 def _ending(completion: Completion) -> str:
@@ -114,6 +142,11 @@ def completion_json(completion: Completion) -> dict[str, object]:
             "completion_tokens": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,
             "speculation": dataclasses.asdict(usage.speculation),
+            "selection": {
+                **dataclasses.asdict(usage.selection),
+                "read_ratio": usage.selection.read_ratio,
+                "skipped_token_count": usage.selection.skipped_token_count,
+            },
         },
         "logprobs": [
             logprobs_json(token_id, found)

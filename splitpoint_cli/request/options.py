@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -11,10 +12,12 @@ import typer
 from splitpoint.client.requests import Prompt
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.selection import Selection
 from splitpoint.speculation import ALIASES, DraftMethod
 
 _SAMPLING = "Sampling"
 _SPECULATION = "Speculation"
+_SELECTION = "Selection"
 
 
 class ResidencyChoice(enum.StrEnum):
@@ -179,6 +182,23 @@ PromptLookupMin = Annotated[
         rich_help_panel=_SPECULATION,
     ),
 ]
+Select = Annotated[
+    str | None,
+    typer.Option(
+        help="Read only the cached tokens that matter, while the cache is streamed: the answer is "
+        "approximate; columns:0.1 reads a tenth of them; absent: all (docs/selection.md).",
+        metavar="METHOD:RATIO",
+        rich_help_panel=_SELECTION,
+    ),
+]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="With --select: only draft by the selection, and verify by reading everything: exact.",
+        rich_help_panel=_SELECTION,
+    ),
+]
 CacheSalt = Annotated[
     str, typer.Option(help="Share cached prefixes only with requests of the same salt.")
 ]
@@ -250,6 +270,16 @@ def restore_of(choice: RestoreChoice) -> RestoreMethod | None:
 def residency_of(choice: ResidencyChoice) -> Residency | None:
     """Return the residency of `--residency`; None for `auto`."""
     return None if choice is ResidencyChoice.AUTO else Residency(choice.value)
+
+
+def selection_of(text: str | None, *, verify: bool) -> Selection | None:
+    """Return the selection of both options; None for neither. Raises InvalidArgument."""
+    if text is None:
+        if verify:
+            raise InvalidArgument("--verify needs --select", field="verify")
+        return None
+    selection = Selection.parsed(text)
+    return replace(selection, verify=True) if verify else selection
 
 
 def parse_split(text: str) -> int | None:

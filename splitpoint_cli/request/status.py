@@ -105,6 +105,7 @@ def status_json(found: Status) -> dict[str, object]:
                 "kv_encoding": model.kv_encoding.value,
                 "chunk_tokens": model.chunk_tokens,
                 "draft_methods": list(model.draft_methods),
+                "selection_methods": list(model.selection_methods),
                 "numerics": model.numerics.value,
                 "numerics_digest": model.numerics_digest,
                 "weight_format": model.weight_format.value,
@@ -228,6 +229,8 @@ def _worker_lines(worker: Worker, wide: bool) -> Iterator[str]:
         yield f"decoding steps are no CUDA graphs: {eager}"
     if worker.speculation is not None and worker.speculation.methods:
         yield speculation_text(worker)
+    if worker.selection_methods:
+        yield f"selects by {', '.join(worker.selection_methods)}"
     if worker.weight_format.is_lossy:
         yield f"weights are {worker.weight_format.value}: answers are approximate"
     if worker.numerics_reason:

@@ -59,6 +59,7 @@ class Script:
     lost_address: str = ""
     tail: str = ""
     step_seconds: float | None = None
+    selection: types_pb2.SelectionUsage | None = None
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     explained: list[pb.ExplainPlanRequest] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -114,7 +115,12 @@ class FakeScheduler(
         yield pb.GenerateResponse(
             complete=pb.GenerateComplete(
                 finish_reason=types_pb2.FINISH_REASON_LENGTH,
-                usage=pb.Usage(prompt_tokens=3, completion_tokens=len(ids), cached_tokens=2),
+                usage=pb.Usage(
+                    prompt_tokens=3,
+                    completion_tokens=len(ids),
+                    cached_tokens=2,
+                    selection=script.selection,
+                ),
                 seed=7,
                 plan=PLAN,
                 worker_id="0",

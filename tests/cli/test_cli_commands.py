@@ -185,6 +185,18 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
                 "draft_token_count": 0,
                 "accepted_token_count": 0,
             },
+            "selection": {
+                "step_count": 0,
+                "visible_token_count": 0,
+                "read_token_count": 0,
+                "fetched_row_count": 0,
+                "reused_row_count": 0,
+                "link_bytes": 0,
+                "off_reason": "",
+                "is_approximate": False,
+                "read_ratio": 1.0,
+                "skipped_token_count": 0,
+            },
         },
         "logprobs": None,
         "seed": 7,
@@ -243,6 +255,45 @@ def test_generate_asks_for_drafts(script: Script) -> None:
     wrong = splitpoint("generate", "abc", "--address", script.address, "--speculate", "eagle")
     assert wrong.returncode == 2
     assert "'eagle' is not one of" in wrong.stderr
+
+
+def test_generate_asks_for_a_selection_and_says_what_it_came_to(script: Script) -> None:
+    asked = ("generate", "abc", "--address", script.address, "--select", "columns:0.1")
+    script.selection = types_pb2.SelectionUsage(
+        step_count=2,
+        visible_token_count=2000,
+        read_token_count=200,
+        fetched_row_count=300,
+        reused_row_count=100,
+        link_bytes=300 * 1024,
+        is_approximate=True,
+    )
+    done = splitpoint(*asked)
+    assert done.stderr == "approximate: 2 steps read 10.0% of the tokens and skipped 900 each\n"
+    sent = script.requests[-1].selection
+    assert (sent.method, sent.ratio) == (types_pb2.SELECTION_METHOD_COLUMNS, 0.1)
+    assert not sent.verify
+    explained = splitpoint(*asked, "--explain", "--json")
+    assert "10.0% of the tokens read (300 of 400 rows fetched, 300 KiB)" in explained.stderr
+    usage = json.loads(explained.stdout)["usage"]["selection"]
+    assert (usage["is_approximate"], usage["read_ratio"]) == (True, 0.1)
+    assert usage["skipped_token_count"] == 1800
+    script.selection = types_pb2.SelectionUsage(off_reason="the cache is on the device")
+    unused = splitpoint(*asked, "--verify")
+    assert unused.stderr == "exact, the selection was not used: the cache is on the device\n"
+    assert script.requests[-1].selection.verify
+
+
+def test_generate_refuses_selections_that_cannot_be(script: Script) -> None:
+    for options, said in (
+        (("--verify",), "--verify needs --select"),
+        (("--select", "best:0.1"), "'best' is not one of"),
+        (("--select", "columns:2"), "ratio must be in (0, 1]"),
+    ):
+        done = splitpoint("generate", "abc", "--address", script.address, *options)
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr
+    assert script.requests == []
 
 
 def test_generate_asks_for_a_way_to_restore(script: Script) -> None:

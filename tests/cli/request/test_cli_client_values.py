@@ -16,7 +16,9 @@ from splitpoint import errors
 from splitpoint.client import AsyncClient, Client
 from splitpoint.client.requests import generate_request
 from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.selection import Selection
 from splitpoint.speculation import DraftMethod
+from splitpoint.transport import convert
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 
@@ -113,6 +115,7 @@ WRONG: list[tuple[Any, Any, str]] = [
     ("a", {"speculate": 1}, "speculate must be a DraftMethod or its value, not an int"),
     ("a", {"speculative_tokens": "4"}, "speculative_tokens must be an int, not a str"),
     ("a", {"prompt_lookup_min": True}, "prompt_lookup_min must be an int, not a bool"),
+    ("a", {"select": 0.1}, "select must be a str, not a float"),
     ("a", {"timeout": "5"}, "timeout must be a number, not a str"),
 ]
 
@@ -241,3 +244,22 @@ async def test_a_deadline_that_has_passed_says_what_did_not_happen(script: Scrip
     async with AsyncClient(script.address) as other:
         with pytest.raises(errors.DeadlineExceeded, match=said):
             await other.generate("abc", timeout=0.1).complete()
+
+
+def test_a_selection_is_sent_from_its_text_and_as_it_is() -> None:
+    assert not generate_request("a", {"select": None}).HasField("selection")
+    for text in ("columns:0.1", "infinigen:alpha=inf,cap=1.0,int8=no", "quest:0.05,verify"):
+        selection = Selection.parsed(text)
+        sent = generate_request("a", {"select": text}).selection
+        assert convert.selection_from_proto(sent) == selection
+        assert generate_request("a", {"select": selection}).selection == sent
+    for text, field in (
+        ("best:0.1", "selection.method"),
+        ("columns:2", "selection.ratio"),
+        ("h2o:0.1", "selection.method"),
+        ("columns:0.1,pool=0.8", "selection.pool"),
+        (f"columns:budget_tokens={1 << 40}", "budget_tokens"),
+    ):
+        with pytest.raises(errors.InvalidArgument) as caught:
+            generate_request("a", {"select": text})
+        assert caught.value.field == field
