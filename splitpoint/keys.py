@@ -86,6 +86,19 @@ def numerics_salt(salt: bytes, numerics_digest: str) -> bytes:
     return hashlib.sha256(b"".join(parts) + numerics_digest.encode()).digest()
 
 
+def private_salt(salt: bytes, request_id: str, attempt: int, parent_key: bytes) -> bytes:
+    """Return the salt of chunks that one attempt of a request stores for itself alone.
+
+    Nothing is looked up by it: what a selection computed is no one else's prefix. The first
+    chunk under it has no parent, since a parent has the same salt; `parent_key` is the one
+    that it follows.
+    """
+    name = request_id.encode()
+    parts = (salt, name, attempt.to_bytes(8, "little"), parent_key)
+    sized = (len(part).to_bytes(4, "little") + part for part in parts)
+    return hashlib.sha256(b"".join((b"splitpoint private v1\0", *sized))).digest()
+
+
 def fingerprint(token_ids: Sequence[int]) -> int:
     """Return XXH3-64 of the ids: compared on a hit, independent of the key's hash."""
     return packed_fingerprint(pack_tokens(token_ids))

@@ -446,6 +446,7 @@ def _load_engine(
             max_batch_size=options.max_batch_size,
         ),
         eager_reason=memory.eager_reason,
+        screens_of=None if screens is None else screens.screens,
     )
     log.info(
         "%s on %s: weights take %s (%s), cache %s in %d pages",

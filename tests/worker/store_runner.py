@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 
 from engine_runner import Transcript, admission
@@ -21,10 +22,11 @@ from kvstore_service.sessions import ProcessIdentity
 from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.errors import FailedPrecondition
-from splitpoint.keys import chunk_key
+from splitpoint.keys import chunk_key, private_salt
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
+from splitpoint.selection import FULL, Selection
 from splitpoint.shapes import ArenaLayout
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Matched, StepOutput
@@ -53,6 +55,7 @@ class _Chain:
     parent_key: bytes
     lease_ids: list[int]
     has_failed: bool = False
+    is_private: bool = False
 
 
 @dataclass
@@ -106,7 +109,8 @@ class StoreRunner:
     def serve(self, engine: Engine, output: StepOutput) -> None:
         """Do what a step asks of the store."""
         for key, jobs in output.writes:
-            self._write(engine, key, jobs)
+            for is_exact, same in groupby(jobs, key=lambda job: job.is_exact):
+                self._write(engine, key, list(same), is_exact=is_exact)
         for key in output.flushes:
             chain = self.chains.pop(key)
             self.store.sessions.release(self.connection.session_id, chain.lease_ids, [])
@@ -146,10 +150,15 @@ class StoreRunner:
         self.chains[key] = _Chain(salt, chunks[full - 1].key if full else b"", [found.lease_id])
         return Match(self.connection, found.cached_tokens, chunks, found.lease_id)
 
-    def _write(self, engine: Engine, key: SequenceKey, jobs: Sequence[WriteJob]) -> None:
+    def _write(
+        self, engine: Engine, key: SequenceKey, jobs: Sequence[WriteJob], *, is_exact: bool
+    ) -> None:
         store, session, chain = self.store, self.connection.session_id, self.chains[key]
         if chain.has_failed:
             return
+        if not is_exact and not chain.is_private:
+            chain.salt = private_salt(chain.salt, *key, chain.parent_key)
+            chain.parent_key, chain.is_private = b"", True
         runs = store.reserve(session, len(jobs), chain.salt)
         granted = [
             (run.first + offset, generation)
@@ -216,6 +225,7 @@ def streamed(
     split: int | SplitLine = 0,
     resident_tokens: int = 0,
     schedule: Schedule = Schedule.PIPELINED,
+    selection: Selection = FULL,
 ) -> Admission:
     """Return the admission of a request whose cache lives in the store."""
     return replace(
@@ -226,6 +236,7 @@ def streamed(
         split_line=split if isinstance(split, SplitLine) else None,
         resident_tokens=resident_tokens,
         schedule=schedule,
+        selection=selection,
     )
 
 

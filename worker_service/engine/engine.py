@@ -10,6 +10,7 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -55,6 +56,8 @@ from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.shared_split import SharedSplit
 from worker_service.pipeline.staging import Staging
+from worker_service.retrieval.selector import ScreensOf, Selector
+from worker_service.selection.screens import Screens
 from worker_service.store.client import Match
 from worker_service.store.verifier import Verifier
 from worker_service.store.write_back import ChunksStored, Flushed, StoreLimitReached, WriteFailed
@@ -87,7 +90,9 @@ class Engine:
         drafters: Mapping[DraftMethod, Drafter[Sequence]] = MappingProxyType({}),
         graphs: DecodeGraphs | None = None,
         eager_reason: EagerReason = EagerReason.NOT_ASKED,
+        screens_of: ScreensOf | None = None,
     ) -> None:
+        """`screens_of`: makes the screens of selections; None: those that need no artefacts."""
         if drafters and not cache.plan.draft_tokens:
             raise ValueError("drafts need a memory plan with draft_tokens")
         self.graphs = graphs
@@ -106,9 +111,10 @@ class Engine:
         self.staging = Staging(cache.layout, self.memory_plan.staging_pages, cache.device)
         self.tile_pages = largest_tile(self.memory_plan.staging_pages)
         self.last_step: StepTimes | None = None
-        self.page_manager = PageManager(cache, shares_prefixes=shares_prefixes)
-        self.queues = SequenceQueues(cache, self.page_manager, tokenizer, max_batch_size)
         self._observers = Observers()
+        selector = self._selector(screens_of or partial(Screens, model.config))
+        self.page_manager = PageManager(cache, shares_prefixes=shares_prefixes, selector=selector)
+        self.queues = SequenceQueues(cache, self.page_manager, tokenizer, max_batch_size)
         self.restorer = Restorer(
             model,
             cache,
@@ -144,6 +150,18 @@ class Engine:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopped = False
 
+    def _selector(self, screens_of: ScreensOf) -> Selector:
+        """Return what decides which requests read by selection, by the present costs."""
+        model, observers = self.model, self._observers
+        return Selector(
+            model.config,
+            model.shape,
+            self.cache,
+            self.lanes,
+            screens_of,
+            lambda: None if observers.costs is None else observers.costs.profile,
+        )
+
     # -- the loop ---------------------------------------------------------------
 
     def admit(
@@ -174,6 +192,7 @@ class Engine:
             if self.verifier is not None:
                 self.verifier.close()
 
+    @torch.inference_mode()
     def wait(self, timeout: float | None = None) -> None:
         """Sleep until a command arrives, at most `timeout` seconds, and carry it out.
 
@@ -415,7 +434,8 @@ class Engine:
     def _measure(self, result: StepResult) -> None:
         """Report the step, and let the costs learn from it."""
         batch, spans, costs = result.batch, result.spans, self._observers.costs
-        only_decodes = not batch.prefills
+        # Those that read by selection take another time.
+        only_decodes = not batch.prefills and not batch.selected.readers
         predicted = None
         if costs is not None and batch.streamed is not None and only_decodes:
             predicted = costs.step_seconds(batch.streamed.traffic())

@@ -171,17 +171,15 @@ class ModelRunner:
             compute(prefetcher, "write", index, write)
             return batch.attend(cache, index, layer, queries, keys, values, prefetcher)
 
-        enter = None
-        if prefetcher is not None and batch.selected.readers:
-            enter = partial(batch.selected.enter, model, prefetcher)
+        carry_out = partial(compute, prefetcher)
         hidden = model.embed(batch.token_ids, batch.positions)
         return through_layers(
             model.visit(),
             hidden,
             model.rotary(batch.positions),
             attend,
-            partial(compute, prefetcher),
-            enter,
+            carry_out,
+            batch.selected.fetching(model, carry_out),
         )
 
     def _begin_choice(

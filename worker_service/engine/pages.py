@@ -12,15 +12,32 @@ Bookkeeping over `DeviceCache`'s allocators.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from typing import Protocol
 
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
+from splitpoint.selection import Selection
 from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.sequence import Admission, Sequence
 from worker_service.engine.shared_pages import SharedPages
+from worker_service.retrieval.selector import EXACT, SelectionPlan
+from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.write_back import ChunksStored, WriteJob
+
+
+class Selects(Protocol):
+    """What a PageManager needs of a `Selector`, whose methods these are."""
+
+    def plan(
+        self, selection: Selection, final_tokens: int, *, is_streamed: bool
+    ) -> SelectionPlan: ...
+
+    def reads(
+        self, selection: Selection, plan: SelectionPlan, pages: Rows[int], final_tokens: int
+    ) -> SequenceReads: ...
 
 
 class PageManager:
@@ -30,7 +47,11 @@ class PageManager:
         shared: finds the pages of equal prefixes; None if sequences share none.
     """
 
-    def __init__(self, cache: DeviceCache, *, shares_prefixes: bool) -> None:
+    def __init__(
+        self, cache: DeviceCache, *, shares_prefixes: bool, selector: Selects | None = None
+    ) -> None:
+        """`selector`: None: every request reads everything."""
+        self._selector = selector
         self.shared = SharedPages(cache) if shares_prefixes else None
         self._cache = cache
         self._claims = cache.claims
@@ -43,8 +64,12 @@ class PageManager:
     def claim_of(self, admission: Admission) -> int:
         """Return how many pages a request may hold at once if it runs to max_tokens.
 
-        Pages in the room are not counted.
+        Pages in the room are not counted; those of a selection are, by the present costs.
         """
+        return self._exact_claim(admission) + self._selection_plan(admission).pages.count
+
+    def _exact_claim(self, admission: Admission) -> int:
+        """Return `claim_of` a request that reads everything."""
         pages = chunks_of(admission.final_tokens, self._chunk_tokens)
         if admission.residency is Residency.STREAMED:
             front = 0 if self._keeps_rows(admission) else self._kept(admission)
@@ -79,7 +104,9 @@ class PageManager:
 
         Return False if fewer than `headroom` pages would then be spare.
         """
-        admission, count = sequence.admission, self._known_pages(sequence)
+        admission = sequence.admission
+        sequence.selection_plan = self._selection_plan(admission)
+        count = self._known_pages(sequence)
         if count + headroom > self._claims.spare_count:
             return False
         self._claims.promise(sequence.claim, count, uses_room=sequence.is_streamed)
@@ -91,7 +118,7 @@ class PageManager:
     def _known_pages(self, sequence: Sequence) -> int:
         """Return the pages that a sequence needs before it grows, without those in use."""
         if sequence.is_streamed:
-            return self.claim_of(sequence.admission)
+            return self._exact_claim(sequence.admission) + sequence.selection_plan.pages.count
         in_use = 0 if self.shared is None else self.shared.in_use_count(sequence)
         return chunks_of(len(sequence.tokens), self._chunk_tokens) - in_use
 
@@ -124,6 +151,8 @@ class PageManager:
     def give_up_kept(self, sequence: Sequence) -> bool:
         """Free a page that a streamed sequence keeps on the device; later steps stream the chunk.
 
+        Its screens, which lack the chunk, are built again in its next step.
+
         The granted front goes first, from its end, then the window, from its oldest chunk, and
         the sinks last. Return False if it keeps nothing that is sealed, or only X.
         """
@@ -145,6 +174,8 @@ class PageManager:
         page = sequence.page(chunk_index)
         sequence.pages[chunk_index] = None
         self._claims.give_up(sequence.claim, page)
+        if sequence.reads is not None:
+            sequence.reads.drop()
 
     def stored_chunks(self, sequence: Sequence, full_count: int) -> range:
         """Return which of the restored full chunks stay in the store.
@@ -270,18 +301,25 @@ class PageManager:
 
     def full_chunks(self, sequence: Sequence, *, tail: bool) -> list[WriteJob]:
         """Return the chunks that became full since the last call; with `tail`, also the
-        partial last one."""
-        chunk = self._chunk_tokens
-        end = chunks_of(sequence.computed, chunk) if tail else sequence.computed // chunk
+        partial last one, as far as it is exact."""
+        chunk, computed = self._chunk_tokens, sequence.computed
+        first = sequence.first_approximate
+        exact = computed if first is None else min(first, computed)
+        end = computed // chunk
+        if tail:
+            end = max(end, chunks_of(exact, chunk))
         jobs = []
         for index in range(sequence.written_chunks, end):
-            last = min((index + 1) * chunk, sequence.computed)
+            last = (index + 1) * chunk
+            if last > computed:
+                last = exact
             jobs.append(
                 WriteJob(
                     chunk_index=index,
                     page=sequence.page(index),
                     input_page=sequence.input_pages.get(index),
                     token_ids=tuple(sequence.tokens[index * chunk : last]),
+                    is_exact=sequence.is_exact_until(last),
                 )
             )
         sequence.written_chunks = max(sequence.written_chunks, end)
@@ -308,8 +346,48 @@ class PageManager:
             return
         page = sequence.pages[index]
         if page is not None:
+            if sequence.reads is not None and sequence.reads.is_built:
+                sequence.reads.extend(page, sequence.stored[index])
             self._claims.free(sequence.claim, page)
             sequence.pages[index] = None
+
+    # -- selections -------------------------------------------------------------------------
+
+    def allocate_selection(self, sequence: Sequence) -> None:
+        """Allocate the pages of rows and screens, before chunks that grow take them."""
+        admission, plan = sequence.admission, sequence.selection_plan
+        if self._selector is None or not plan.is_on:
+            return
+        pages = [self._claimed_page(sequence) for _ in range(plan.pages.count)]
+        sequence.selection_pages = pages
+        sequence.reads = self._selector.reads(
+            admission.selection, plan, pages, admission.final_tokens
+        )
+
+    def _selection_plan(self, admission: Admission) -> SelectionPlan:
+        """Return whether a request selects: not if its pages would never fit."""
+        if self._selector is None:
+            return EXACT
+        plan = self._selector.plan(
+            admission.selection,
+            admission.final_tokens,
+            is_streamed=admission.residency is Residency.STREAMED,
+        )
+        most = self._cache.plan.page_count - self._exact_claim(admission)
+        if plan.is_on and plan.pages.count > most:
+            return SelectionPlan(off_reason="rows and screens would not fit the device")
+        return plan
+
+    def _free_selection(self, sequence: Sequence) -> None:
+        """Free what a selection used, which `drop` zeroes: see `clear_unwritten`."""
+        if sequence.reads is not None:
+            sequence.reads.drop()
+            sequence.reads = None
+        pages, sequence.selection_pages = sequence.selection_pages, []
+        for page in pages:
+            self._claims.free(sequence.claim, page)
+
+    # -- X that stays ------------------------------------------------------------------------
 
     def allocate_row_pages(self, sequence: Sequence) -> None:
         """Allocate the pages that X will be kept in, before its chunks that grow take them."""
@@ -360,6 +438,7 @@ class PageManager:
         sequence.input_pages = {}
 
     def _free_pages(self, sequence: Sequence) -> None:
+        self._free_selection(sequence)
         freed = [page for page in (*sequence.row_pages, *sequence.pages) if page is not None]
         # The end of a prefix is evicted before its beginning.
         for page in reversed(freed):

@@ -8,7 +8,7 @@ from splitpoint.errors import Internal
 from splitpoint.observe import tracing
 from splitpoint.planning.schedule import Lane
 from worker_service.engine.batch import Batch
-from worker_service.engine.messages import DraftEvent, FinishEvent, TokenEvent
+from worker_service.engine.messages import DraftEvent, FinishEvent, SelectionEvent, TokenEvent
 from worker_service.engine.model_runner import StepResult
 from worker_service.engine.pages import PageManager
 from worker_service.engine.queues import SequenceQueues
@@ -69,6 +69,7 @@ class Postprocessor:
                 self._settle_drafts(sequence, choices)
             if event is not None:
                 finishes.append((sequence, event))
+        self._count_selected(batch, failed)
         for sequence in result.spoiled:
             self._page_manager.clear_spare_rows(sequence)
         # Also of requests that end here: this step is one of theirs.
@@ -83,6 +84,15 @@ class Postprocessor:
             self._queues.write_back(sequence)
         for sequence, event in finishes:
             self._queues.finish(sequence, event)
+
+    def _count_selected(self, batch: Batch, failed: list[Sequence]) -> None:
+        """Report what a step read by selection; its rows of K and V are approximate."""
+        for reader in batch.selected.readers:
+            sequence = reader.sequence
+            if sequence not in failed:
+                if sequence.first_approximate is None:
+                    sequence.first_approximate = reader.position
+                self._queues.output.selections.append(SelectionEvent(sequence.key, reader.usage()))
 
     def _take(self, sequence: Sequence, choices: list[Choice]) -> tuple[int, FinishEvent | None]:
         """Deliver tokens up to one that ends the request; return how many, and the end."""

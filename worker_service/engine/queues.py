@@ -490,7 +490,13 @@ class SequenceQueues:
 
     def _release(self, sequence: Sequence, event: FinishEvent) -> None:
         self._page_manager.free(sequence)
-        self.output.finishes.append(replace(event, mean_step_seconds=sequence.mean_step_seconds))
+        self.output.finishes.append(
+            replace(
+                event,
+                mean_step_seconds=sequence.mean_step_seconds,
+                selection_off_reason=sequence.selection_plan.off_reason,
+            )
+        )
 
     def _too_big(self, claim: int) -> ResourceExhausted:
         plan = self._cache.plan

@@ -170,6 +170,7 @@ class Restorer:
         full = wanted.full_count
         self._page_manager.allocate_prefix(sequence, wanted.stored, len(wanted.chunks))
         self._page_manager.allocate_row_pages(sequence)
+        self._page_manager.allocate_selection(sequence)
         if wanted.tail and self._cache.inputs:
             self._page_manager.allocate_input_page(sequence, full)
 

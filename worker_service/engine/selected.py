@@ -13,33 +13,45 @@ from dataclasses import dataclass
 
 import torch
 
-from splitpoint.planning.weight_schedule import WeightPiece
+from splitpoint.selection import SelectionUsage
 from worker_service.device.upload import Upload
 from worker_service.engine.sequence import Segment, Sequence
 from worker_service.lanes.lanes import Event
 from worker_service.model.decoder import Decoder
-from worker_service.model.rope import Rotary
-from worker_service.pipeline.prefetch import Attend, Prefetcher
+from worker_service.model.forward import CarryOut, Enter
+from worker_service.pipeline.prefetch import Attend
 from worker_service.pipeline.tiles import Tile
-from worker_service.retrieval.sequence_reads import OBSERVED_QUERIES, SequenceReads
-from worker_service.selection.guess import guess_of
-from worker_service.selection.screen import Guess
+from worker_service.retrieval.ahead import RowReader, RowsAhead
+from worker_service.retrieval.sequence_reads import OBSERVED_QUERIES, ReadCounts, SequenceReads
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """A decoding sequence that reads by selection.
+class Reader(RowReader):
+    """A decoding sequence that reads by selection; the row is its newest token's in the batch.
 
     Attributes:
         number: its place among the decoding sequences.
-        row: of its newest token in the batch.
+        before: what was read before this step.
     """
 
     number: int
-    row: int
     sequence: Sequence
-    reads: SequenceReads
+    before: ReadCounts
+
+    def usage(self) -> SelectionUsage:
+        """Return what the step has read, once it is done."""
+        now, before = self.reads.counts, self.before
+        stored, visible = self.reads.stored_tokens, self.position + 1
+        return SelectionUsage(
+            step_count=1,
+            visible_token_count=visible,
+            read_token_count=visible - stored + self.reads.row_count,
+            fetched_row_count=now.fetched - before.fetched,
+            reused_row_count=now.reused - before.reused,
+            link_bytes=now.link_bytes - before.link_bytes,
+            is_approximate=True,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +93,12 @@ class SelectedStep:
         self.readers = readers
         self._builds = builds
         self._observed = observed
-        # Rows and positions of the readers' newest tokens, int64. A graph has no such tables.
-        self._tables: list[torch.Tensor] = []
+        # A graph has no tables of rows that are read by selection.
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         if readers:
-            self._tables = [
-                upload.table([each.row for each in readers]),
-                upload.table([each.sequence.computed for each in readers]),
-            ]
-        self._rotary: Rotary | None = None
-        self._arrived: dict[int, list[Event]] = {}
+            rows = upload.table([each.row for each in readers])
+            self._tables = rows, upload.table([each.position for each in readers])
+        self._ahead: RowsAhead | None = None
 
     @classmethod
     def of(
@@ -105,7 +114,8 @@ class SelectedStep:
             if reads is not None and reads.is_built:
                 _check(sequence, reads)
                 if sequence.selects:
-                    readers.append(Reader(number, row, sequence, reads))
+                    position, before = sequence.computed, reads.counts
+                    readers.append(Reader(row, position, reads, number, sequence, before))
             elif reads is not None:
                 # Queries of drafts that may be wrong teach nothing.
                 observed.append(_Observed(row, row + 1, reads))
@@ -127,47 +137,17 @@ class SelectedStep:
 
     # -- reading --------------------------------------------------------------------------
 
-    def enter(
-        self, model: Decoder, prefetcher: Prefetcher, index: int, hidden: torch.Tensor
-    ) -> None:
-        """Choose and fetch for the next layer, given the residual `[N, h]` that enters this one.
-
-        What no earlier residual foretells is chosen when its layer begins: the first layer, and
-        layers whose weights are on the host.
-        """
-        if not model.is_resident:
-            self._begin(model, prefetcher, index, hidden)
-            return
-        if index == 0:
-            self._begin(model, prefetcher, 0, hidden)
-        if index + 1 < len(model.layers):
-            self._begin(model, prefetcher, index + 1, hidden)
-
-    def arrived(self, layer: int) -> list[Event]:
-        """Return the events before the rows of a layer may be attended."""
-        return self._arrived.pop(layer)
-
-    def _begin(
-        self, model: Decoder, prefetcher: Prefetcher, index: int, hidden: torch.Tensor
-    ) -> None:
-        readers = [each for each in self.readers if each.reads.selects(index)]
-        if not readers:
-            return
-        layer = model.layers[index]
-        layer.await_weights(WeightPiece.QUERY)
+    def fetching(self, model: Decoder, carry_out: CarryOut) -> Enter | None:
+        """Return what fetches rows of each layer ahead of it; None if there is nothing to fetch."""
+        if self._tables is None:
+            return None
         rows, positions = self._tables
-        if self._rotary is None:
-            self._rotary = model.rotary(positions)
+        self._ahead = RowsAhead(model, self.readers, rows, positions, carry_out)
+        return self._ahead.enter
 
-        def call() -> Guess:
-            return guess_of(hidden.index_select(0, rows), layer, layer, self._rotary, 0)
-
-        guess = prefetcher.compute("guess", index, call)
-        places = {reader.number: place for place, reader in enumerate(self.readers)}
-        self._arrived[index] = [
-            reader.reads.begin(index, _of_row(guess, places[reader.number], reader.sequence))
-            for reader in readers
-        ]
+    def arriving(self, layer: int) -> list[Event]:
+        """Return the events before which the rows of a layer must not be attended."""
+        return [] if self._ahead is None else self._ahead.arriving(layer)
 
     # -- building -------------------------------------------------------------------------
 
@@ -219,12 +199,6 @@ class LayerBuilds:
             if page.reader == build.number:
                 index = (page.first_position - build.start) // keys.shape[2]
                 collected[index].copy_(keys[place].transpose(0, 1))
-
-
-def _of_row(guess: Guess, place: int, sequence: Sequence) -> Guess:
-    """Return the guess of one sequence among those of all readers."""
-    row = slice(place, place + 1)
-    return Guess(guess.inputs[row], guess.queries[row], sequence.computed)
 
 
 def _check(sequence: Sequence, reads: SequenceReads) -> None:

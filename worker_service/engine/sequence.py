@@ -17,6 +17,7 @@ from worker_service.engine.sampling import Sampling
 from worker_service.lanes.spans import RequestSpans
 from worker_service.pipeline.restoring import Restoring
 from worker_service.pipeline.transfer import CacheTransfer
+from worker_service.retrieval.selector import EXACT, SelectionPlan
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Match
@@ -155,8 +156,8 @@ class Sequence:
     selection_pages: list[int] = field(default_factory=list)
     # None before it runs, and if it reads everything.
     reads: SequenceReads | None = None
-    # Why decode steps read everything although the request selects; empty if none did so far.
-    selection_off_reason: str = ""
+    # Whether it reads by selection, since it was admitted last.
+    selection_plan: SelectionPlan = EXACT
     # Its first token whose K and V follow from a selection of the tokens before it; None: none.
     first_approximate: int | None = None
     # X pages by chunk index, until the chunk is sealed.
@@ -288,6 +289,10 @@ class Sequence:
         has_read = self.restored or self.restoring is not None
         matched = self.match.chunks if self.match is not None and has_read else ()
         return tuple(dict.fromkeys((*matched, *self.stored)))
+
+    def is_exact_until(self, position: int) -> bool:
+        """Return True if all K and V before a position are those that full attention gives."""
+        return self.first_approximate is None or position <= self.first_approximate
 
     def page(self, chunk_index: int) -> int:
         """Return the device page of a chunk that must be there."""

@@ -176,8 +176,8 @@ class StreamedStep:
         if self.before is not None:
             prefetcher.compute("attend", index, partial(own, plan=self.before))
         if here.rows is not None:
-            arrived = self.selected.arrived(index)
-            prefetcher.compute("attend", index, partial(own, plan=here.rows), arrived)
+            arriving = self.selected.arriving(index)
+            prefetcher.compute("attend", index, partial(own, plan=here.rows), arriving)
         builds = self.selected.building(index)
         for tile_transfer, plan in here.tiles:
             attend: Attend = partial(parts.add, plan=plan)

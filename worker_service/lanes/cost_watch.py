@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from splitpoint.costs.profile import Profile
 from splitpoint.costs.tracker import CostTracker, MeanTracker, Observation
 from splitpoint.planning.schedule import Lane, Schedule
-from worker_service.lanes.timeline import REBUILDING, Span, StepTimes, Trace
+from worker_service.lanes.timeline import FETCHING_ROWS, REBUILDING, Span, StepTimes, Trace
 
 # In a restore that takes longer, what its operations took is less than what the rates
 # of link and device are wrong by.
@@ -101,7 +101,9 @@ class CostWatch:
             self._tracker.prefill.observe(_of(spans, Lane.COMPUTE, "prefill"))
 
     def _observe(self, spans: list[Span]) -> None:
-        self._tracker.link.observe(_of(spans, Lane.LINK_IN))
+        # Single rows show another rate than whole chunks.
+        whole = (span for span in spans if span.name != FETCHING_ROWS)
+        self._tracker.link.observe(_of(whole, Lane.LINK_IN))
         self.computed(spans)
 
 

@@ -22,6 +22,8 @@ _Kind = TypeVar("_Kind")
 TRACE_SPANS = 200_000
 # Work of the compute lane that makes K and V from X.
 REBUILDING = ("rebuild", "embed")
+# Work of the link that brings single rows of K and V, which a selection chose.
+FETCHING_ROWS = "fetch rows"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from splitpoint.errors import (
     ResourceExhausted,
     SplitpointError,
 )
+from splitpoint.keys import private_salt
 from splitpoint.observe.logs import for_request, log_failure
 from splitpoint.observe.tracing import NO_SPAN
 from splitpoint.planning.schedule import Lane
@@ -61,12 +62,17 @@ SequenceKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """One chunk that is complete on the device. Its pages do not change any more."""
+    """One chunk that is complete on the device. Its pages do not change any more.
+
+    `is_exact`: False if K and V follow from a selection of the tokens before them. Then only
+    this sequence reads the chunk, and so are all that follow it.
+    """
 
     chunk_index: int
     page: int
     input_page: int | None
     token_ids: tuple[int, ...]
+    is_exact: bool = True
 
 
 class WriteResult(enum.StrEnum):
@@ -140,6 +146,18 @@ class _Chain:
     ended: WriteResult | None = None
     # None if the request is not traced.
     spans: WriteBackSpans | None = None
+    # Its chunks from here on are its own: no other sequence finds them.
+    is_private: bool = False
+
+    def pop_jobs(self, most: int) -> list[WriteJob]:
+        """Return the next jobs, at most so many: all are exact, or none is."""
+        if not self.jobs[0].is_exact and not self.is_private:
+            self.salt = private_salt(self.salt, *self.key, self.parent_key)
+            self.parent_key, self.is_private = b"", True
+        jobs: list[WriteJob] = []
+        while self.jobs and len(jobs) < most and self.jobs[0].is_exact != self.is_private:
+            jobs.append(self.jobs.popleft())
+        return jobs
 
 
 class WriteBack:
@@ -259,7 +277,7 @@ class WriteBack:
                 self._end(chain, WriteResult.UNWANTED, len(chain.jobs))
                 self._post(StoreLimitReached(chain.key))
                 return
-            jobs = [chain.jobs.popleft() for _ in range(min(BATCH_CHUNKS, wanted))]
+            jobs = chain.pop_jobs(min(BATCH_CHUNKS, wanted))
             try:
                 span = NO_SPAN if chain.spans is None else chain.spans.batch(len(jobs))
                 with span.current():

@@ -11,6 +11,7 @@ import random
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,8 @@ from splitpoint.errors import (
 )
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
+from splitpoint.residency.selecting import SelectionPages
+from splitpoint.selection import FULL, Selection
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, chunks_of
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan
@@ -35,8 +38,11 @@ from worker_service.engine.pages import PageManager
 from worker_service.engine.postprocessor import Postprocessor
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.sampling import Choice, Sampling
+from worker_service.engine.selected import Reader
 from worker_service.engine.sequence import Admission, Segment, Sequence
 from worker_service.engine.streamed import LostSequence
+from worker_service.retrieval.selector import EXACT, SelectionPlan
+from worker_service.retrieval.sequence_reads import ReadCounts
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Match
 from worker_service.store.write_back import ChunksStored, SequenceKey, WriteJob
@@ -44,6 +50,8 @@ from worker_service.store.write_back import ChunksStored, SequenceKey, WriteJob
 CHUNK = 4
 SHAPE = ModelShape("double", "opt", 1, 4, 2, 2, 2, 4, 8, 64, DataType.FLOAT32)
 EOS = 1
+SELECTING = Selection.parsed("window:0.5")
+VERIFYING = Selection.parsed("window:0.5,verify")
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
@@ -60,6 +68,67 @@ class _Chain:
     flush: bool = False
     error: SplitpointError | None = None
     has_failed: bool = False
+
+
+class Reads:
+    """A double of `SequenceReads`: which chunks its screens are of, and in which pages.
+
+    Attributes:
+        log: how often one was built, extended and dropped.
+    """
+
+    row_count = 0
+    counts = ReadCounts()
+
+    def __init__(self, cache: DeviceCache, pages: list[int], log: Counter[str]) -> None:
+        self.pages = pages
+        self.chunks: list[StoredChunk] = []
+        self.log = log
+        self._cache = cache
+
+    @property
+    def is_built(self) -> bool:
+        return bool(self.chunks)
+
+    @property
+    def stored_tokens(self) -> int:
+        return len(self.chunks) * CHUNK
+
+    def build(self, chunks: list[StoredChunk]) -> None:
+        self.chunks = list(chunks)
+        self.log["built"] += 1
+
+    def extend(self, page: int, chunk: StoredChunk) -> None:
+        assert self._cache.pages.references(page) == 1, "its K are gone"
+        self.chunks.append(chunk)
+        self.log["extended"] += 1
+
+    def drop(self) -> None:
+        for page in self.pages:
+            assert self._cache.pages.references(page) == 1, "another may use its pages"
+        self.log["dropped"] += self.is_built
+        self.chunks = []
+
+
+class Chooses:
+    """A double of `Selector`: requests of every third length read everything."""
+
+    def __init__(self, cache: DeviceCache) -> None:
+        self.log: Counter[str] = Counter()
+        self._cache = cache
+
+    def plan(self, selection: Selection, final_tokens: int, *, is_streamed: bool) -> SelectionPlan:
+        if selection.is_full or not is_streamed or not final_tokens % 3:
+            return EXACT
+        return SelectionPlan(SelectionPages(1 + final_tokens % 2, final_tokens % 3))
+
+    def reads(self, _: Selection, plan: SelectionPlan, pages: Any, final_tokens: int) -> Any:
+        assert (
+            len(pages)
+            == plan.pages.count
+            == self.plan(SELECTING, final_tokens, is_streamed=True).pages.count
+        )
+        return Reads(self._cache, pages, self.log)
 
 
 class World:
@@ -88,7 +157,10 @@ class World:
             sink_page_count=sinks,
         )
         self.cache = DeviceCache(layout, plan, CPU)
-        self.pages = PageManager(self.cache, shares_prefixes=rng.random() < 0.7)
+        self.selector = Chooses(self.cache)
+        self.pages = PageManager(
+            self.cache, shares_prefixes=rng.random() < 0.7, selector=self.selector
+        )
         self.queues = SequenceQueues(self.cache, self.pages, None, self.batch)
         self.postprocessor = Postprocessor(self.queues, self.pages, (EOS,))
         self.transcript = Transcript()
@@ -112,6 +184,7 @@ class World:
                 residency=Residency.STREAMED,
                 resident_tokens=rng.choice([0, 0, CHUNK, 3 * CHUNK]),
                 schedule=rng.choice([Schedule.PIPELINED, Schedule.ROW]),
+                selection=rng.choice([FULL, SELECTING, VERIFYING]),
             )
         self.admissions[name] = each
         key = each.key
@@ -191,6 +264,7 @@ class World:
         has_tail = cached % CHUNK > 0 and cached > sequence.device_tokens
         pages.allocate_prefix(sequence, stored, full + has_tail)
         pages.allocate_row_pages(sequence)
+        pages.allocate_selection(sequence)
         if has_tail and self.cache.inputs:
             pages.allocate_input_page(sequence, full)
         sequence.computed = max(cached, sequence.device_tokens)
@@ -226,7 +300,7 @@ class World:
             decode_plan=None,
             streamed=None,
             prefills=cast(Any, segments),
-            selected=cast(Any, None),
+            selected=cast(Any, SimpleNamespace(readers=self._readers(decodes))),
         )
         if self.rng.random() < losing:
             lost = [
@@ -246,6 +320,19 @@ class World:
             if sequence in spoiled and self.rng.random() < 0.5:
                 choices[place] = []
         return StepResult(batch, [], choices=choices, spoiled=spoiled)
+
+    def _readers(self, decodes: list[Sequence]) -> list[Reader]:
+        """Return those that read by selection, and build what the others will read by."""
+        readers = []
+        for number, sequence in enumerate(decodes):
+            reads = sequence.reads
+            stored = sequence.stored_range
+            if sequence.selects and reads is not None:
+                position = sequence.computed
+                readers.append(Reader(number, position, reads, number, sequence, reads.counts))
+            elif isinstance(reads, Reads) and not reads.is_built:
+                reads.build(sequence.stored[stored.start : stored.stop])
+        return readers
 
     def _choices(self, drafts: list[int]) -> list[Choice]:
         """Return some drafts that were right, and one token more."""
@@ -292,7 +379,12 @@ class World:
             while chain.jobs and (prompt_store or rng.random() < 0.5):
                 job = chain.jobs.popleft()
                 end = job.chunk_index * CHUNK + len(job.token_ids)
-                self._sealed[key] = max(end, self._sealed.get(key, 0))
+                if job.is_exact:
+                    self._sealed[key] = max(end, self._sealed.get(key, 0))
+                else:
+                    # Nobody finds it.
+                    assert self.admissions[key[0]].selection == SELECTING
+                    assert len(job.token_ids) == CHUNK
                 owner = self.queues.find(key)
                 assert owner is not None, "pages of an ended sequence are written"
                 stored = self._chunk(len(job.token_ids))
@@ -316,19 +408,17 @@ class World:
         self._step_count += 1
         if self.pages.shared is not None and self._step_count % 16 == 0:
             self.pages.shared.prefixes.check_integrity()
-        held = Counter(
-            page
-            for sequence in live
-            for page in (*sequence.pages, *sequence.row_pages)
-            if page is not None
-        )
+        held = Counter(page for sequence in live for page in _held(sequence) if page is not None)
         inputs = [page for sequence in live for page in sequence.input_pages.values()]
         assert {page: cache.pages.references(page) for page in held} == held
         assert len(held) == cache.pages.used_count
         assert len(inputs) == len(set(inputs)) == cache.input_pages.used_count
         for sequence in live:
-            pages = [*sequence.pages, *sequence.row_pages]
-            assert sequence.claim.held == sum(page is not None for page in pages)
+            assert sequence.claim.held == sum(page is not None for page in _held(sequence))
+            if isinstance(reads := sequence.reads, Reads):
+                assert reads.pages == sequence.selection_pages
+                stored = sequence.stored_range
+                assert reads.chunks in ([], sequence.stored[stored.start : stored.stop])
             if sequence.is_streamed and sequence.restored and sequence in queues.running:
                 self._check_streamed(sequence)
         claims = cache.claims
@@ -358,3 +448,8 @@ class World:
         room = sequence.claim.room_count
         unsealed = sum(page is not None for page in sequence.pages[sealed:])
         assert room <= max(0, unsealed - 1)
+
+
+def _held(sequence: Sequence) -> list[int | None]:
+    """Return all pages that a sequence has."""
+    return [*sequence.pages, *sequence.row_pages, *sequence.selection_pages]

@@ -6,6 +6,7 @@ Takes about 40 seconds.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -57,7 +58,7 @@ def runner(model: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.mark.parametrize("has_store", [True, False])
 def test_1000_random_histories_keep_every_page_and_end(has_store: bool) -> None:
     """Admit, grow, leave, return, cancel, pause, lose chunks, writes and the store, or all."""
-    preemptions = 0
+    preemptions, selected = 0, Counter[str]()
     for seed in range(1000):
         rng = random.Random(seed)
         world = World(rng, has_store=has_store)
@@ -66,8 +67,11 @@ def test_1000_random_histories_keep_every_page_and_end(has_store: bool) -> None:
         except Exception as error:
             raise AssertionError(f"history {seed}") from error
         preemptions += world.preemptions
-    print("preemptions", preemptions)
+        selected += world.selector.log
+    print("preemptions", preemptions, selected)
     assert preemptions > 1000
+    if has_store:
+        assert min(selected[what] for what in ("built", "extended", "dropped")) > 500
 
 
 def _live_through(world: World, rng: random.Random) -> None:

@@ -1,0 +1,251 @@
+"""Test decode steps that read their stored tokens by selection, with real models and arenas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_runner import CPU, Transcript, admission
+from store_runner import streamed
+from test_worker_streamed import CHUNK, GREEDY, Case, make_case
+
+from splitpoint.planning.schedule import Lane, Schedule
+from splitpoint.residency.selecting import SelectionPages, selection_pages, wanted_rows
+from splitpoint.selection import Selection, SelectionUsage
+from splitpoint.shapes import ModelShape, chunks_of
+from worker_service.engine.engine import Engine
+from worker_service.engine.messages import StepOutput
+from worker_service.engine.sampling import Sampling
+from worker_service.engine.sequence import Admission
+from worker_service.lanes.cpu import ThreadLanes
+from worker_service.lanes.lanes import Lanes, SerialLanes
+from worker_service.lanes.timeline import FETCHING_ROWS, Trace
+from worker_service.retrieval import selector
+
+# Reads all stored tokens of these lengths, through screens and row pages.
+WHOLE = Selection.parsed("columns:0.999,full_layers=0")
+SOME = Selection.parsed("columns:0.3,full_layers=1")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def always_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let short sequences select, too: they need as many pages as they save."""
+
+    def pages(
+        shape: ModelShape, selection: Selection, final_tokens: int, chunk_tokens: int
+    ) -> SelectionPages:
+        stored = (chunks_of(final_tokens, chunk_tokens) - 1) * chunk_tokens
+        return selection_pages(shape, selection, stored, chunk_tokens)
+
+    monkeypatch.setattr(selector, "pages_at_last", pages)
+    monkeypatch.setattr(selector, "why_not_selected", lambda *_, **__: "")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    yield from make_case("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    threads = ThreadLanes(CPU)
+    yield threads
+    threads.close()
+
+
+class Notes:
+    """What requests read by selection, by name; screens never outlive their sequences."""
+
+    def __init__(self, case: Case, engine: Engine) -> None:
+        self.usages: dict[str, list[SelectionUsage]] = {}
+        self._engine = engine
+        case.runner.after_step = self._note
+
+    def _note(self, output: StepOutput) -> None:
+        for event in output.selections:
+            self.usages.setdefault(event.key[0], []).append(event.usage)
+        assert self._engine.lanes.finish() == [], "something is under way between steps"
+
+    def sums(self, name: str) -> SelectionUsage:
+        return sum(self.usages[name], SelectionUsage())
+
+
+def check_left(engine: Engine) -> None:
+    """Check that no page is held, and that none that is free has bytes of screens."""
+    assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
+    for plane in (*engine.cache.keys, *engine.cache.values):
+        assert plane.isfinite().all()
+
+
+def requests_of(case: Case, selection: Selection, *, salt: bytes = b"") -> list[Admission]:
+    """All prompts, twice: those that select, and those that read everything; one is resident."""
+    selecting = [
+        streamed(str(index), prompt, GREEDY, salt=salt, selection=selection, resident_tokens=kept)
+        for index, (prompt, kept) in enumerate(zip(case.prompts, (0, CHUNK, 40), strict=True))
+    ]
+    exact = [
+        streamed(str(3 + index), prompt, GREEDY, salt=salt)
+        for index, prompt in enumerate(case.prompts)
+    ]
+    return [*selecting, *exact, admission("6", case.prompts[0], GREEDY)]
+
+
+@pytest.mark.parametrize("name", ["llama-3", "opt", "qwen2-windows", "qwen3", "gemma3"])
+def test_a_selection_of_all_tokens_gives_the_text_of_full_attention(
+    name: str, lanes: Lanes, tmp_path: Path
+) -> None:
+    """From a warm and a cold store, beside exact ones and prefills; chunks leave the device."""
+    for case in make_case(name, tmp_path):
+        for salt, budget in ((b"", 64), (b"cold", 24)):
+            engine = case.engine(lanes)
+            engine.max_batched_tokens = budget
+            notes = Notes(case, engine)
+            requests = requests_of(case, WHOLE, salt=salt)
+            case.check(case.runner.run(engine, requests))
+            check_left(engine)
+            assert set(notes.usages) == {"0", "1", "2"}
+            for index in range(3):
+                # All but the first tokens, and the steps that built screens.
+                assert 5 <= len(notes.usages[str(index)]) <= 7
+                usage = notes.sums(str(index))
+                assert usage.skipped_token_count == 0
+                assert usage.is_approximate
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ROW, Schedule.PIPELINED])
+def test_rows_come_from_the_store_whatever_else_is_on_the_device(
+    llama: Case, lanes: Lanes, schedule: Schedule
+) -> None:
+    engine = llama.engine(lanes)
+    notes = Notes(llama, engine)
+    request = streamed(
+        "2", llama.prompts[2], GREEDY, split=40, resident_tokens=3 * CHUNK, schedule=schedule
+    )
+    llama.check(llama.runner.run(engine, [replace(request, selection=WHOLE)]))
+    check_left(engine)
+    assert len(notes.usages["2"]) == 7
+
+
+@pytest.mark.parametrize("text", ["columns:1", "columns:alpha=inf,cap=1", "quest:1", "window:1"])
+def test_what_reads_every_token_is_exact_and_says_so(
+    llama: Case, lanes: Lanes, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    engine = llama.engine(lanes)
+    notes = Notes(llama, engine)
+    request = streamed("2", llama.prompts[2], GREEDY, selection=Selection.parsed(text))
+    transcript = llama.runner.run(engine, [request])
+    llama.check(transcript)
+    assert transcript.finishes["2"].selection_off_reason.endswith("reads every token")
+    assert notes.usages == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["quest:0.3", "window:0.3", "columns:alpha=2,cap=0.4", "columns:budget_tokens=20,int8"]
+)
+def test_every_screen_reads_what_it_is_to_read(llama: Case, lanes: Lanes, text: str) -> None:
+    engine, selection = llama.engine(lanes), Selection.parsed(text)
+    notes = Notes(llama, engine)
+    transcript = llama.runner.run(
+        engine, [streamed("2", llama.prompts[2], GREEDY, selection=selection)]
+    )
+    check_left(engine)
+    assert transcript.finishes["2"].selection_off_reason == ""
+    assert len(notes.usages["2"]) == 7
+    rows = -(-wanted_rows(selection, 8 * CHUNK) // CHUNK) * CHUNK
+    for step, usage in enumerate(notes.usages["2"]):
+        # Beside the rows it reads the tail, which the store does not have.
+        visible = 131 + step
+        assert usage.visible_token_count == visible
+        assert usage.read_token_count == visible - 8 * CHUNK + rows
+
+
+def test_a_resident_cache_is_read_whole(llama: Case, lanes: Lanes) -> None:
+    engine = llama.engine(lanes)
+    notes = Notes(llama, engine)
+    request = replace(admission("2", llama.prompts[2], GREEDY), selection=SOME)
+    transcript = llama.runner.run(engine, [request])
+    llama.check(transcript)
+    assert transcript.finishes["2"].selection_off_reason == "the cache is on the device"
+    assert notes.usages == {}
+
+
+def test_a_model_with_windows_everywhere_is_read_whole(lanes: Lanes, tmp_path: Path) -> None:
+    for case in make_case("mistral", tmp_path):
+        engine = case.engine(lanes)
+        transcript = case.runner.run(
+            engine, [streamed("2", case.prompts[2], GREEDY, selection=SOME)]
+        )
+        case.check(transcript)
+        assert "window" in transcript.finishes["2"].selection_off_reason
+
+
+def test_few_stored_tokens_are_read_whole(
+    llama: Case, lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    engine = llama.engine(lanes)
+    transcript = llama.runner.run(
+        engine, [streamed("0", llama.prompts[0], GREEDY, selection=WHOLE)]
+    )
+    llama.check(transcript)
+    assert "its 48 stored tokens" in transcript.finishes["0"].selection_off_reason
+
+
+def selected_run(case: Case, lanes: Lanes, salt: bytes) -> tuple[Transcript, Notes, Trace]:
+    engine = case.engine(lanes)
+    notes, trace = Notes(case, engine), Trace()
+    # All restores end before the first step, so that both twins form the same batches.
+    requests = requests_of(case, SOME, salt=salt)
+    case.restore_all(engine, requests)
+    engine.trace = trace
+    transcript = case.runner.run(engine, [])
+    check_left(engine)
+    return transcript, notes, trace
+
+
+def test_the_serial_twin_reads_the_same_rows(llama: Case, lanes: Lanes) -> None:
+    """Count link bytes by spans: they are those of the rows that were chosen and missing."""
+    runs = [selected_run(llama, each, b"") for each in (lanes, lanes)]
+    engine = llama.engine(SerialLanes(CPU))
+    notes = Notes(llama, engine)
+    serial = llama.runner.run(engine, requests_of(llama, SOME))
+    row = 2 * llama.model.shape.head_dim * 4
+    for transcript, others, trace in runs:
+        assert transcript.tokens == serial.tokens
+        assert others.usages == notes.usages
+        fetched = [span for span in trace.spans if span.name == FETCHING_ROWS]
+        assert {span.lane for span in fetched} == {Lane.LINK_IN}
+        assert {span.layer for span in fetched} == set(range(1, llama.model.shape.layer_count))
+        usage = sum((others.sums(name) for name in others.usages), SelectionUsage())
+        assert sum(span.amount for span in fetched) == usage.link_bytes
+        assert usage.link_bytes == usage.fetched_row_count * row
+        assert 0 < usage.fetched_row_count < usage.reused_row_count
+    # Those that read everything beside them are exact.
+    for index in range(3, 7):
+        assert serial.tokens[str(index)] == llama.wanted[index % 3]
+    assert serial.tokens["2"] != llama.wanted[2]
+
+
+def test_what_a_selection_computed_is_no_other_requests_prefix(llama: Case, lanes: Lanes) -> None:
+    """The store has its chunks, since they left the device, but nothing finds them."""
+    salt, long = b"private", Sampling(max_tokens=3 * CHUNK, ignore_eos=True)
+    prompt = llama.prompts[2]
+    engine = llama.engine(lanes)
+    notes = Notes(llama, engine)
+    request = streamed("2", prompt, long, salt=salt, selection=SOME)
+    answer = llama.runner.run(engine, [request]).tokens["2"]
+    assert len(notes.usages["2"]) == 3 * CHUNK - 2
+    store = llama.runner.store
+    tokens = [*prompt, *answer]
+    # The prompt's last row is computed with the first token: exact, and in the tail.
+    assert store.peek(salt, tokens).cached_tokens == len(prompt) // CHUNK * CHUNK
+    resident = admission("a", tokens, GREEDY)
+    fresh = llama.runner.run(engine, [resident]).tokens["a"]
+    again = llama.runner.run(engine, [streamed("b", tokens, GREEDY, salt=salt)]).tokens["b"]
+    assert again == fresh
+    check_left(engine)

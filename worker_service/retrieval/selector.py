@@ -1,0 +1,105 @@
+"""Decides which requests of a worker read by selection, and makes what they read with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from splitpoint.costs.profile import Profile
+from splitpoint.residency.selecting import SelectionPages, pages_at_last, why_not_selected
+from splitpoint.selection import Selection
+from splitpoint.shapes import ModelShape, chunks_of
+from worker_service.checkpoint.config import DecoderConfig
+from worker_service.device.cache import DeviceCache
+from worker_service.lanes.lanes import Lanes
+from worker_service.retrieval.sequence_reads import SequenceReads
+from worker_service.selection.screens import Screens
+
+# The screens of a selection on the worker's model; raises SplitpointError without artefacts.
+ScreensOf = Callable[[Selection], Screens]
+NO_PAGES = SelectionPages(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionPlan:
+    """Whether a request reads by selection.
+
+    Attributes:
+        pages: that it needs for it; none if it reads everything.
+        off_reason: why it reads everything although it asked for a selection, in words.
+    """
+
+    pages: SelectionPages = NO_PAGES
+    off_reason: str = ""
+
+    @property
+    def is_on(self) -> bool:
+        return self.pages.count > 0
+
+
+EXACT = SelectionPlan()
+
+
+class Selector:
+    """The selections of one worker. Used by the engine's thread only."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        shape: ModelShape,
+        cache: DeviceCache,
+        lanes: Lanes,
+        screens_of: ScreensOf,
+        profile: Callable[[], Profile | None],
+    ) -> None:
+        """
+        Args:
+            shape: of the model as it is served, in the cache's data type.
+            profile: gives the present costs; None: they are unknown.
+        """
+        self._config = config
+        self._shape = shape
+        self._cache = cache
+        self._lanes = lanes
+        self._screens_of = screens_of
+        self._profile = profile
+        self._screens: dict[Selection, Screens] = {}
+
+    def plan(self, selection: Selection, final_tokens: int, *, is_streamed: bool) -> SelectionPlan:
+        """Return what a request of so many tokens at last gets, by the present costs."""
+        if selection.is_full:
+            return EXACT
+        if not is_streamed:
+            return SelectionPlan(off_reason="the cache is on the device")
+        layout = self._cache.layout
+        chunk = layout.chunk_tokens
+        off_reason = why_not_selected(
+            self._shape,
+            selection,
+            (chunks_of(final_tokens, chunk) - 1) * chunk,
+            chunk,
+            profile=self._profile(),
+            encoding=layout.encoding,
+        )
+        windows = self._config.windows[selection.exact_layers :]
+        if not off_reason and all(each is not None and each < final_tokens for each in windows):
+            off_reason = "every layer that would select reads no more than its window"
+        if off_reason:
+            return SelectionPlan(off_reason=off_reason)
+        return SelectionPlan(pages_at_last(self._shape, selection, final_tokens, chunk))
+
+    def reads(
+        self, selection: Selection, plan: SelectionPlan, pages: Sequence[int], final_tokens: int
+    ) -> SequenceReads:
+        """Return what one sequence reads with, in the pages that its plan counts."""
+        if selection not in self._screens:
+            self._screens[selection] = self._screens_of(selection)
+        return SequenceReads(
+            self._screens[selection],
+            self._config,
+            self._cache,
+            self._lanes,
+            row_pages=pages[: plan.pages.rows],
+            screen_pages=pages[plan.pages.rows :],
+            final_tokens=final_tokens,
+        )
