@@ -105,6 +105,7 @@ class ModelRunner:
         except BaseException:
             # Between steps no copy may be under way, also when the engine ends here.
             self._lanes.finish_after_error()
+            batch.selected.drop()
             raise
         lost = _lost(batch, checks)
         if lost:

@@ -149,6 +149,11 @@ class SelectedStep:
         """Return the events before which the rows of a layer must not be attended."""
         return [] if self._ahead is None else self._ahead.arriving(layer)
 
+    def drop(self) -> None:
+        """Forget screens and rows of which the step, which failed, may have left a part out."""
+        for reads in [each.reads for each in self.readers] + [each.reads for each in self._builds]:
+            reads.drop()
+
     # -- building -------------------------------------------------------------------------
 
     def observe(self, layer: int, queries: torch.Tensor) -> None:
