@@ -17,6 +17,9 @@ from splitpoint.transport.convert import (
 )
 from splitpoint.v1 import types_pb2, worker_pb2
 
+_NOTHING_DRAFTED = "nothing was drafted by it"
+_NOTHING_DECODED = "no step followed the one that reads everything"
+
 
 def check_selection(selection: Selection, workers: Collection[WorkerFacts]) -> None:
     """Check that one of the ready workers can serve a selection.
@@ -86,8 +89,11 @@ class SelectionTally:
     @property
     def sum(self) -> SelectionUsage:
         """The sums, and whether the text may depend on the selection."""
-        is_used = self._selection.is_approximate and self._sum.step_count > 0
-        return self._sum + SelectionUsage(is_approximate=is_used)
+        is_used, reason = self._sum.step_count > 0, self._sum.off_reason
+        if not (is_used or reason or self._selection.reads_all):
+            reason = _NOTHING_DRAFTED if self._selection.verify else _NOTHING_DECODED
+        is_approximate = is_used and self._selection.is_approximate
+        return replace(self._sum, off_reason=reason, is_approximate=is_approximate)
 
     @property
     def usage(self) -> types_pb2.SelectionUsage:

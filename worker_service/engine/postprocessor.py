@@ -7,12 +7,14 @@ import time
 from splitpoint.errors import Internal
 from splitpoint.observe import tracing
 from splitpoint.planning.schedule import Lane
+from splitpoint.speculation import DraftMethod
 from worker_service.engine.batch import Batch
 from worker_service.engine.messages import DraftEvent, FinishEvent, SelectionEvent, TokenEvent
 from worker_service.engine.model_runner import StepResult
 from worker_service.engine.pages import PageManager
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.sampling import Choice, NonFiniteLogits
+from worker_service.engine.selected import usage_of
 from worker_service.engine.sequence import Sequence
 from worker_service.lanes.spans import LaneUse, add_lanes
 from worker_service.lanes.timeline import Span
@@ -111,8 +113,19 @@ class Postprocessor:
         self._queues.output.drafts.append(
             DraftEvent(sequence.key, sequence.drafted_by, len(drafts), accepted)
         )
+        self._count_drafted(sequence, sequence.computed - len(chosen))
         sequence.skips_drafts = not chosen
         sequence.drafts = []
+
+    def _count_drafted(self, sequence: Sequence, first: int) -> None:
+        """Report what drafts read by selection, the first of them at this position."""
+        reads = sequence.reads
+        if reads is None or sequence.drafted_by is not DraftMethod.SELF:
+            return
+        usage = usage_of(reads, range(first, first + len(sequence.drafts)))
+        # The step that builds screens verifies drafts that read no rows.
+        if usage.fetched_row_count or usage.reused_row_count:
+            self._queues.output.selections.append(SelectionEvent(sequence.key, usage))
 
     def _append(self, sequence: Sequence, choice: Choice) -> FinishEvent | None:
         """Deliver one token; return the finish that it causes, if any."""

@@ -22,7 +22,7 @@ from worker_service.model.forward import CarryOut, Enter
 from worker_service.pipeline.prefetch import Attend
 from worker_service.pipeline.tiles import Tile
 from worker_service.retrieval.ahead import RowReader, RowsAhead
-from worker_service.retrieval.sequence_reads import OBSERVED_QUERIES, ReadCounts, SequenceReads
+from worker_service.retrieval.sequence_reads import OBSERVED_QUERIES, SequenceReads
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
 
@@ -32,26 +32,28 @@ class Reader(RowReader):
 
     Attributes:
         number: its place among the decoding sequences.
-        before: what was read before this step.
     """
 
     number: int
     sequence: Sequence
-    before: ReadCounts
 
     def usage(self) -> SelectionUsage:
         """Return what the step has read, once it is done."""
-        now, before = self.reads.counts, self.before
-        stored, visible = self.reads.stored_tokens, self.position + 1
-        return SelectionUsage(
-            step_count=1,
-            visible_token_count=visible,
-            read_token_count=visible - stored + self.reads.row_count,
-            fetched_row_count=now.fetched - before.fetched,
-            reused_row_count=now.reused - before.reused,
-            link_bytes=now.link_bytes - before.link_bytes,
-            is_approximate=True,
-        )
+        return usage_of(self.reads, range(self.position, self.position + 1))
+
+
+def usage_of(reads: SequenceReads, positions: range) -> SelectionUsage:
+    """Return what queries at these positions have read, which are all since the last call."""
+    counts = reads.new_counts()
+    visible = sum(positions) + len(positions)
+    return SelectionUsage(
+        step_count=len(positions),
+        visible_token_count=visible,
+        read_token_count=visible - len(positions) * (reads.stored_tokens - reads.row_count),
+        fetched_row_count=counts.fetched,
+        reused_row_count=counts.reused,
+        link_bytes=counts.link_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,7 @@ class SelectedStep:
             if reads is not None and reads.is_built:
                 _check(sequence, reads)
                 if sequence.selects:
-                    position, before = sequence.computed, reads.counts
-                    readers.append(Reader(row, position, reads, number, sequence, before))
+                    readers.append(Reader(row, sequence.computed, reads, number, sequence))
             elif reads is not None:
                 # Queries of drafts that may be wrong teach nothing.
                 observed.append(_Observed(row, row + 1, reads))

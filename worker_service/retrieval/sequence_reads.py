@@ -53,6 +53,15 @@ class ReadCounts:
     fetched: int = 0
     link_bytes: int = 0
 
+    def __sub__(self, other: ReadCounts) -> ReadCounts:
+        return ReadCounts(
+            self.visible - other.visible,
+            self.read - other.read,
+            self.wanted - other.wanted,
+            self.fetched - other.fetched,
+            self.link_bytes - other.link_bytes,
+        )
+
     @property
     def reused(self) -> int:
         """Rows that were chosen and on the device already."""
@@ -116,6 +125,7 @@ class SequenceReads:
         self._visible = self._read = 0
         self._wanted = torch.zeros((), dtype=torch.int64, device=cache.device)
         self._fetched = torch.zeros_like(self._wanted)
+        self._told = ReadCounts()
         self._observed: dict[int, torch.Tensor] = {}
         self._built: dict[int, LayerScreen] = {}
         self._caches: dict[int, RowCache] = {}
@@ -127,6 +137,12 @@ class SequenceReads:
         return ReadCounts(
             self._visible, self._read, int(self._wanted), fetched, fetched * self._row_bytes
         )
+
+    def new_counts(self) -> ReadCounts:
+        """Return `counts` since the last call."""
+        counts, told = self.counts, self._told
+        self._told = counts
+        return counts - told
 
     @property
     def stored_tokens(self) -> int:
@@ -217,14 +233,6 @@ class SequenceReads:
         self.row_pages, self.chunks = [], []
         self._tensors = None
         self._built, self._caches, self._observed = {}, {}, {}
-
-    def forget_rows(self) -> None:
-        """Hold no row any more: the next `begin` of each layer fetches all.
-
-        A benchmark measures so what it saves to fetch only what is new.
-        """
-        for layer in self._caches:
-            self._caches[layer] = RowCache(len(self._heads), self._cache.device)
 
     def _grow(self) -> None:
         """Use as many row pages as the stored tokens want."""

@@ -78,7 +78,6 @@ class Reads:
     """
 
     row_count = 0
-    counts = ReadCounts()
 
     def __init__(self, cache: DeviceCache, pages: list[int], log: Counter[str]) -> None:
         self.pages = pages
@@ -93,6 +92,9 @@ class Reads:
     @property
     def stored_tokens(self) -> int:
         return len(self.chunks) * CHUNK
+
+    def new_counts(self) -> ReadCounts:
+        return ReadCounts()
 
     def build(self, chunks: list[StoredChunk]) -> None:
         self.chunks = list(chunks)
@@ -329,7 +331,7 @@ class World:
             stored = sequence.stored_range
             if sequence.selects and reads is not None:
                 position = sequence.computed
-                readers.append(Reader(number, position, reads, number, sequence, reads.counts))
+                readers.append(Reader(number, position, reads, number, sequence))
             elif isinstance(reads, Reads) and not reads.is_built:
                 reads.build(sequence.stored[stored.start : stored.stop])
         return readers

@@ -1,0 +1,156 @@
+"""Selections over real processes: what answers say, and what is refused. About 40 s."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from own_names import instance_name
+from test_e2e_arena_loss import SECONDS, Up
+from test_e2e_cli import assert_nothing_left
+from up_process import up_process, wait_until_up
+
+from splitpoint.client import Client
+from splitpoint.client.answers import Completion
+from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.planning.plan import Residency
+from splitpoint.speculation import DraftMethod
+
+TOKENS = 24
+PROMPT = "".join(
+    f"def method_{index}(self, transport, data_{index}):\n"
+    f"    self._buffer_{index}.extend(data_{index})\n"
+    f"    return transport.write(self._buffer_{index})\n\n"
+    for index in range(30)
+)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Up]:
+    """One worker behind a link that is slow enough for selections to gain."""
+    instance = instance_name("selection")
+    command = [
+        *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--workers", "1"),
+        *("--threads", "1", "--dtype", "float32", "--host-memory", "128MiB", "--page-tokens", "16"),
+        *("--device-memory", "256MiB", "--listen", "127.0.0.1:0", "--instance", instance),
+        *("--link-rate", "20MB", "--speculative-config", '{"method": "auto"}'),
+    ]
+    with up_process(command) as process:
+        address = wait_until_up(process).partition("scheduler  ")[2].splitlines()[0]
+        said: list[str] = []
+        assert process.stderr is not None
+        reader = threading.Thread(target=said.extend, args=(process.stderr,))
+        reader.start()
+        running = Up(process, address, instance, said)
+        running.until(lambda found: found.ready_count == 1)
+        yield running
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 0, said
+        reader.join()
+    assert_nothing_left(instance)
+
+
+def ask(stack: Up, residency: Residency = Residency.STREAMED, **more: Any) -> Completion:
+    with Client(stack.address) as client:
+        return client.generate(
+            PROMPT, max_tokens=TOKENS, ignore_eos=True, residency=residency, **more
+        ).complete()
+
+
+@pytest.fixture(scope="module")
+def exact(stack: Up) -> Completion:
+    return ask(stack, speculate=DraftMethod.OFF)
+
+
+def test_an_approximate_answer_says_what_it_read(stack: Up, exact: Completion) -> None:
+    done = ask(stack, select="columns:0.1")
+    usage = done.usage.selection
+    assert usage.is_approximate, (usage, done.plan)
+    # The step that gives the first token builds the screens.
+    assert usage.step_count == TOKENS - 1
+    assert 0.1 <= usage.read_ratio < 0.5
+    assert usage.skipped_token_count > 0
+    assert usage.fetched_row_count > 0
+    assert usage.reused_row_count > 0
+    assert usage.link_bytes % usage.fetched_row_count == 0
+    assert done.plan is not None
+    assert "columns:0.1 read" in done.plan.reason
+    assert not exact.usage.selection.step_count
+    assert done.token_ids[0] == exact.token_ids[0], "that step read everything"
+
+
+def test_generate_tells_people(stack: Up) -> None:
+    command = [sys.executable, "-m", "splitpoint_cli", "generate", "--address", stack.address]
+    options = ["--max-tokens", "8", "--ignore-eos", "--residency", "streamed"]
+    done = subprocess.run(
+        [*command, *options, "--select", "quest:0.2"],
+        input=PROMPT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+    )
+    assert done.stderr.startswith("approximate: 7 steps read "), done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("select", "residency", "why"),
+    [
+        ("columns:1", Residency.STREAMED, "reads every token"),
+        ("columns:alpha=inf,cap=1", Residency.STREAMED, "reads every token"),
+        ("columns:0.1", Residency.RESIDENT, "on the device"),
+        ("columns:0.999", Residency.STREAMED, "rows and screens"),
+    ],
+)
+def test_an_exact_answer_says_why(
+    stack: Up, exact: Completion, select: str, residency: Residency, why: str
+) -> None:
+    done = ask(stack, residency, select=select)
+    usage = done.usage.selection
+    assert why in usage.off_reason
+    assert (usage.is_approximate, usage.step_count, usage.link_bytes) == (False, 0, 0)
+    assert done.token_ids == exact.token_ids
+    assert done.plan is not None
+    assert "was not used" in done.plan.reason
+
+
+def test_a_verified_selection_changes_no_token(stack: Up, exact: Completion) -> None:
+    done = ask(stack, select="columns:0.1,verify", speculative_tokens=4)
+    assert done.token_ids == exact.token_ids
+    assert done.usage.speculation.method is DraftMethod.SELF
+    assert done.usage.speculation.draft_token_count
+    usage = done.usage.selection
+    assert not usage.is_approximate
+    assert 0 < usage.step_count <= done.usage.speculation.draft_token_count
+    assert 0.1 <= usage.read_ratio < 0.5
+    assert usage.fetched_row_count > 0
+    assert done.plan is not None
+    assert f"in {usage.step_count} drafted tokens" in done.plan.reason
+
+
+def test_what_cannot_be_is_refused_by_name(stack: Up) -> None:
+    for select, speculate, field in (
+        ("maple:0.1", None, "selection.method"),
+        ("columns:2", None, "selection.ratio"),
+        ("columns", None, "selection.ratio"),
+        ("columns:0.1", DraftMethod.SUFFIX, "speculation.method"),
+        ("columns:0.1,verify", DraftMethod.OFF, "speculation.method"),
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            ask(stack, select=select, speculate=speculate)
+        assert refused.value.field == field
+    with pytest.raises(FailedPrecondition) as missing:
+        ask(stack, select="infinigen:0.1")
+    assert missing.value.reason == "NO_ARTIFACTS"
+    assert "splitpoint calibrate" in missing.value.message
+
+
+def test_status_lists_what_the_worker_selects_by(stack: Up) -> None:
+    (worker,) = stack.until(lambda found: found.ready_count == 1).workers
+    assert set(worker.selection_methods) == {"columns", "quest", "window"}
