@@ -35,6 +35,7 @@ TORCH_FILES = (
     "splitpoint_cli/bench/offload/peer.py",
     "splitpoint_cli/bench/offload/pooled.py",
     "splitpoint_cli/bench/offload/runs.py",
+    "splitpoint_cli/bench/offload/selections.py",
     "splitpoint_cli/bench/shared/kernels.py",
     "splitpoint_cli/bench/shared/local_store.py",
     "splitpoint_cli/bench/shared/memory_reads.py",

@@ -156,6 +156,11 @@ def why_not_selected(
     step = predict_step(shape, profile, selection, stored_tokens)
     if step.selected_seconds < step.full_seconds:
         return ""
+    if step.full_seconds <= profile.step_compute_seconds:
+        return (
+            f"a step computes for {profile.step_compute_seconds * 1e3:.3g} ms, and its "
+            f"{stored_tokens:,} stored tokens cross the link in less"
+        )
     return (
         f"a step is predicted to take {step.selected_seconds * 1e3:.3g} ms with it, "
         f"{step.full_seconds * 1e3:.3g} ms if it reads all {stored_tokens:,} stored tokens"

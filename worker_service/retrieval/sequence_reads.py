@@ -234,6 +234,14 @@ class SequenceReads:
         self._tensors = None
         self._built, self._caches, self._observed = {}, {}, {}
 
+    def forget_rows(self) -> None:
+        """Hold no row any more: the next `begin` of each layer fetches all.
+
+        A benchmark measures so what it saves to fetch only what is new.
+        """
+        for layer in self._caches:
+            self._caches[layer] = RowCache(len(self._heads), self._cache.device)
+
     def _grow(self) -> None:
         """Use as many row pages as the stored tokens want."""
         wanted = chunks_of(wanted_rows(self.selection, self.stored_tokens), self._chunk)

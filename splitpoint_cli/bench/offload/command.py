@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,25 +17,31 @@ from splitpoint.config import parse_rate
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
 from splitpoint.selection import FULL, Selection, check_served, check_speculation
-from splitpoint.shapes import DataType, Encoding
+from splitpoint.shapes import DataType, Encoding, ModelShape
 from splitpoint.speculation import ALIASES, DraftMethod, Speculation
 from splitpoint_cli.bench.offload.drafts_report import (
     DraftWorkload,
     drafts_report_of,
     drafts_table_of,
 )
-from splitpoint_cli.bench.offload.picture import draw_sweep
+from splitpoint_cli.bench.offload.picture import draw_selections, draw_sweep
 from splitpoint_cli.bench.offload.report import OffloadWorkload, report_of, table_of
+from splitpoint_cli.bench.offload.selections_report import (
+    SelectWorkload,
+    select_report_of,
+    select_table_of,
+)
 from splitpoint_cli.bench.shared import options
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import hand_over_report
 from splitpoint_cli.files import check_output
-from splitpoint_cli.models import find_shape
+from splitpoint_cli.models import find_named, find_shape
 from splitpoint_cli.plots import check_picture
 from splitpoint_cli.report import AsJson, OutputFile
 
 # Draft methods that are measured here; "off" is what all are compared with.
 MEASURED = (DraftMethod.SELF, DraftMethod.SUFFIX, DraftMethod.OFF)
+LEAST_SELECTED = 6
 ENCODINGS = [each.value for each in Encoding if each.is_lossy]
 
 _Shape = Annotated[
@@ -88,28 +94,43 @@ _DraftTokens = Annotated[
 _KvHeads = Annotated[
     int | None,
     typer.Option(
-        help="--speculate: average the checkpoint's KV heads to this many, for grouped queries.",
+        help="--speculate, --select: average the checkpoint's KV heads to this many, for grouped "
+        "queries; a built-in shape has so many.",
         min=1,
     ),
 ]
 _Select = Annotated[
     str | None,
     typer.Option(
-        help="--speculate self: drafts also attend what this selection fetches.",
+        help="Measure steps that read by this selection beside full load instead. SHAPE absent: "
+        "the bundled model. With --speculate self, drafts also attend what it fetches.",
         metavar="METHOD:RATIO",
     ),
+]
+_Lengths = Annotated[
+    list[int],
+    typer.Option(
+        "--length",
+        help="--select: prompts of so many tokens; may be repeated. Absent: --prompt.",
+        min=1,
+    ),
+]
+_Layers = Annotated[
+    int | None,
+    typer.Option(help="--select: layers of a built-in shape. Absent: its own.", min=1),
 ]
 _Text = Annotated[
     list[Path],
     typer.Option(
         "--text",
-        help="--speculate: cut prompts from this file; may be repeated. Absent: Python files "
-        "that the bundled model has not seen.",
+        help="--speculate, --select: cut a checkpoint's prompts from this file; may be repeated. "
+        "Absent: Python files that the bundled model has not seen.",
         metavar="FILE",
     ),
 ]
 _Picture = Annotated[
-    Path | None, typer.Option("--png", help="Draw the sweep here.", metavar="FILE")
+    Path | None,
+    typer.Option("--png", help="Draw the sweep here, or --select over lengths.", metavar="FILE"),
 ]
 _TraceFile = Annotated[
     Path | None,
@@ -136,6 +157,8 @@ def offload(
     draft_tokens: _DraftTokens = None,
     kv_heads: _KvHeads = None,
     select: _Select = None,
+    length: _Lengths = [],  # noqa: B006 - typer's way to say "none"
+    layers: _Layers = None,
     text: _Text = [],  # noqa: B006 - typer's way to say "none"
     as_json: AsJson = False,
     output: OutputFile = None,
@@ -144,57 +167,68 @@ def offload(
 ) -> None:
     """Decode from a cache on the host: loading all of it, KVPR's order, and ours.
 
-    Decoding with the cache on the device says which tokens are right and what a step computes;
-    on a GPU transformers' offloaded cache runs, too, with its faster attention. Medians of runs.
+    Decoding from device memory tells which tokens are right; on a GPU transformers runs, too.
     """
     need_all("a benchmark")
     options.check_data_type(dtype)
-    rate = None if link_rate is None else parse_rate(link_rate, field="link_rate")
+    common: dict[str, Any] = {
+        "dtype": dtype,
+        "batch": batch,
+        "new": new,
+        "link_rate": None if link_rate is None else parse_rate(link_rate, field="link_rate"),
+        "repeats": repeats,
+        "device": device,
+        "threads": options.thread_count(threads),
+    }
+    files = tuple(map(str, text))
+    of_text = common | {"shape": shape or BUNDLED_MODEL, "kv_heads": kv_heads, "text": files}
     if speculate is not None:
         drafts = DraftWorkload(
-            shape=shape or BUNDLED_MODEL,
-            dtype=dtype,
-            batch=batch,
             prompt=prompt,
-            new=new,
-            link_rate=rate,
-            repeats=repeats,
-            device=device,
-            threads=options.thread_count(threads),
             method=_method(speculate),
             draft_tokens=draft_tokens,
-            kv_heads=kv_heads,
-            select=_selection(select, speculate),
-            text=tuple(map(str, text)),
+            select=_drafting(select, speculate),
+            **of_text,
         )
         _measure_drafts(resolve_model(shape), drafts, as_json=as_json, output=output)
         return
+    if select is not None:
+        selecting = SelectWorkload(
+            lengths=tuple(dict.fromkeys(length)) or (prompt,),
+            seed=seed,
+            select=_selection(select),
+            layers=layers,
+            **of_text,
+        )
+        _measure_selections(shape, selecting, png_file, as_json=as_json, output=output)
+        return
     model = find_shape(shape or "opt-125m", dtype)
-    _check_options(change_link_rate, png_file, kv_encoding, trace_file, select, sweep=sweep)
+    _check_options(change_link_rate, png_file, kv_encoding, trace_file, sweep=sweep)
     workload = OffloadWorkload(
         shape=model.name,
-        dtype=dtype,
-        batch=batch,
         prompt=prompt,
-        new=new,
-        link_rate=rate,
-        repeats=repeats,
-        device=device,
-        threads=options.thread_count(threads),
         seed=seed,
         sweep=sweep,
         changed_link_factor=change_link_rate,
         weights_on_host=weights_on_host,
         kv_encodings=tuple(dict.fromkeys(kv_encoding)),
+        **common,
     )
+    report = _measured(model, workload, trace_file)
+    if png_file is not None:
+        draw_sweep(report, png_file)
+    hand_over_report(report, table_of, as_json=as_json, output=output)
+
+
+def _measured(
+    model: ModelShape, workload: OffloadWorkload, trace_file: Path | None
+) -> dict[str, Any]:
+    """Run all contenders, and return the report."""
     with options.importing_peer():
         from splitpoint_cli.bench.offload.runs import peer_of, run_all
     progress = Progress()
     peer = peer_of(model, workload, progress)
-    report = report_of(workload, run_all(model, workload, progress, peer, trace_file))
-    if png_file is not None:
-        draw_sweep(report, png_file)
-    hand_over_report(report, table_of, as_json=as_json, output=output)
+    return report_of(workload, run_all(model, workload, progress, peer, trace_file))
 
 
 def _check_options(
@@ -202,13 +236,10 @@ def _check_options(
     png_file: Path | None,
     kv_encodings: list[str],
     trace_file: Path | None,
-    select: str | None,
     *,
     sweep: bool,
 ) -> None:
     """Raise InvalidArgument with the option's name if one cannot be what it is."""
-    if select is not None:
-        raise InvalidArgument("a selection is measured with --speculate self", field="select")
     if change_link_rate is not None and not 0 < change_link_rate < float("inf"):
         raise InvalidArgument("the factor must be above 0", field="change_link_rate")
     if png_file is not None:
@@ -234,7 +265,44 @@ def _measure_drafts(
     hand_over_report(report, drafts_table_of, as_json=as_json, output=output)
 
 
-def _selection(text: str | None, method: str) -> Selection:
+def _measure_selections(
+    shape: str | None,
+    workload: SelectWorkload,
+    png_file: Path | None,
+    *,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    # The bundled model has no name that is found.
+    named = find_named(shape or str(resolve_model(None)), workload.dtype)
+    if workload.layers is not None and named.folder is not None:
+        raise InvalidArgument("a checkpoint has its own layers", field="layers")
+    if workload.new < LEAST_SELECTED:
+        # Steps that build screens and fill rows are not counted, and two are compared.
+        raise InvalidArgument(f"--select needs at least {LEAST_SELECTED}", field="new")
+    if png_file is not None:
+        check_picture(png_file)
+    from splitpoint_cli.bench.offload.selections import run_selections
+
+    report = select_report_of(workload, run_selections(named, workload, Progress()))
+    if png_file is not None:
+        draw_selections(report, png_file)
+    hand_over_report(report, select_table_of, as_json=as_json, output=output)
+
+
+def _selection(text: str) -> Selection:
+    """Return what decode steps read. Raises InvalidArgument for what is not approximate."""
+    selection = Selection.parsed(text)
+    check_served(selection)
+    if not selection.is_approximate or selection.method.is_calibrated:
+        raise InvalidArgument(
+            f"{selection} is not measured here: it reads every token, verifies or needs artefacts",
+            field="select",
+        )
+    return selection
+
+
+def _drafting(text: str | None, method: str) -> Selection:
     """Return what drafts attend. Raises InvalidArgument."""
     if text is None:
         return FULL

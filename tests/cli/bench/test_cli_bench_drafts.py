@@ -139,8 +139,6 @@ def test_a_small_run_gives_equal_texts_and_fewer_bytes(
 
 
 def test_a_selection_needs_self_drafts() -> None:
-    with pytest.raises(InvalidArgument, match="--speculate self"):
-        offload(select="columns:0.1")
     with pytest.raises(InvalidArgument, match="by self, not by suffix"):
         offload(speculate="suffix", select="columns:0.1")
 

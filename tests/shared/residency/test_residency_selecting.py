@@ -108,7 +108,11 @@ def test_it_gains_where_the_link_is_the_limit() -> None:
         ("columns:0.1", 64, None, Encoding.NATIVE, "rows and screens take 2 pages, all of its 64"),
         ("columns:0.9", 4096, None, Encoding.NATIVE, "rows and screens take 68 pages"),
         ("columns:budget_tokens=5000", 4096, None, Encoding.NATIVE, "rows and screens take 74"),
-        ("columns:0.1", 4096, replace(PROFILE, link_bytes_per_second=1e13), None, "a step is"),
+        ("columns:0.1", 4096, replace(PROFILE, link_bytes_per_second=1e13), None, "a step comp"),
+        (
+            *("columns:0.8,full_layers=8", 4096, replace(PROFILE, memory_seconds_per_byte=1e-6)),
+            *(None, "a step is predicted"),
+        ),
     ],
 )
 def test_it_says_why_it_does_not_gain(

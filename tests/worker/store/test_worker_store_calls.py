@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -250,17 +251,50 @@ async def test_chains_are_closed_at_once_and_not_for_ever(
 # -- what becomes of chunks -------------------------------------------------------------
 
 
+def fill(_: Any, tensors: ArenaTensors, jobs: Any, slots: Any) -> list[int]:
+    """Write ones in place of what the jobs' pages have."""
+    for plane in (*tensors.keys, *tensors.values, *tensors.inputs):
+        plane[list(slots)] = 1.0
+    return [tensors.arena.checksum(slot) for slot in slots]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_chunks_that_are_not_exact_are_stored_for_their_writer_alone(
+    setup: Setup, remote: bool
+) -> None:
+    async with setup.client(remote=remote) as client:
+        posted: list[Any] = []
+        cache: Any = SimpleNamespace(layout=LAYOUT)
+        write_back = WriteBack(client, cache, posted.append, SerialLanes(torch.device("cpu")))
+        write_back.copy = fill
+        tokens = list(range(1, 17))
+        jobs = [
+            WriteJob(index, 0, 0, tuple(tokens[4 * index : 4 * index + 4]), is_exact=index < 2)
+            for index in range(4)
+        ]
+        for name, sealed in (("a", 4), ("b", 2)):
+            match = await client.match(SALT, tokens)
+            write_back.open((name, 0), SALT, match, match.cached_tokens, must_store=True)
+            write_back.submit((name, 0), jobs[match.cached_tokens // 4 :])
+            await until(partial(has_sealed, posted, name, sealed))
+            # Only the exact ones are found, also by the one that wrote the others.
+            assert (await client.match(SALT, tokens)).cached_tokens == 8
+        slots = [chunk.slot for each in posted for chunk in each.chunks]
+        assert len(slots) == len(set(slots)) == 6
+        await write_back.close()
+
+
+def has_sealed(posted: list[Any], name: str, count: int) -> bool:
+    """Return True if the store has sealed so many chunks of a request."""
+    return sum(len(each.chunks) for each in posted if each.key == (name, 0)) == count
+
+
 async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
     async with setup.client() as client:
         posted: list[Any] = []
         cache: Any = SimpleNamespace(layout=LAYOUT)
         write_back = WriteBack(client, cache, posted.append, SerialLanes(torch.device("cpu")))
         totals = write_back.totals
-
-        def fill(_: Any, tensors: ArenaTensors, jobs: Any, slots: Any) -> list[int]:
-            for plane in (*tensors.keys, *tensors.values, *tensors.inputs):
-                plane[list(slots)] = 1.0
-            return [tensors.arena.checksum(slot) for slot in slots]
 
         def jobs(*indices: int) -> list[WriteJob]:
             return [WriteJob(index, 0, 0, (index, 1, 2, 3)) for index in indices]
