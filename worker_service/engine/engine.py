@@ -388,7 +388,10 @@ class Engine:
             return
         began = time.perf_counter()
         proposed = speculator.propose(
-            spare, mix=_mix(decodes), sequence_count=len(decodes), budget=budget
+            spare,
+            mix=_mix(decodes, sum(sequence.selects for sequence in decodes)),
+            sequence_count=len(decodes),
+            budget=budget,
         )
         for drafted in proposed:
             drafted.target.drafts = drafted.tokens
@@ -429,7 +432,8 @@ class Engine:
         if not batch.prefills and not result.lost:
             verified = sum(event.drafted for event in drafts)
             seconds -= self._drafting_seconds
-            speculator.observe_step(_mix(batch.sequences), verified, seconds)
+            mix = _mix(batch.sequences, len(batch.selected.readers))
+            speculator.observe_step(mix, verified, seconds)
 
     def _measure(self, result: StepResult) -> None:
         """Report the step, and let the costs learn from it."""
@@ -459,7 +463,10 @@ class Engine:
         )
 
 
-def _mix(decodes: list[Sequence]) -> tuple[int, int]:
-    """Return what the time of a plain step depends on most: how many are resident, and streamed."""
+def _mix(decodes: list[Sequence], selecting: int) -> tuple[int, int, int]:
+    """Return what the time of a plain step depends on most.
+
+    That is how many sequences are resident, how many are streamed, and how many of these select.
+    """
     streamed = sum(sequence.is_streamed for sequence in decodes)
-    return len(decodes) - streamed, streamed
+    return len(decodes) - streamed, streamed, selecting
