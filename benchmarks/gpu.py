@@ -39,6 +39,8 @@ from benchmarks.gpu_claims import (
     OPT_LONG,
     OPT_SHORT,
     RESTORE,
+    SELECT_LLAMA,
+    SELECT_OPT,
     TESTS,
     Outcome,
     claims_of,
@@ -99,6 +101,16 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
         numerics += (*sizes, "--dtype", "float32", "--cost-shape", "none")
     else:
         numerics += ("--dtype", "bfloat16", "--new", "32", "--cost-shape", "llama-3-8b")
+
+    def select(shape: str, *lengths: int) -> tuple[str, ...]:
+        more: tuple[str, ...] = ("--dtype", "bfloat16", "--new", "16")
+        if is_tiny:
+            shape, lengths = "smollm2-135m", (400,)
+            more = ("--dtype", "float32", "--new", "6", "--layers", "4", "--link-rate", "10MB")
+        sizes = (word for length in lengths for word in ("--length", str(length)))
+        given = ("--shape", shape, "--select", "columns:0.1", "--batch", "1", *sizes)
+        return (*cli, "offload", *given, *more, "--repeats", "1", *here)
+
     restore: tuple[str, ...] = ("--shape", "opt-6.7b", "--prompt", "1984", "--dtype", "bfloat16")
     if is_tiny:
         restore = ("--shape", "opt-125m", "--layers", "2", "--prompt", "256", "--link-rate", "2GB")
@@ -127,6 +139,10 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
         Part(GRAPHS, graphs, 90, 45),
         # Triton compiles a kernel for each operation and kind of matrix.
         Part(NUMERICS, numerics, 150, 60),
+        # With fewer tokens a step computes about as long as the link is busy.
+        Part(SELECT_LLAMA, select("llama-3.1-8b", 4096, 8192, 32768), 150, 60),
+        # The longest that OPT's positions allow.
+        Part(SELECT_OPT, select("opt-13b", 1984), 90, 45),
         Part(OPT_LONG, offload("opt-6.7b", 512), 300, 120),
         Part(LLAMA, offload("llama-3-8b", 512), 120, 60),
         Part(OPT_SHORT, offload("opt-6.7b", 128, "--sweep"), 150, 60),

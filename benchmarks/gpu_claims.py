@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 TESTS, RESTORE, ATTENTION, GRAPHS = "tests", "restore opt-6.7b", "attention", "graphs"
 NUMERICS = "numerics"
+SELECT_LLAMA, SELECT_OPT = "select llama-3.1-8b", "select opt-13b"
 OPT_LONG, OPT_SHORT, LLAMA = (
     "offload opt-6.7b 512",
     "offload opt-6.7b 128",
@@ -20,6 +22,8 @@ GRAPH_CASES = ((1, 0, 0.9), (8, 0, 1.0), (32, 0, 1.0), (8, 4, 1.0))
 # tiles that decoding shares with prefills.
 NUMERICS_BATCHES = (1, 8)
 STEP_LIMIT, FIRST_TOKEN_LIMIT = 1.34, 2.0
+# Two full layers of 32, a tenth of the others, and what screening takes.
+SELECTED_LIMIT = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,30 @@ def claims_of(outcomes: Mapping[str, Outcome]) -> list[Claim]:
     claims.append(
         Claim(name, ratio_of(report, "decode", "flashinfer", "spans", "milliseconds"), 1.1)
     )
-    return claims + graph_claims(reports.get(GRAPHS)) + numerics_claims(reports.get(NUMERICS))
+    claims += graph_claims(reports.get(GRAPHS)) + numerics_claims(reports.get(NUMERICS))
+    return claims + [
+        claim for name in (SELECT_LLAMA, SELECT_OPT) for claim in select_claims(name, reports)
+    ]
+
+
+def select_claims(name: str, reports: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+    """Return the claims about decode steps that read a tenth of the cache."""
+    results = reports[name]["results"] if name in reports else []
+    wrong = over = grows = None
+    if results:
+        wrong = float(sum(not each["link_bytes_are_those_chosen"] for each in results))
+        over = 1 / results[-1]["speed_up"]
+    claims = [
+        Claim(f"{name}: lengths at which other bytes crossed the link than were chosen", wrong, 0),
+        Claim(f"{name}: a step at 10 % over full load, at the longest", over, SELECTED_LIMIT),
+    ]
+    if name == SELECT_LLAMA:
+        if len(results) > 1:
+            ups = [each["speed_up"] for each in results]
+            grows = min(after / before for before, after in pairwise(ups))
+        text = f"{name}: speed-up of a length over that of the one before"
+        claims.append(Claim(text, grows, 1.0, at_least=True))
+    return claims
 
 
 def numerics_claims(report: Mapping[str, Any] | None) -> list[Claim]:

@@ -279,7 +279,7 @@ def _measure_selections(
         raise InvalidArgument("a checkpoint has its own layers", field="layers")
     if workload.new < LEAST_SELECTED:
         # Steps that build screens and fill rows are not counted, and two are compared.
-        raise InvalidArgument(f"--select needs at least {LEAST_SELECTED}", field="new")
+        raise InvalidArgument(f"--select needs at least {LEAST_SELECTED} new tokens", field="new")
     if png_file is not None:
         check_picture(png_file)
     from splitpoint_cli.bench.offload.selections import run_selections

@@ -19,6 +19,8 @@ from benchmarks.gpu_claims import (
     NUMERICS,
     OPT_LONG,
     OPT_SHORT,
+    SELECT_LLAMA,
+    SELECT_OPT,
     TESTS,
     Outcome,
     claims_of,
@@ -38,6 +40,30 @@ def offload_report(ours: float, peer: float | None, ratio: float) -> dict[str, A
         "link": {"efficiency": 0.95},
         "ratios": {"pipelined_over_full_load": ratio},
     }
+
+
+def select_report(*speed_ups: float) -> dict[str, Any]:
+    return {
+        "results": [
+            {"speed_up": speed_up, "link_bytes_are_those_chosen": True} for speed_up in speed_ups
+        ]
+    }
+
+
+def test_claims_about_selections() -> None:
+    outcomes = {
+        SELECT_LLAMA: Outcome(1.0, select_report(3.0, 4.5, 4.0)),
+        SELECT_OPT: Outcome(1.0, select_report(5.0)),
+    }
+    held = {claim.text: claim for claim in claims_of(outcomes)}
+    longest = "a step at 10 % over full load, at the longest"
+    assert held[f"{SELECT_LLAMA}: {longest}"].holds
+    assert held[f"{SELECT_OPT}: {longest}"].measured == 0.2
+    grows = held[f"{SELECT_LLAMA}: speed-up of a length over that of the one before"]
+    assert (grows.measured, grows.holds) == (4.0 / 4.5, False)
+    bytes_of = "lengths at which other bytes crossed the link than were chosen"
+    assert held[f"{SELECT_OPT}: {bytes_of}"].measured == 0
+    assert all(claim.measured is None for claim in claims_of({}))
 
 
 def part(name: str, code: str) -> Part:
