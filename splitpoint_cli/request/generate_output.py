@@ -31,9 +31,11 @@ def summary(completion: Completion) -> str:
         )
     steps = ""
     if plan is not None and completion.step_seconds is not None:
+        # The plan's steps read every token.
+        exact = " without the selection" if usage.selection.step_count else ""
         steps = (
             f"{seconds_text(completion.step_seconds)} a step "
-            f"({seconds_text(plan.predicted_step_seconds)} predicted), "
+            f"({seconds_text(plan.predicted_step_seconds)} predicted{exact}), "
         )
     return (
         f"{counted(usage.completion_tokens, 'token')} ({_ending(completion)}), "

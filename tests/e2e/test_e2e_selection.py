@@ -7,19 +7,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from own_names import instance_name
 from test_e2e_arena_loss import SECONDS, Up
 from test_e2e_cli import assert_nothing_left
 from up_process import up_process, wait_until_up
 
+from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import Client
 from splitpoint.client.answers import Completion
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.planning.plan import Residency
+from splitpoint.selection import SelectionMethod
 from splitpoint.speculation import DraftMethod
+from worker_service.selection.artifacts import Artifacts, encoded
 
 TOKENS = 24
 PROMPT = "".join(
@@ -30,15 +36,34 @@ PROMPT = "".join(
 )
 
 
+def ranked_artefacts(folder: Path) -> None:
+    """Write what `splitpoint calibrate --screen ranked --columns 8` would, of random maps."""
+    model = resolve_model(None)
+    shape = shape_from_config(read_config(model), name="bundled")
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        f"layers.{index}.{name}": torch.randn(
+            (shape.kv_head_count, shape.head_dim, 8), generator=generator
+        )
+        for index in range(shape.layer_count)
+        for name in ("query_map", "key_map")
+    }
+    made = Artifacts(SelectionMethod.RANKED, tensors, {})
+    (folder / "ranked.safetensors").write_bytes(encoded(made, model))
+
+
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Up]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """One worker behind a link that is slow enough for selections to gain."""
     instance = instance_name("selection")
+    artifacts = tmp_path_factory.mktemp("artifacts")
+    ranked_artefacts(artifacts)
     command = [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--workers", "1"),
         *("--threads", "1", "--dtype", "float32", "--host-memory", "128MiB", "--page-tokens", "16"),
         *("--device-memory", "256MiB", "--listen", "127.0.0.1:0", "--instance", instance),
         *("--link-rate", "20MB", "--speculative-config", '{"method": "auto"}'),
+        *("--artifacts", str(artifacts)),
     ]
     with up_process(command) as process:
         address = wait_until_up(process).partition("scheduler  ")[2].splitlines()[0]
@@ -57,9 +82,8 @@ def stack() -> Iterator[Up]:
 
 def ask(stack: Up, residency: Residency = Residency.STREAMED, **more: Any) -> Completion:
     with Client(stack.address) as client:
-        return client.generate(
-            PROMPT, max_tokens=TOKENS, ignore_eos=True, residency=residency, **more
-        ).complete()
+        options = {"max_tokens": TOKENS, "ignore_eos": True, "residency": residency, **more}
+        return client.generate(PROMPT, **options).complete()
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +106,14 @@ def test_an_approximate_answer_says_what_it_read(stack: Up, exact: Completion) -
     assert "columns:0.1 read" in done.plan.reason
     assert not exact.usage.selection.step_count
     assert done.token_ids[0] == exact.token_ids[0], "that step read everything"
+
+
+def test_artefacts_are_those_of_the_folder(stack: Up) -> None:
+    usage = ask(stack, select="ranked:0.2", max_tokens=6).usage.selection
+    assert (usage.is_approximate, usage.step_count) == (True, 5)
+    with pytest.raises(InvalidArgument, match="trained for 8") as refused:
+        ask(stack, select="ranked:0.2,columns=7")
+    assert refused.value.field == "selection.columns"
 
 
 def test_generate_tells_people(stack: Up) -> None:
@@ -153,4 +185,4 @@ def test_what_cannot_be_is_refused_by_name(stack: Up) -> None:
 
 def test_status_lists_what_the_worker_selects_by(stack: Up) -> None:
     (worker,) = stack.until(lambda found: found.ready_count == 1).workers
-    assert set(worker.selection_methods) == {"columns", "quest", "window"}
+    assert set(worker.selection_methods) == {"columns", "quest", "window", "ranked"}
