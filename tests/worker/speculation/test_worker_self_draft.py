@@ -101,14 +101,14 @@ class LateDrafter:
         self.drafter.forget(key, has_ended=has_ended)
 
 
-def drafting_engine(case: Case, window: int) -> Engine:
+def drafting_engine(case: Case, window: int, lanes: Lanes | None = None) -> Engine:
     late = LateDrafter()
     engine = make_engine(
         case.model,
         chunk_tokens=CHUNK,
         has_activations=True,
         window_pages=window,
-        lanes=SerialLanes(CPU),
+        lanes=lanes or SerialLanes(CPU),
         drafters={DraftMethod.SELF: late},
     )
     late.drafter = SelfDrafter(engine.model, engine.cache, engine.lanes)
