@@ -86,6 +86,7 @@ class RowsAhead:
                     guess.queries[place : place + 1],
                     each.position,
                 ),
+                self._carry_out,
             )
             for place, each in readers
         ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -24,6 +25,7 @@ from worker_service.device.copies import sent
 from worker_service.device.pinning import piece_slots
 from worker_service.lanes.lanes import Event, Lanes
 from worker_service.lanes.work import Work
+from worker_service.model.forward import CarryOut, at_once
 from worker_service.retrieval.gather_rows import RowPlane, gather_rows
 from worker_service.retrieval.row_cache import RowCache
 from worker_service.selection.choose import choose_rows
@@ -264,20 +266,17 @@ class SequenceReads:
 
     # -- reading ------------------------------------------------------------------------
 
-    def begin(self, layer: int, guess: Guess) -> Event:
+    def begin(self, layer: int, guess: Guess, carry_out: CarryOut = at_once) -> Event:
         """Choose a layer's tokens for one query, and begin to fetch what is missing.
 
-        What chooses runs on the compute lane; the rows come on the link, after compute issued so
-        far. Attention of this layer must wait for the event that is returned. If a step fails
+        `carry_out` runs what chooses; the rows come on the link, after compute issued so far.
+        Attention of this layer must wait for the event that is returned. If a step fails
         after this, `drop`: what it was to fetch may be missing.
 
         Args:
             guess: of one token; its queries are those of the layer, or a guess of them.
         """
-        moves: list[_Moves] = []
-        screen = Work("screen", lambda: moves.append(self._moves(layer, guess)), layer=layer)
-        self._lanes.run(Lane.COMPUTE, screen)
-        (found,) = moves
+        found = carry_out("screen", layer, partial(self._moves, layer, guess))
         planes, slots = self._planes(layer), self._piece_slots
         size = found.most * self._row_bytes
         work = Work(
