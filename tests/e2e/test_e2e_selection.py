@@ -1,4 +1,4 @@
-"""Selections over real processes: what answers say, and what is refused. About 40 s."""
+"""Selections over real processes: what answers say, and what is refused. About a minute."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import torch
 from own_names import instance_name
 from test_e2e_arena_loss import SECONDS, Up
 from test_e2e_cli import assert_nothing_left
+from test_e2e_speculation import kill
 from up_process import up_process, wait_until_up
 
 from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import Client
-from splitpoint.client.answers import Completion
+from splitpoint.client.answers import Completion, Tokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.planning.plan import Residency
 from splitpoint.selection import SelectionMethod
@@ -186,3 +187,31 @@ def test_what_cannot_be_is_refused_by_name(stack: Up) -> None:
 def test_status_lists_what_the_worker_selects_by(stack: Up) -> None:
     (worker,) = stack.until(lambda found: found.ready_count == 1).workers
     assert set(worker.selection_methods) == {"columns", "quest", "window", "ranked"}
+
+
+def test_an_answer_goes_on_approximately_after_its_worker_was_killed(
+    stack: Up, exact: Completion
+) -> None:
+    """The last test: the worker is started anew."""
+    done, count = None, 0
+    with Client(stack.address) as client:
+        generation = client.generate(
+            PROMPT,
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            residency=Residency.STREAMED,
+            select="columns:0.1",
+        )
+        for event in generation:
+            if isinstance(event, Tokens):
+                was_few, count = count < 8, count + len(event.token_ids)
+                if was_few and count >= 8:
+                    kill(stack.instance, "worker_service")
+            elif isinstance(event, Completion):
+                done = event
+    assert done is not None
+    assert count == len(done.token_ids) == TOKENS
+    usage = done.usage.selection
+    # Two steps read everything and built screens: each worker's first one.
+    assert (usage.is_approximate, usage.step_count) == (True, TOKENS - 2)
+    assert done.token_ids[0] == exact.token_ids[0]
