@@ -18,6 +18,8 @@ from worker_service.selection.screen import (
     to_logits,
 )
 
+_SUMMED_TOKENS = 1024
+
 
 class ColumnScreen:
     """Partial keys of one layer of one sequence."""
@@ -70,7 +72,10 @@ class ColumnScreen:
         count, kv_heads, width = keys.shape
         of_queries = queries.view(len(queries), kv_heads, -1, width).float().abs().sum((0, 2))
         # Fewer queries than keys weigh as much as the keys.
-        sums = of_queries * (count / len(queries)) + keys.float().abs().sum(0)
+        sums = of_queries * (count / len(queries))
+        # In pieces: all keys of a long context in fp32 would take much memory.
+        for first in range(0, count, _SUMMED_TOKENS):
+            sums += keys[first : first + _SUMMED_TOKENS].float().abs().sum(0)
         return sums.topk(min(self._count, width), dim=-1).indices.sort(-1).values
 
 

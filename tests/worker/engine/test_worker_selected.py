@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from engine_runner import CPU, Transcript, admission
 from store_runner import streamed
 from test_worker_streamed import CHUNK, GREEDY, Case, make_case
 
 from splitpoint.planning.schedule import Lane, Schedule
+from splitpoint.planning.weight_placement import OnHost, spread
 from splitpoint.residency.selecting import SelectionPages, selection_pages, wanted_rows
 from splitpoint.selection import Selection, SelectionUsage
 from splitpoint.shapes import ModelShape, chunks_of
@@ -22,6 +24,7 @@ from worker_service.engine.sequence import Admission
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.lanes.timeline import FETCHING_ROWS, Trace
+from worker_service.model.decoder import Decoder
 from worker_service.retrieval import selector
 
 # Reads all stored tokens of these lengths, through screens and row pages.
@@ -248,3 +251,20 @@ def test_what_a_selection_computed_is_no_other_requests_prefix(llama: Case, lane
     again = llama.runner.run(engine, [streamed("b", tokens, GREEDY, salt=salt)]).tokens["b"]
     assert again == fresh
     check_left(engine)
+
+
+def test_layers_whose_weights_are_on_the_host_choose_when_they_begin(
+    lanes: Lanes, tmp_path: Path
+) -> None:
+    """W_Q of the next layer is not there yet: its tokens cannot be chosen before it."""
+    for case in make_case("llama", tmp_path):
+        layers = case.model.shape.layer_count
+        on_host = OnHost(spread(layers, layers), False, False)
+        model = Decoder.load(tmp_path / "model", CPU, torch.float32, on_host)
+        assert not model.is_resident
+        hosted = replace(case, model=model)
+        engine = hosted.engine(lanes)
+        notes = Notes(hosted, engine)
+        hosted.check(hosted.runner.run(engine, requests_of(hosted, WHOLE)))
+        assert len(notes.usages["2"]) == 7
+        check_left(engine)

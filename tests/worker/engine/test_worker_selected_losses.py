@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from test_worker_selected import WHOLE, Notes, always_on, check_left, lanes
 from test_worker_streamed import CHUNK, GREEDY, NEW, Case, make_case, step_until_idle
 
 from splitpoint.errors import FailedPrecondition
-from splitpoint.planning.schedule import Lane
+from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.selection import Selection
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Call, Cancel
@@ -251,4 +252,65 @@ def test_rows_of_the_next_layer_are_on_the_link_while_this_one_computes(llama: C
     shape = llama.model.shape
     exact = 8 * CHUNK * shape.kv_bytes_per_token_layer
     assert engine.last_step.link_bytes == exact + notes.usages["2"][-1].link_bytes
+    lanes.close()
+
+
+CHOICES = ("full", "columns:0.999", "window:0.999,full_layers=0", "quest:0.999", "columns:0.3,int8")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_mixes_give_exact_text_where_all_is_read_and_leave_nothing(
+    llama: Case, seed: int
+) -> None:
+    """Preempt, give up fronts, and let windows stay on the device, in tiles of any size."""
+    rng = random.Random(seed)
+    lanes: Lanes = rng.choice([SerialLanes, ThreadLanes])(CPU)
+    engine = make_engine(
+        llama.model,
+        has_activations=True,
+        lanes=lanes,
+        staging_pages=rng.choice([3, 6, 48]),
+        cache_pages=rng.choice([60, 90]),
+        max_batched_tokens=rng.choice([16, 64]),
+        window_pages=rng.choice([0, 1, 2]),
+    )
+    engine.tile_pages = min(engine.tile_pages, rng.randrange(1, 5))
+    requests = [
+        streamed(
+            f"{number}-{number % 3}",
+            llama.prompts[number % 3],
+            GREEDY,
+            salt=rng.choice([b"", bytes([seed, number])]),
+            split=rng.choice([0, 20, 64]),
+            resident_tokens=rng.choice([0, 16, 40]),
+            schedule=rng.choice([Schedule.ROW, Schedule.PIPELINED]),
+            selection=Selection.parsed(rng.choice(CHOICES)),
+        )
+        for number in range(6)
+    ]
+
+    def disturb() -> None:
+        running = [each for each in engine.queues.running if each.restored]
+        if running and rng.random() < 0.5:
+            engine.queues.preempt(rng.choice(running))
+        elif running:
+            engine.page_manager.give_up_kept(rng.choice(running))
+
+    notes = Notes(llama, engine)
+    for each in requests:
+        llama.runner.admit(engine, each)
+    transcript = Transcript()
+    while len(transcript.finishes) < len(requests):
+        transcript.add(llama.runner.step(engine))
+        if rng.random() < 0.2:
+            engine.post(Call(disturb))
+    step_until_idle(llama.runner, engine, transcript)
+    for each in requests:
+        tokens, ratio = transcript.tokens[each.request_id], each.selection.ratio
+        assert len(tokens) == NEW
+        if ratio != 0.3:
+            assert tokens == llama.wanted[int(each.request_id[-1])], each.selection
+    assert any(notes.usages)
+    engine.cache.pages.check_integrity()
+    check_left(engine)
     lanes.close()
