@@ -52,6 +52,9 @@ class Telemetry:
     draft_token_count: int = 0
     accepted_token_count: int = 0
     eager_message: str = ""
+    selection_step_count: int = 0
+    selection_visible_token_count: int = 0
+    selection_read_token_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

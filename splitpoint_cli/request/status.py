@@ -230,7 +230,7 @@ def _worker_lines(worker: Worker, wide: bool) -> Iterator[str]:
     if worker.speculation is not None and worker.speculation.methods:
         yield speculation_text(worker)
     if worker.selection_methods:
-        yield f"selects by {', '.join(worker.selection_methods)}"
+        yield selection_text(worker)
     if worker.weight_format.is_lossy:
         yield f"weights are {worker.weight_format.value}: answers are approximate"
     if worker.numerics_reason:
@@ -247,6 +247,15 @@ def numerics_text(worker: Worker) -> str:
     """Return the numerics of a worker, their digest if there is one, and why it has these."""
     digest = f" {worker.numerics_digest}" if worker.numerics_digest else ""
     return f"numerics {worker.numerics.value}{digest}: {worker.numerics_reason}"
+
+
+def selection_text(worker: Worker) -> str:
+    """Return what a worker can select by, and what it has read so."""
+    text, told = f"selects by {', '.join(worker.selection_methods)}", worker.telemetry
+    if told is None or not told.selection_step_count:
+        return text
+    share = told.selection_read_token_count / max(1, told.selection_visible_token_count)
+    return f"{text}; {counted(told.selection_step_count, 'step')} read {share:.1%} of the tokens"
 
 
 def speculation_text(worker: Worker) -> str:

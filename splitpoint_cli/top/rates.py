@@ -151,7 +151,8 @@ class SchedulerRates:
 class WorkerRates:
     """Over the interval; rates in bytes, tokens or steps per second, shares from 0 to 1.
 
-    `accepted_share` is that of drafted tokens. `host_cpu_watts` is of all CPU packages of the
+    `accepted_share` is that of drafted tokens, `read_share` that of visible tokens in steps that
+    select. `host_cpu_watts` is of all CPU packages of the
     host, for all processes. `measured_over_predicted` is since the worker started: few things
     are predicted in an interval.
     """
@@ -167,6 +168,7 @@ class WorkerRates:
     rebuilt_share: float | None = None
     recomputed_share: float | None = None
     accepted_share: float | None = None
+    read_share: float | None = None
     measured_over_predicted: float | None = None
     host_cpu_watts: float | None = None
 
@@ -235,6 +237,10 @@ def worker_rates(window: Window[Telemetry]) -> WorkerRates:
         accepted_share=_share(
             after.accepted_token_count - before.accepted_token_count,
             after.draft_token_count - before.draft_token_count,
+        ),
+        read_share=_share(
+            after.selection_read_token_count - before.selection_read_token_count,
+            after.selection_visible_token_count - before.selection_visible_token_count,
         ),
         measured_over_predicted=ratio,
         host_cpu_watts=None if energy is None else _rate(energy, seconds),

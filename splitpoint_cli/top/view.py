@@ -208,6 +208,8 @@ def _worker(readings: Readings, worker: Worker, width: int, glyphs: Glyphs) -> l
     ]
     if worker.speculation is not None and worker.speculation.methods:
         cells.append(cell("drafts accepted", percent(rates.accepted_share), 20))
+    if told.selection_step_count:
+        cells.append(cell("selections read", percent(rates.read_share), 20))
     lines += [Text("  ").append_text(line) for line in flow(cells, width - 2)]
     return lines
 

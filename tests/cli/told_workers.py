@@ -33,6 +33,9 @@ def telemetry(uptime: float, scale: float = 1.0, **changes: object) -> Telemetry
         draft_count=int(10 * scale),
         draft_token_count=int(40 * scale),
         accepted_token_count=int(30 * scale),
+        selection_step_count=int(2 * scale),
+        selection_visible_token_count=int(2000 * scale),
+        selection_read_token_count=int(250 * scale),
     )
     return dataclasses.replace(told, **changes)  # type: ignore[arg-type]
 

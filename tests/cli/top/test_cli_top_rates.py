@@ -92,6 +92,7 @@ def test_rates_are_differences_over_the_workers_own_seconds() -> None:
     assert (rates.loaded_share, rates.rebuilt_share) == (0.6, 0.3)
     assert rates.recomputed_share == pytest.approx(0.1)
     assert rates.accepted_share == pytest.approx(0.75)
+    assert rates.read_share == pytest.approx(0.125)
     assert rates.measured_over_predicted == pytest.approx(1.1)
     assert rates.host_cpu_watts is None
 

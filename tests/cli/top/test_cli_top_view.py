@@ -84,6 +84,7 @@ PARTS = (
     "measured/predicted 1.1",
     "kappa_crit 1.35",
     "drafts accepted 75%",
+    "selections read 12%",
     "412 of 700 W",
     "no reading: no RAPL, no GPU",
     "cache ███░░░░░░░░░ 1 MiB of 4 MiB",
