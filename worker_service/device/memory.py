@@ -419,7 +419,7 @@ def _streamed_bytes(
     draft_tokens: int,
     attention_parts: int,
 ) -> int:
-    """Return the peak bytes of rebuilding and attending the largest tile of a streamed step."""
+    """Return the peak bytes of a streamed step: of its largest tile, or of building a screen."""
     size, width, chunk = shape.data_type.size, shape.query_width, layout.chunk_tokens
     tile_pages = largest_tile(staging_pages)
     rows = tile_pages * chunk
@@ -443,4 +443,6 @@ def _streamed_bytes(
         max_batched_tokens * (2 * 4 * shape.query_head_count * keys + 4 * 5 * width)
         + 2 * keys * shape.kv_bytes_per_token_layer
     )
-    return max(decode + partials, rebuild, embed, prefill)
+    # K of one layer from which a selection's screen is built, before anything else is attended.
+    screen = shape.context_length * shape.kv_width * size
+    return max(decode + partials + screen, rebuild, embed, prefill)

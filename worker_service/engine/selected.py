@@ -120,8 +120,12 @@ class SelectedStep:
             elif reads is not None:
                 # Queries of drafts that may be wrong teach nothing.
                 observed.append(_Observed(row, row + 1, reads))
-                if sequence.stored_range and sequence.transfer is not None:
-                    stored, tensors = sequence.stored_range, sequence.transfer.tensors
+                stored = sequence.stored_range
+                collected = sum(len(build.chunks) for build in builds)
+                # All that is collected at once takes no more memory than the longest sequence's.
+                has_room = (collected + len(stored)) * chunk <= reads.context_length or not builds
+                if stored and sequence.transfer is not None and has_room:
+                    tensors = sequence.transfer.tensors
                     chunks = sequence.stored[stored.start : stored.stop]
                     builds.append(Build(number, reads, tensors, chunks, stored.start * chunk))
             row = end

@@ -152,6 +152,11 @@ class SequenceReads:
         return len(self.chunks) * self._chunk
 
     @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence that the model takes."""
+        return self._config.shape.context_length
+
+    @property
     def row_count(self) -> int:
         """Rows of the row pages in use, the same in all layers and KV heads."""
         return len(self.row_pages) * self._chunk
