@@ -57,6 +57,10 @@ def gather_rows(
             put[targets[wanted].numpy()] = _as_rows(plane.source).take(sources[wanted].numpy())
         return
     kernel = load_kernel()
+    stream = torch.cuda.current_stream(targets.device)
+    for numbers in (sources, targets):
+        # They were made in the stream of compute, which must not use their memory again too early.
+        numbers.record_stream(stream)
     by_host = []
     for plane in planes:
         cut = piece_slots(plane.source[0].nbytes)

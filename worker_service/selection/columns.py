@@ -14,7 +14,6 @@ from worker_service.selection.screen import (
     AttentionShape,
     Guess,
     TokenRows,
-    grouped_products,
     to_logits,
 )
 
@@ -60,8 +59,7 @@ class ColumnScreen:
         if self._columns is None:
             raise RuntimeError("a screen is asked before the prompt")
         queries = _taken(self._skewed(guess.queries), self._columns)
-        kept = self._kept.all()
-        return to_logits(grouped_products(queries.to(kept.dtype), kept), self._shape)
+        return to_logits(self._kept.products(queries), self._shape)
 
     def _skewed(self, heads: torch.Tensor) -> torch.Tensor:
         """Rotate `[T, heads, d]` by the A of each head's KV head."""

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from splitpoint.errors import ResourceExhausted
+from worker_service.selection.screen import grouped_products
 
+# Tokens whose rows `products` holds besides, in fp32 where they are kept in int8.
+PIECE_ROWS = 8192
 _INT8_MOST = 127
 
 # One record or several of each field: `[T, ...]`.
@@ -64,12 +67,18 @@ class Records:
 
     def field(self, number: int) -> torch.Tensor:
         """Return a field of all records, `[S, ...]`."""
-        if not self._blocks:
+        return self.part(number, 0, self._count)
+
+    def part(self, number: int, first: int, last: int) -> torch.Tensor:
+        """Return a field of records [first, last), a copy if they lie in several blocks."""
+        if first >= last:
             return torch.empty(0)
-        full = [block[number] for block in self._blocks[:-1]]
-        rest = self._count - len(full) * len(self._blocks[0][0])
-        last = self._blocks[-1][number][:rest]
-        return torch.cat((*full, last)) if full else last
+        size = len(self._blocks[0][0])
+        pieces = [
+            self._blocks[index][number][max(0, first - index * size) : last - index * size]
+            for index in range(first // size, -(-last // size))
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _place(self, like: Fields) -> tuple[Fields, int]:
         """Return a block with room, and its first free record."""
@@ -119,11 +128,26 @@ class KeptRows:
         else:
             self._records.append(rows)
 
+    def products(self, queries: torch.Tensor) -> torch.Tensor:
+        """Multiply queries `[T, n_q, r]` by their KV heads' rows: fp32 `[T, n_q, S]`.
+
+        Rows are brought together, and int8 ones widened, PIECE_ROWS at a time.
+        """
+        pieces = []
+        for first in range(0, len(self), PIECE_ROWS):
+            rows = self._part(first, min(first + PIECE_ROWS, len(self)))
+            pieces.append(grouped_products(queries.to(rows.dtype), rows))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
     def all(self) -> torch.Tensor:
         """Return all rows `[S, n_kv, r]`; fp32 if they are kept in int8."""
+        return self._part(0, len(self))
+
+    def _part(self, first: int, last: int) -> torch.Tensor:
         if not self._int8:
-            return self._records.field(0)
-        return self._records.field(1).to(torch.float32) * self._records.field(0).to(torch.float32)
+            return self._records.part(0, first, last)
+        scales, rows = (self._records.part(each, first, last) for each in (0, 1))
+        return rows.to(torch.float32) * scales.to(torch.float32)
 
 
 def to_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,6 @@ from worker_service.selection.screen import (
     AttentionShape,
     Guess,
     TokenRows,
-    grouped_products,
     to_logits,
 )
 
@@ -50,6 +49,5 @@ class LowRankScreen:
         self._kept.extend(mapped.to(rows.keys.dtype))
 
     def scores(self, guess: Guess) -> torch.Tensor:
-        kept = self._kept.all()
-        queries = by_kv_head(guess.queries.float(), self._query_maps).to(kept.dtype)
-        return to_logits(grouped_products(queries, kept), self._shape)
+        queries = by_kv_head(guess.queries.float(), self._query_maps)
+        return to_logits(self._kept.products(queries), self._shape)

@@ -15,7 +15,6 @@ from worker_service.selection.screen import (
     AttentionShape,
     Guess,
     TokenRows,
-    grouped_products,
     to_logits,
 )
 
@@ -70,6 +69,4 @@ class MapleScreen:
         self._kept.extend(self._weights.keys(rows.inputs).to(rows.keys.dtype))
 
     def scores(self, guess: Guess) -> torch.Tensor:
-        kept = self._kept.all()
-        queries = self._weights.queries(guess.inputs).to(kept.dtype)
-        return to_logits(grouped_products(queries, kept), self._shape)
+        return to_logits(self._kept.products(self._weights.queries(guess.inputs)), self._shape)

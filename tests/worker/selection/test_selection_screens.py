@@ -24,6 +24,7 @@ from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, Res
 from splitpoint.residency.selecting import QUEST_TOKENS
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.checkpoint.config import DecoderConfig
+from worker_service.selection import kept_rows
 from worker_service.selection.artifacts import Artifacts, artifacts_path, encoded, load
 from worker_service.selection.choose import choose
 from worker_service.selection.columns import ColumnScreen
@@ -196,6 +197,19 @@ def test_screens_in_given_blocks_equal_those_in_memory_of_their_own(
         asked = guess_from(rows, last - 1)
         assert torch.equal(own.scores(asked), given.scores(asked))
     assert own.device_bytes == given.device_bytes
+
+
+def test_products_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of six rows, of which pieces of ten take parts."""
+    rows = random_rows(33)
+    for int8 in (False, True):
+        kept = KeptRows(int8=int8, records=Records(list(torch.zeros((9, 864), dtype=torch.uint8))))
+        kept.extend(rows.keys)
+        at_once = kept.products(rows.queries)
+        monkeypatch.setattr(kept_rows, "PIECE_ROWS", 10)
+        torch.testing.assert_close(kept.products(rows.queries), at_once)
+        monkeypatch.undo()
+        torch.testing.assert_close(at_once, grouped_products(rows.queries, kept.all()))
 
 
 def test_records_say_when_their_blocks_are_full() -> None:
