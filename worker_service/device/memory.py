@@ -381,6 +381,11 @@ def part_bytes(shape: ModelShape) -> int:
     return shape.query_head_count * 4 * (width + 2)
 
 
+def screen_bytes(shape: ModelShape) -> int:
+    """Return the bytes of K of one layer from which screens are built while tiles are attended."""
+    return shape.context_length * shape.kv_width * shape.data_type.size
+
+
 def _decoding_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
     """Return the bytes of the buffers for encoded chunks, and of decoding them."""
     if not layout.encoding.is_lossy:
@@ -443,6 +448,4 @@ def _streamed_bytes(
         max_batched_tokens * (2 * 4 * shape.query_head_count * keys + 4 * 5 * width)
         + 2 * keys * shape.kv_bytes_per_token_layer
     )
-    # K of one layer from which a selection's screen is built, before anything else is attended.
-    screen = shape.context_length * shape.kv_width * size
-    return max(decode + partials + screen, rebuild, embed, prefill)
+    return max(decode + partials + screen_bytes(shape), rebuild, embed, prefill)
