@@ -67,6 +67,21 @@ def test_the_kernel_equals_the_host(kernel: Any, width: int, dtype: torch.dtype)
         assert torch.equal(plane.target, wanted)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_gpu_gathers_like_the_host(is_pinned: bool) -> None:
+    """By the kernel from pinned memory, through pinned memory from any other."""
+    assert rooms.load_kernel() is not None
+    for count in (1, ROWS * 3 + 5, 2000):
+        plane, sources, targets = drawn(count, 64, torch.bfloat16, seed=count)
+        wanted = expected(plane, sources, targets)
+        source = plane.source.pin_memory() if is_pinned else plane.source
+        on_device = RowPlane(source, plane.target.cuda())
+        gather_rows([on_device], sources.cuda(), targets.cuda(), range(9))
+        assert torch.equal(on_device.target.cpu(), wanted)
+
+
 def test_without_triton_the_host_gathers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
