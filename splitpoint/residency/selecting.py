@@ -55,7 +55,11 @@ def wanted_rows(selection: Selection, stored_tokens: int) -> int:
 def selection_pages(
     shape: ModelShape, selection: Selection, stored_tokens: int, chunk_tokens: int
 ) -> SelectionPages:
-    """Return the pages for a request of whose tokens so many are in the store at last."""
+    """Return the pages for a request of whose tokens so many are in the store at last.
+
+    Records that are larger than a plane of a page could not be kept: their screens count as
+    large as the tokens, so that none selects.
+    """
     if not stored_tokens:
         return SelectionPages(0, 0)
     rows = chunks_of(wanted_rows(selection, stored_tokens), chunk_tokens)
@@ -66,7 +70,7 @@ def selection_pages(
     plane = chunk_tokens * shape.kv_width * shape.data_type.size
     in_plane = plane // size
     if not in_plane:
-        raise ValueError(f"{size} bytes for {tokens} tokens do not fit a page of {plane}")
+        return SelectionPages(rows, chunks_of(stored_tokens, chunk_tokens))
     return SelectionPages(rows, chunks_of(chunks_of(stored_tokens, tokens), 2 * in_plane))
 
 

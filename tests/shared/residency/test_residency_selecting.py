@@ -11,6 +11,7 @@ from splitpoint.costs.profile import Profile
 from splitpoint.residency.selecting import (
     SelectionPages,
     kept_record,
+    pages_at_last,
     predict_step,
     selection_pages,
     wanted_rows,
@@ -66,6 +67,14 @@ def test_pages_hold_what_the_bytes_say() -> None:
     window = Selection.parsed("window:0.1")
     assert selection_pages(SHAPE, window, 4096, 64) == SelectionPages(rows=7, screens=0)
     assert selection_pages(SHAPE, window, 0, 64).count == 0
+
+
+def test_records_larger_than_a_page_are_not_kept() -> None:
+    """Bounds of 16 tokens are as large as two rows of K: pages of one token cannot hold them."""
+    quest = Selection.parsed("quest:0.1")
+    assert pages_at_last(SHAPE, quest, 100, 1) == SelectionPages(0, 0)
+    assert "rows and screens take" in why_not_selected(SHAPE, quest, 99, 1)
+    assert pages_at_last(SHAPE, quest, 100, 2).count
 
 
 def test_pages_suffice_for_any_sizes() -> None:
