@@ -323,6 +323,8 @@ def _needs(
             staging_pages,
             draft_tokens,
             attention_parts,
+            # Without a store nothing is streamed, and nothing selects.
+            screen_bytes(shape) if has_store else 0,
         )
         + input_bytes
     )
@@ -423,8 +425,12 @@ def _streamed_bytes(
     staging_pages: int,
     draft_tokens: int,
     attention_parts: int,
+    screens: int,
 ) -> int:
-    """Return the peak bytes of a streamed step: of its largest tile, or of building a screen."""
+    """Return the peak bytes of rebuilding and attending the largest tile of a streamed step.
+
+    `screens`: what is collected meanwhile.
+    """
     size, width, chunk = shape.data_type.size, shape.query_width, layout.chunk_tokens
     tile_pages = largest_tile(staging_pages)
     rows = tile_pages * chunk
@@ -448,4 +454,4 @@ def _streamed_bytes(
         max_batched_tokens * (2 * 4 * shape.query_head_count * keys + 4 * 5 * width)
         + 2 * keys * shape.kv_bytes_per_token_layer
     )
-    return max(decode + partials + screen_bytes(shape), rebuild, embed, prefill)
+    return max(decode + partials + screens, rebuild + screens, embed, prefill)
