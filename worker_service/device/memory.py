@@ -323,8 +323,6 @@ def _needs(
             staging_pages,
             draft_tokens,
             attention_parts,
-            # Without a store nothing is streamed, and nothing selects.
-            screen_bytes(shape) if has_store else 0,
         )
         + input_bytes
     )
@@ -383,11 +381,6 @@ def part_bytes(shape: ModelShape) -> int:
     return shape.query_head_count * 4 * (width + 2)
 
 
-def screen_bytes(shape: ModelShape) -> int:
-    """Return the bytes of K of one layer from which screens are built while tiles are attended."""
-    return shape.context_length * shape.kv_width * shape.data_type.size
-
-
 def _decoding_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
     """Return the bytes of the buffers for encoded chunks, and of decoding them."""
     if not layout.encoding.is_lossy:
@@ -425,12 +418,8 @@ def _streamed_bytes(
     staging_pages: int,
     draft_tokens: int,
     attention_parts: int,
-    screens: int,
 ) -> int:
-    """Return the peak bytes of rebuilding and attending the largest tile of a streamed step.
-
-    `screens`: what is collected meanwhile.
-    """
+    """Return the peak bytes of rebuilding and attending the largest tile of a streamed step."""
     size, width, chunk = shape.data_type.size, shape.query_width, layout.chunk_tokens
     tile_pages = largest_tile(staging_pages)
     rows = tile_pages * chunk
@@ -454,4 +443,4 @@ def _streamed_bytes(
         max_batched_tokens * (2 * 4 * shape.query_head_count * keys + 4 * 5 * width)
         + 2 * keys * shape.kv_bytes_per_token_layer
     )
-    return max(decode + partials + screens, rebuild + screens, embed, prefill)
+    return max(decode + partials, rebuild, embed, prefill)
