@@ -10,7 +10,6 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -56,8 +55,8 @@ from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.shared_split import SharedSplit
 from worker_service.pipeline.staging import Staging
+from worker_service.retrieval.screen_source import ScreenSource
 from worker_service.retrieval.selector import ScreensOf, Selector
-from worker_service.selection.screens import Screens
 from worker_service.store.client import Match
 from worker_service.store.verifier import Verifier
 from worker_service.store.write_back import ChunksStored, Flushed, StoreLimitReached, WriteFailed
@@ -112,7 +111,7 @@ class Engine:
         self.tile_pages = largest_tile(self.memory_plan.staging_pages)
         self.last_step: StepTimes | None = None
         self._observers = Observers()
-        selector = self._selector(screens_of or partial(Screens, model.config))
+        selector = self._selector(screens_of or ScreenSource(model.config, {}).screens)
         self.page_manager = PageManager(cache, shares_prefixes=shares_prefixes, selector=selector)
         self.queues = SequenceQueues(cache, self.page_manager, tokenizer, max_batch_size)
         self.restorer = Restorer(
@@ -160,6 +159,7 @@ class Engine:
             self.lanes,
             screens_of,
             lambda: None if observers.costs is None else observers.costs.profile,
+            can_draft=model.is_resident,
         )
 
     # -- the loop ---------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.errors import FailedPrecondition, SplitpointError
+from splitpoint.errors import FailedPrecondition, InvalidArgument, SplitpointError
 from splitpoint.selection import SERVED_METHODS, Selection, SelectionMethod
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.selection.artifacts import Artifacts, artifacts_path, load
@@ -71,6 +71,15 @@ class ScreenSource:
         if selection.method not in self.columns:
             raise FailedPrecondition(
                 f"the worker has no artefacts of {selection.method}", reason="NO_ARTIFACTS"
+            )
+        trained = self.columns[selection.method]
+        kept = selection.kept_columns(self._config.shape.head_dim)
+        if trained and kept != trained:
+            # Pages are counted by what the selection says.
+            raise InvalidArgument(
+                f"selection: columns is {kept}, but the worker's artefacts of {selection.method} "
+                f"were trained for {trained}",
+                field="selection.columns",
             )
         return Screens(self._config, selection, self._artifacts.get(selection.method))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from splitpoint.costs.profile import Profile
+from splitpoint.errors import SplitpointError
 from splitpoint.residency.selecting import SelectionPages, pages_at_last, why_not_selected
 from splitpoint.selection import Selection
 from splitpoint.shapes import ModelShape, chunks_of
@@ -15,7 +16,7 @@ from worker_service.lanes.lanes import Lanes
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.selection.screens import Screens
 
-# The screens of a selection on the worker's model; raises SplitpointError without artefacts.
+# The screens of a selection on the worker's model; raises SplitpointError if it cannot make them.
 ScreensOf = Callable[[Selection], Screens]
 NO_PAGES = SelectionPages(0, 0)
 
@@ -51,11 +52,14 @@ class Selector:
         lanes: Lanes,
         screens_of: ScreensOf,
         profile: Callable[[], Profile | None],
+        *,
+        can_draft: bool,
     ) -> None:
         """
         Args:
             shape: of the model as it is served, in the cache's data type.
             profile: gives the present costs; None: they are unknown.
+            can_draft: whether the model can draft for itself: no weights come from the host.
         """
         self._config = config
         self._shape = shape
@@ -63,7 +67,7 @@ class Selector:
         self._lanes = lanes
         self._screens_of = screens_of
         self._profile = profile
-        self._screens: dict[Selection, Screens] = {}
+        self._can_draft = can_draft
 
     def plan(self, selection: Selection, final_tokens: int, *, is_streamed: bool) -> SelectionPlan:
         """Return what a request of so many tokens at last gets, by the present costs."""
@@ -71,6 +75,14 @@ class Selector:
             return EXACT
         if not is_streamed:
             return SelectionPlan(off_reason="the cache is on the device")
+        if selection.verify and not self._can_draft:
+            return SelectionPlan(
+                off_reason="weights come from the host: the model cannot draft for itself"
+            )
+        try:
+            self._screens_of(selection)
+        except SplitpointError as error:
+            return SelectionPlan(off_reason=error.message)
         layout = self._cache.layout
         chunk = layout.chunk_tokens
         off_reason = why_not_selected(
@@ -92,10 +104,8 @@ class Selector:
         self, selection: Selection, plan: SelectionPlan, pages: Sequence[int], final_tokens: int
     ) -> SequenceReads:
         """Return what one sequence reads with, in the pages that its plan counts."""
-        if selection not in self._screens:
-            self._screens[selection] = self._screens_of(selection)
         return SequenceReads(
-            self._screens[selection],
+            self._screens_of(selection),
             self._config,
             self._cache,
             self._lanes,

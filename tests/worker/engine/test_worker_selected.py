@@ -178,6 +178,24 @@ def test_a_resident_cache_is_read_whole(llama: Case, lanes: Lanes) -> None:
     assert notes.usages == {}
 
 
+@pytest.mark.parametrize("text", ["infinigen:0.3", "ranked:0.3"])
+def test_a_selection_without_artefacts_reads_everything_and_says_so(
+    llama: Case, lanes: Lanes, text: str
+) -> None:
+    engine = llama.engine(lanes)
+    notes = Notes(llama, engine)
+    requests = [
+        streamed("1", llama.prompts[1], GREEDY),
+        streamed("2", llama.prompts[2], GREEDY, selection=Selection.parsed(text)),
+    ]
+    transcript = llama.runner.run(engine, requests)
+    llama.check(transcript)
+    check_left(engine)
+    assert transcript.finishes["1"].selection_off_reason == ""
+    assert "no artefacts" in transcript.finishes["2"].selection_off_reason
+    assert notes.usages == {}
+
+
 def test_a_model_with_windows_everywhere_is_read_whole(lanes: Lanes, tmp_path: Path) -> None:
     for case in make_case("mistral", tmp_path):
         engine = case.engine(lanes)
@@ -258,7 +276,10 @@ def test_what_a_selection_computed_is_no_other_requests_prefix(llama: Case, lane
 def test_layers_whose_weights_are_on_the_host_choose_when_they_begin(
     lanes: Lanes, tmp_path: Path
 ) -> None:
-    """W_Q of the next layer is not there yet: its tokens cannot be chosen before it."""
+    """W_Q of the next layer is not there yet: its tokens cannot be chosen before it.
+
+    Nor does the model draft for itself, so that a lossless selection is off.
+    """
     for case in make_case("llama", tmp_path):
         layers = case.model.shape.layer_count
         on_host = OnHost(spread(layers, layers), False, False)
@@ -269,6 +290,10 @@ def test_layers_whose_weights_are_on_the_host_choose_when_they_begin(
         notes = Notes(hosted, engine)
         hosted.check(hosted.runner.run(engine, requests_of(hosted, WHOLE)))
         assert len(notes.usages["2"]) == 7
+        check_left(engine)
+        lossless = streamed("2", case.prompts[2], GREEDY, selection=replace(SOME, verify=True))
+        (finish,) = hosted.runner.run(engine, [lossless]).finishes.values()
+        assert "cannot draft" in finish.selection_off_reason
         check_left(engine)
 
 

@@ -63,7 +63,13 @@ def worker_of(rng: random.Random) -> tuple[PageManager, WorkerFacts]:
     cache = DeviceCache(layout, plan, CPU)
     profile = rng.choice(PROFILES)
     selector = Selector(
-        CONFIG, SHAPE, cache, SerialLanes(CPU), partial(Screens, CONFIG), lambda: profile
+        CONFIG,
+        SHAPE,
+        cache,
+        SerialLanes(CPU),
+        partial(Screens, CONFIG),
+        lambda: profile,
+        can_draft=True,
     )
     facts = WorkerFacts(
         worker_id="0",
