@@ -8,11 +8,13 @@ everything: from the keys that pass, and the newest queries, the screens are bui
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from splitpoint.observe.logs import for_request
 from splitpoint.selection import SelectionUsage
 from worker_service.device.upload import Upload
 from worker_service.engine.sequence import Segment, Sequence
@@ -24,6 +26,8 @@ from worker_service.pipeline.tiles import Tile
 from worker_service.retrieval.ahead import RowReader, RowsAhead
 from worker_service.retrieval.sequence_reads import OBSERVED_QUERIES, SequenceReads
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +117,11 @@ class SelectedStep:
         row = 0
         for number, sequence in enumerate(decodes):
             reads, end = sequence.reads, row + 1 + len(sequence.drafts)
+            if reads is not None and reads.is_built and not _is_current(sequence, reads):
+                with for_request(sequence.admission.request_id):
+                    log.error("its screens are of other chunks than it has stored")
+                reads.drop()
             if reads is not None and reads.is_built:
-                _check(sequence, reads)
                 if sequence.selects:
                     readers.append(Reader(row, sequence.computed, reads, number, sequence))
             elif reads is not None:
@@ -211,8 +218,7 @@ class LayerBuilds:
                 collected[index].copy_(keys[place].transpose(0, 1))
 
 
-def _check(sequence: Sequence, reads: SequenceReads) -> None:
-    """Raise RuntimeError unless the screens are of the tokens that the sequence has stored."""
+def _is_current(sequence: Sequence, reads: SequenceReads) -> bool:
+    """Return True if the screens are of the tokens that the sequence has stored."""
     stored = sequence.stored_range
-    if reads.chunks != sequence.stored[stored.start : stored.stop]:
-        raise RuntimeError("a sequence's screens are of other chunks than it has stored")
+    return reads.chunks == sequence.stored[stored.start : stored.stop]

@@ -102,6 +102,22 @@ def test_a_front_that_is_given_up_builds_the_screens_again(llama: Case, lanes: L
     assert len(counts) == NEW - 2
 
 
+def test_screens_of_other_chunks_are_built_again(
+    llama: Case, lanes: Lanes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They must never be: were they, one request reads everything for a step, and none ends."""
+    engine = llama.engine(lanes)
+
+    def confuse(sequence: Sequence) -> None:
+        assert sequence.reads is not None
+        sequence.reads.chunks.reverse()
+
+    transcript, notes = run_with(llama, engine, confuse)
+    llama.check(transcript)
+    assert len(notes.usages["2"]) == NEW - 2
+    assert "other chunks" in caplog.text
+
+
 def test_a_store_that_went_away_costs_a_new_start(llama: Case, lanes: Lanes) -> None:
     engine = llama.engine(lanes)
     lost = FailedPrecondition("the KV store session changed", reason="STORE_LOST")
