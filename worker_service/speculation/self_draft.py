@@ -105,9 +105,17 @@ class SelfDrafter:
         ]
         growing = [draft for draft in drafts if draft.wants_more]
         if growing:
-            while growing:
-                self._draft_one(growing)
-                growing = [draft for draft in growing if draft.wants_more]
+            try:
+                while growing:
+                    self._draft_one(growing)
+                    growing = [draft for draft in growing if draft.wants_more]
+            except BaseException:
+                # Rows that were to come may be missing: no step may attend them.
+                self._lanes.finish_after_error()
+                for draft in drafts:
+                    if draft.reads is not None:
+                        draft.reads.drop()
+                raise
             count_drafts(self._lanes, started, drafts)
         return [draft.tokens for draft in drafts]
 

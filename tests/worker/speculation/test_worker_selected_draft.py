@@ -215,3 +215,27 @@ def test_screens_that_are_lost_are_built_again(case: Case) -> None:
     assert troubles == 2
     assert [texts[str(index)] for index in range(len(LENGTHS))] == list(case.wanted)
     assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
+
+
+def test_an_error_while_drafting_leaves_no_row(
+    case: Case, lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows may be missing that were to come: the next step reads everything, and builds anew."""
+    engine = drafting_engine(case, 1, lanes)
+    sequence, reads = decoding(case, engine, SOME)
+    done = sequence.generated_count
+    texts = []
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the device is broken")
+
+    with monkeypatch.context() as broken, torch.inference_mode():
+        broken.setattr(case.model, "logits", fail)
+        with pytest.raises(RuntimeError, match="broken"):
+            SelfDrafter(case.model, engine.cache, lanes).propose([(sequence, 4)])
+    assert not reads.is_built
+    assert not lanes.finish()
+    while not engine.is_idle:
+        texts += [event.choice.token_id for event in case.runner.step(engine).tokens]
+    assert reads.chunks == []
+    assert texts == list(case.wanted[2][done:])
