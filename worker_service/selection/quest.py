@@ -43,12 +43,12 @@ class QuestScreen:
             low, high = self._bounds.newest()
             torch.minimum(low, keys[:room].amin(0), out=low)
             torch.maximum(high, keys[:room].amax(0), out=high)
-        if room < len(keys):
-            pages = torch.split(keys[room:], QUEST_TOKENS)
-            self._bounds.append(
-                torch.stack([page.amin(0) for page in pages]),
-                torch.stack([page.amax(0) for page in pages]),
-            )
+        whole = (len(keys) - room) // QUEST_TOKENS
+        last = room + whole * QUEST_TOKENS
+        pages = keys[room:last].view(whole, QUEST_TOKENS, *keys.shape[1:])
+        for each in (pages, keys[last:].unsqueeze(0)):
+            if each.numel():
+                self._bounds.append(each.amin(1), each.amax(1))
         self._tokens += len(keys)
 
     def scores(self, guess: Guess) -> torch.Tensor:
