@@ -14,10 +14,9 @@ from worker_service.selection.screen import (
     AttentionShape,
     Guess,
     TokenRows,
+    in_pieces,
     to_logits,
 )
-
-_SUMMED_TOKENS = 1024
 
 
 class ColumnScreen:
@@ -50,10 +49,10 @@ class ColumnScreen:
         return self._kept.size_bytes
 
     def extend(self, rows: TokenRows) -> None:
-        keys = self._skewed(rows.keys)
         if self._columns is None:
-            self._columns = self._largest(self._skewed(rows.queries), keys)
-        self._kept.extend(_taken(keys, self._columns))
+            self._columns = self._largest(self._skewed(rows.queries), rows.keys)
+        for keys in in_pieces(rows.keys):
+            self._kept.extend(_taken(self._skewed(keys), self._columns))
 
     def scores(self, guess: Guess) -> torch.Tensor:
         if self._columns is None:
@@ -66,14 +65,16 @@ class ColumnScreen:
         return heads if self._skew is None else by_kv_head(heads, self._skew)
 
     def _largest(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of the columns to keep, ascending, `[n_kv, r]`."""
+        """Return the numbers of the columns to keep, ascending, `[n_kv, r]`.
+
+        `queries` are skewed already, `keys` are not.
+        """
         count, kv_heads, width = keys.shape
         of_queries = queries.view(len(queries), kv_heads, -1, width).float().abs().sum((0, 2))
         # Fewer queries than keys weigh as much as the keys.
         sums = of_queries * (count / len(queries))
-        # In pieces: all keys of a long context in fp32 would take much memory.
-        for first in range(0, count, _SUMMED_TOKENS):
-            sums += keys[first : first + _SUMMED_TOKENS].float().abs().sum(0)
+        for piece in in_pieces(keys):
+            sums += self._skewed(piece).float().abs().sum(0)
         return sums.topk(min(self._count, width), dim=-1).indices.sort(-1).values
 
 

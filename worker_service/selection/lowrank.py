@@ -14,6 +14,7 @@ from worker_service.selection.screen import (
     AttentionShape,
     Guess,
     TokenRows,
+    in_pieces,
     to_logits,
 )
 
@@ -45,8 +46,9 @@ class LowRankScreen:
         return self._kept.size_bytes
 
     def extend(self, rows: TokenRows) -> None:
-        mapped = by_kv_head(rows.keys.float(), self._key_maps)
-        self._kept.extend(mapped.to(rows.keys.dtype))
+        for keys in in_pieces(rows.keys):
+            mapped = by_kv_head(keys.float(), self._key_maps)
+            self._kept.extend(mapped.to(keys.dtype))
 
     def scores(self, guess: Guess) -> torch.Tensor:
         queries = by_kv_head(guess.queries.float(), self._query_maps)

@@ -13,6 +13,9 @@ import torch
 
 from worker_service.checkpoint.config import DecoderConfig
 
+# Tokens that a screen maps, widens or encodes at once: the keys of a long context are many.
+PIECE_TOKENS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -95,6 +98,11 @@ class LayerScreen(Protocol):
 
         Tokens behind a query's own position may have any score: `choose` drops them.
         """
+
+
+def in_pieces(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return views of keys `[T, n_kv, d]`, of at most PIECE_TOKENS tokens each."""
+    return torch.split(keys, PIECE_TOKENS)
 
 
 def to_logits(products: torch.Tensor, shape: AttentionShape) -> torch.Tensor:

@@ -25,6 +25,7 @@ from splitpoint.residency.selecting import QUEST_TOKENS
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.selection import kept_rows
+from worker_service.selection import screen as screens_of_one
 from worker_service.selection.artifacts import Artifacts, artifacts_path, encoded, load
 from worker_service.selection.choose import choose
 from worker_service.selection.columns import ColumnScreen
@@ -197,6 +198,28 @@ def test_screens_in_given_blocks_equal_those_in_memory_of_their_own(
         asked = guess_from(rows, last - 1)
         assert torch.equal(own.scores(asked), given.scores(asked))
     assert own.device_bytes == given.device_bytes
+
+
+@pytest.mark.parametrize("method", ["columns", "infinigen", "lowrank", "int8"])
+def test_long_prompts_are_taken_in_pieces(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same columns, and the same scores, as of all tokens at once."""
+    rows = random_rows(75)
+
+    def scores() -> torch.Tensor:
+        rotation = orthogonal(SHAPE.kv_heads, SHAPE.head_dim)
+        screen: LayerScreen = (
+            low_rank(SHAPE, 5, int8=False)
+            if method == "lowrank"
+            else ColumnScreen(
+                SHAPE, 5, int8=method == "int8", skew=rotation if method == "infinigen" else None
+            )
+        )
+        screen.extend(rows)
+        return screen.scores(guess_from(rows, 60))
+
+    at_once = scores()
+    monkeypatch.setattr(screens_of_one, "PIECE_TOKENS", 10)
+    torch.testing.assert_close(scores(), at_once)
 
 
 def test_products_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
