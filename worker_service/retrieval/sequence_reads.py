@@ -135,10 +135,8 @@ class SequenceReads:
     @property
     def counts(self) -> ReadCounts:
         """Sums since it was made; on a GPU this waits for the device."""
-        fetched = int(self._fetched)
-        return ReadCounts(
-            self._visible, self._read, int(self._wanted), fetched, fetched * self._row_bytes
-        )
+        wanted, fetched = torch.stack((self._wanted, self._fetched)).tolist()
+        return ReadCounts(self._visible, self._read, wanted, fetched, fetched * self._row_bytes)
 
     def new_counts(self) -> ReadCounts:
         """Return `counts` since the last call."""
@@ -208,7 +206,7 @@ class SequenceReads:
         screen = self._screens.layer(layer, self._blocks(layer))
         if screen is None:
             raise ValueError(f"layer {layer} reads everything")
-        observed = self._observed.pop(layer, None)
+        observed = self._observed.get(layer)
         if observed is None:
             raise ValueError(f"no query of layer {layer} was observed")
         if not self.chunks:
@@ -231,15 +229,16 @@ class SequenceReads:
     def drop(self) -> None:
         """Forget screens and rows: the next step must be exact, and builds them again.
 
-        Zeroes its pages, of which it must be the last user: what their next owner masks has to be
-        finite, and a screen's bytes may be anything. Call it before they are freed, too.
+        The queries that were observed stay, for the screens that follow. Zeroes its pages, of which
+        it must be the last user: what their next owner masks has to be finite, and a screen's bytes
+        may be anything. Call it before they are freed, too.
         """
-        pages = [*self._all_row_pages, *self._screen_pages]
+        pages = sent([*self._all_row_pages, *self._screen_pages], self._cache.device)
         for plane in (*self._cache.keys, *self._cache.values):
-            plane[pages] = 0
+            plane.index_fill_(0, pages, 0)
         self.row_pages, self.chunks = [], []
         self._tensors = None
-        self._built, self._caches, self._observed = {}, {}, {}
+        self._built, self._caches = {}, {}
 
     def forget_rows(self) -> None:
         """Hold no row any more: the next `begin` of each layer fetches all.

@@ -196,6 +196,21 @@ def test_dropped_pages_are_zero_and_it_can_be_built_anew(prefix: StoredPrefix) -
 
 
 @torch.inference_mode()
+def test_screens_are_built_anew_from_the_queries_observed_before(prefix: StoredPrefix) -> None:
+    """Those of the prompt come once."""
+    cache, lanes = cache_of(prefix), SerialLanes(CPU)
+    reads = reads_of(prefix, "columns:0.2,full_layers=0", cache, lanes)
+    step(prefix, reads, lanes, STORED - 1)
+    before = [reads.tokens(layer).sort(1).values for layer in reads.layers]
+    reads.drop()
+    for layer in reads.layers:
+        reads.build(layer, prefix.computed.keys[layer], prefix.tensors, prefix.chunks, 0)
+    step(prefix, reads, lanes, STORED - 1)
+    for layer, tokens in zip(reads.layers, before, strict=True):
+        assert torch.equal(reads.tokens(layer).sort(1).values, tokens)
+
+
+@torch.inference_mode()
 def test_layers_that_hide_tokens_or_are_full_take_no_part(prefix: StoredPrefix) -> None:
     """All rows in the pages are attended, so no window may hide any of them."""
     config = prefix.model.config
