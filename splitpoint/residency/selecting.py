@@ -4,21 +4,30 @@ Row pages hold the fetched rows of each layer and KV head; screen pages hold wha
 of every stored token. Both are ordinary pages of the cache: scheduler and worker count them by the
 same functions. Pure.
 
-A decode step that reads everything takes max(link, D) seconds, where D is the step's compute and
-the link carries K and V of all S stored tokens. With a selection the layers that select carry n
-rows instead, and score what the screens keep besides:
+A decode step that reads everything loads or rebuilds its S stored tokens by the request's split,
+and takes the seconds that `SplitCosts` predicts. With a selection the layers that select carry
+n rows instead, and score what the screens keep; the e exact ones read by the split as before:
 
-    max(link of the exact layers and of n rows, D + layers (kept bytes m + 2 n_q r S / v + o))
+    max(W + e A + (L - e) N + D / L,
+        F + D + e R + (L - e) (kept bytes m + 2 n_q r S / v + o))
 
-n is what a step wants at most: rows that are on the device already make the gain larger.
+A and R are seconds of the link and of rebuilding in an exact layer, N those of the link for n
+rows, W those for weights on the host, D the step's compute; F is A, or N without exact layers:
+nothing computes before the first layer has arrived. n is what a step wants at most: rows that are
+on the device already make the gain larger.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from splitpoint.costs.profile import Profile
+from splitpoint.planning.choices import NO_SPLIT
+from splitpoint.planning.schedule import Schedule
+from splitpoint.planning.split_costs import Scenario, SplitCosts
+from splitpoint.planning.split_line import SplitLine
+from splitpoint.planning.split_search import best_pipeline_options
 from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import Encoding, ModelShape, chunks_of
 from splitpoint.words import counted
@@ -107,23 +116,61 @@ class SelectedStep:
     selected_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class StepSplit:
+    """How the steps of a streamed sequence get what they read in full.
+
+    Attributes:
+        line: leading tokens rebuilt from X, by the sequence's length; all others are loaded.
+        schedule: ROW: their X is on the device.
+        resident_tokens: tokens whose K and V stay on the device.
+        staging_tokens: tokens that fit the staging memory; 0: no bound.
+    """
+
+    line: SplitLine = NO_SPLIT
+    schedule: Schedule = Schedule.PIPELINED
+    resident_tokens: int = 0
+    staging_tokens: int = 0
+
+
+LOADS_ALL = StepSplit()
+
+
 def predict_step(
-    shape: ModelShape, profile: Profile, selection: Selection, stored_tokens: int
+    shape: ModelShape,
+    profile: Profile,
+    selection: Selection,
+    stored_tokens: int,
+    split: StepSplit = LOADS_ALL,
+    chunk_tokens: int = 1,
 ) -> SelectedStep:
     """Predict both steps of one sequence; see the module."""
-    selecting = max(0, shape.layer_count - selection.exact_layers)
-    exact = shape.layer_count - selecting
-    row_bytes = shape.kv_bytes_per_token_layer / profile.link_bytes_per_second
-    of_all = profile.link_overhead_seconds + stored_tokens * row_bytes
-    wanted = wanted_rows(selection, stored_tokens)
-    of_rows = profile.link_overhead_seconds + wanted * row_bytes
-    compute = profile.step_compute_seconds
-    return SelectedStep(
-        max(shape.layer_count * of_all, compute),
-        max(
-            exact * of_all + selecting * of_rows,
-            compute + selecting * _screen_seconds(shape, profile, selection, stored_tokens),
+    costs = SplitCosts.of(shape, profile)
+    staging = split.staging_tokens
+    options = replace(
+        best_pipeline_options(
+            costs, stored_tokens, split.schedule, chunk_tokens=chunk_tokens, staging_tokens=staging
         ),
+        scenario=Scenario.DECODE_STEP,
+        compute_seconds=profile.step_compute_seconds,
+        ahead=min(1.0, staging / stored_tokens) if staging else 1.0,
+    )
+    pulled = max(0, stored_tokens - split.resident_tokens)
+    rebuilt = max(0, split.line.at(stored_tokens, chunk_tokens) - split.resident_tokens)
+    sends, tile, layers = split.schedule is not Schedule.ROW, options.tile_tokens, shape.layer_count
+    # A step sends all weights on the host, those for rebuilding among them.
+    caches = replace(costs, kv_weights=0.0)
+    of_all = caches.link_seconds(rebuilt, pulled, tile, sends=sends) / layers
+    rebuilding = costs.rebuild_seconds(rebuilt, tile) / layers
+    of_rows = costs.copy_overhead + wanted_rows(selection, pulled) * costs.load
+    exact = min(selection.exact_layers, layers)
+    selecting, compute = layers - exact, profile.step_compute_seconds
+    linked = profile.weight_seconds + exact * of_all + selecting * of_rows
+    scored = selecting * _screen_seconds(shape, profile, selection, pulled)
+    first = of_all if exact else of_rows
+    return SelectedStep(
+        costs.seconds(rebuilt, pulled, options),
+        max(linked + compute / layers, first + compute + exact * rebuilding + scored),
     )
 
 
@@ -135,12 +182,14 @@ def why_not_selected(
     *,
     profile: Profile | None = None,
     encoding: Encoding = Encoding.NATIVE,
+    split: StepSplit = LOADS_ALL,
 ) -> str:
     """Return why a streamed request had better read everything; empty if it should select.
 
     Args:
         stored_tokens: of the request, that are in the store alone.
         profile: None: costs are unknown, and memory alone decides.
+        split: by which the request would read everything.
     """
     if selection.reads_all:
         return f"{selection} reads every token"
@@ -157,14 +206,9 @@ def why_not_selected(
         )
     if profile is None:
         return ""
-    step = predict_step(shape, profile, selection, stored_tokens)
+    step = predict_step(shape, profile, selection, stored_tokens, split, chunk_tokens)
     if step.selected_seconds < step.full_seconds:
         return ""
-    if step.full_seconds <= profile.step_compute_seconds:
-        return (
-            f"a step computes for {profile.step_compute_seconds * 1e3:.3g} ms, and its "
-            f"{stored_tokens:,} stored tokens cross the link in less"
-        )
     return (
         f"a step is predicted to take {step.selected_seconds * 1e3:.3g} ms with it, "
         f"{step.full_seconds * 1e3:.3g} ms if it reads all {stored_tokens:,} stored tokens"

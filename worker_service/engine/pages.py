@@ -17,6 +17,8 @@ from typing import Protocol
 
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
+from splitpoint.planning.split_line import SplitLine
+from splitpoint.residency.selecting import StepSplit
 from splitpoint.selection import Selection
 from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
@@ -32,7 +34,7 @@ class Selects(Protocol):
     """What a PageManager needs of a `Selector`, whose methods these are."""
 
     def plan(
-        self, selection: Selection, final_tokens: int, *, is_streamed: bool
+        self, selection: Selection, final_tokens: int, split: StepSplit, *, is_streamed: bool
     ) -> SelectionPlan: ...
 
     def reads(
@@ -371,12 +373,24 @@ class PageManager:
         plan = self._selector.plan(
             admission.selection,
             admission.final_tokens,
+            self._step_split(admission),
             is_streamed=admission.residency is Residency.STREAMED,
         )
         most = self._cache.plan.page_count - self._exact_claim(admission)
         if plan.is_on and plan.pages.count > most:
             return SelectionPlan(off_reason="rows and screens would not fit the device")
         return plan
+
+    def _step_split(self, admission: Admission) -> StepSplit:
+        """Return how the steps of a streamed request read everything."""
+        line, plan, chunk = admission.split_line, self._cache.plan, self._chunk_tokens
+        kept = self.kept_chunks(admission) + plan.window_page_count
+        return StepSplit(
+            SplitLine.fixed(admission.split_tokens) if line is None else line,
+            admission.schedule,
+            kept * chunk,
+            plan.staging_pages * chunk,
+        )
 
     def _free_selection(self, sequence: Sequence) -> None:
         """Free what a selection used, which `drop` zeroes: see `clear_unwritten`."""

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import SplitpointError
-from splitpoint.residency.selecting import SelectionPages, pages_at_last, why_not_selected
+from splitpoint.residency.selecting import (
+    SelectionPages,
+    StepSplit,
+    pages_at_last,
+    why_not_selected,
+)
 from splitpoint.selection import Selection
 from splitpoint.shapes import ModelShape, chunks_of
 from worker_service.checkpoint.config import DecoderConfig
@@ -69,8 +74,13 @@ class Selector:
         self._profile = profile
         self._can_draft = can_draft
 
-    def plan(self, selection: Selection, final_tokens: int, *, is_streamed: bool) -> SelectionPlan:
-        """Return what a request of so many tokens at last gets, by the present costs."""
+    def plan(
+        self, selection: Selection, final_tokens: int, split: StepSplit, *, is_streamed: bool
+    ) -> SelectionPlan:
+        """Return what a request of so many tokens at last gets, by the present costs.
+
+        `split`: by which its steps would read everything.
+        """
         if selection.is_full:
             return EXACT
         if not is_streamed:
@@ -92,6 +102,7 @@ class Selector:
             chunk,
             profile=self._profile(),
             encoding=layout.encoding,
+            split=split,
         )
         windows = self._config.windows[selection.exact_layers :]
         if not off_reason and all(each is not None and each < final_tokens for each in windows):

@@ -8,8 +8,13 @@ from dataclasses import replace
 import pytest
 
 from splitpoint.costs.profile import Profile
+from splitpoint.planning.plan import PlanInput, Residency
+from splitpoint.planning.planner import plan_request
+from splitpoint.planning.schedule import Schedule
+from splitpoint.planning.split_line import SplitLine
 from splitpoint.residency.selecting import (
     SelectionPages,
+    StepSplit,
     kept_record,
     pages_at_last,
     predict_step,
@@ -99,11 +104,11 @@ def test_pages_suffice_for_any_sizes() -> None:
 def test_it_gains_where_the_link_is_the_limit() -> None:
     columns = Selection.parsed("columns:0.1")
     step = predict_step(SHAPE, PROFILE, columns, 4096)
-    # K and V of 4,096 tokens in 16 layers at 1 GB/s.
-    assert step.full_seconds == pytest.approx(16 * (1e-5 + 4096 * 1024 / 1e9))
+    # K and V of 4,096 tokens in 16 layers at 1 GB/s; the last layer computes behind them.
+    assert step.full_seconds == pytest.approx(16 * (1e-5 + 4096 * 1024 / 1e9) + 0.005 / 16)
     # Two whole layers and fourteen of 410 rows.
     linked = 16 * 1e-5 + (2 * 4096 + 14 * 410) * 1024 / 1e9
-    assert step.selected_seconds == pytest.approx(linked)
+    assert step.selected_seconds == pytest.approx(linked + 0.005 / 16)
     assert why_not_selected(SHAPE, columns, 4096, 64, profile=PROFILE) == ""
     assert why_not_selected(SHAPE, columns, 4096, 64) == ""
 
@@ -117,7 +122,7 @@ def test_it_gains_where_the_link_is_the_limit() -> None:
         ("columns:0.1", 64, None, Encoding.NATIVE, "rows and screens take 2 pages, all of its 64"),
         ("columns:0.9", 4096, None, Encoding.NATIVE, "rows and screens take 68 pages"),
         ("columns:budget_tokens=5000", 4096, None, Encoding.NATIVE, "rows and screens take 74"),
-        ("columns:0.1", 4096, replace(PROFILE, link_bytes_per_second=1e13), None, "a step comp"),
+        ("columns:0.1", 4096, replace(PROFILE, link_bytes_per_second=1e13), None, "a step is"),
         (
             *("columns:0.8,full_layers=8", 4096, replace(PROFILE, memory_seconds_per_byte=1e-6)),
             *(None, "a step is predicted"),
@@ -136,3 +141,60 @@ def test_it_says_why_it_does_not_gain(
         encoding=encoding or Encoding.NATIVE,
     )
     assert said.startswith(reason)
+
+
+def test_the_exact_step_is_the_planned_one() -> None:
+    """Drawn requests: its seconds are those that the planner gives to its own split."""
+    rng = random.Random(3)
+    columns = Selection.parsed("columns:0.1")
+    rebuilding = 0
+    for _ in range(100):
+        profile = replace(
+            PROFILE,
+            link_bytes_per_second=10 ** rng.uniform(7.5, 10),
+            rebuild_flops_per_second=10 ** rng.uniform(10, 13),
+            step_compute_seconds=rng.choice([0.001, 0.02]),
+            host_weight_bytes=rng.choice([0, 10**7]),
+            host_kv_weight_bytes=rng.choice([0, 10**5]),
+        )
+        tokens, kept = rng.randint(10, 60) * 64, rng.randint(0, 9) * 64
+        # More KV heads: X is smaller than K and V.
+        shape = replace(SHAPE, kv_head_count=rng.choice([2, 8]))
+        request = PlanInput(
+            cached_tokens=tokens - 1,
+            new_tokens=1,
+            has_activations=rng.random() < 0.8,
+            schedule=Schedule.PIPELINED,
+            residency=Residency.STREAMED,
+            chunk_tokens=64,
+            staging_tokens=rng.choice([0, 512]),
+            spare_bytes=kept * shape.kv_bytes_per_token,
+        )
+        plan = plan_request(shape, profile, request)
+        line = SplitLine(plan.split_slope, plan.split_intercept, plan.split_cap)
+        split = StepSplit(line, plan.schedule, plan.resident_tokens, request.staging_tokens)
+        step = predict_step(shape, profile, columns, tokens, split, 64)
+        assert step.full_seconds == pytest.approx(plan.predicted_step_seconds, rel=1e-6)
+        rebuilding += line.at(tokens, 64) > kept
+    assert 20 < rebuilding < 80
+
+
+def test_it_does_not_gain_where_rebuilding_is_faster() -> None:
+    """A slow link and a fast device: half of each layer's K and V is worth less than its X."""
+    shape = replace(SHAPE, kv_head_count=8)
+    profile = replace(PROFILE, link_bytes_per_second=5e7, rebuild_flops_per_second=1e13)
+    half = Selection.parsed("columns:0.6")
+    rebuilt = StepSplit(SplitLine.fixed(4096))
+    assert why_not_selected(shape, half, 4096, 64, profile=profile) == ""
+    said = why_not_selected(shape, half, 4096, 64, profile=profile, split=rebuilt)
+    assert said.startswith("a step is predicted to take")
+    tenth = Selection.parsed("columns:0.1")
+    assert why_not_selected(shape, tenth, 4096, 64, profile=profile, split=rebuilt) == ""
+
+
+def test_weights_on_the_host_cross_the_link_in_both_steps() -> None:
+    columns = Selection.parsed("columns:0.1")
+    weights = replace(PROFILE, host_weight_bytes=10**8)
+    step, loaded = (predict_step(SHAPE, each, columns, 4096) for each in (weights, PROFILE))
+    assert step.full_seconds == pytest.approx(loaded.full_seconds + 0.1)
+    assert step.selected_seconds == pytest.approx(loaded.selected_seconds + 0.1)

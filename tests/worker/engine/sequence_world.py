@@ -26,7 +26,7 @@ from splitpoint.errors import (
 )
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
-from splitpoint.residency.selecting import SelectionPages
+from splitpoint.residency.selecting import LOADS_ALL, SelectionPages, StepSplit
 from splitpoint.selection import FULL, Selection
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, chunks_of
 from worker_service.device.cache import DeviceCache
@@ -119,7 +119,9 @@ class Chooses:
         self.log: Counter[str] = Counter()
         self._cache = cache
 
-    def plan(self, selection: Selection, final_tokens: int, *, is_streamed: bool) -> SelectionPlan:
+    def plan(
+        self, selection: Selection, final_tokens: int, _: StepSplit, *, is_streamed: bool
+    ) -> SelectionPlan:
         if selection.is_full or not is_streamed or not final_tokens % 3:
             return EXACT
         return SelectionPlan(SelectionPages(1 + final_tokens % 2, final_tokens % 3))
@@ -128,7 +130,7 @@ class Chooses:
         assert (
             len(pages)
             == plan.pages.count
-            == self.plan(SELECTING, final_tokens, is_streamed=True).pages.count
+            == self.plan(SELECTING, final_tokens, LOADS_ALL, is_streamed=True).pages.count
         )
         return Reads(self._cache, pages, self.log)
 
