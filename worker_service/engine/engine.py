@@ -438,8 +438,7 @@ class Engine:
     def _measure(self, result: StepResult) -> None:
         """Report the step, and let the costs learn from it."""
         batch, spans, costs = result.batch, result.spans, self._observers.costs
-        # Those that read by selection take another time.
-        only_decodes = not batch.prefills and not batch.selected.readers
+        only_decodes = not batch.prefills and not batch.selected.takes_part
         predicted = None
         if costs is not None and batch.streamed is not None and only_decodes:
             predicted = costs.step_seconds(batch.streamed.traffic())
@@ -447,7 +446,12 @@ class Engine:
         if self._observers.trace is not None:
             self._observers.trace.extend(spans)
         if costs is not None and batch.streamed is not None:
-            costs.stepped(times, spans, only_decodes=only_decodes)
+            costs.stepped(
+                times,
+                spans,
+                only_decodes=only_decodes,
+                drafting_seconds=self._drafting_seconds,
+            )
         elif costs is not None:
             costs.computed(result.compute_spans)
         self.last_step = times

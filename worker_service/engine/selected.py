@@ -143,6 +143,11 @@ class SelectedStep:
             row = end
         return cls(readers, builds, observed, upload)
 
+    @property
+    def takes_part(self) -> bool:
+        """True if the step reads by selection or builds screens: it takes another time."""
+        return bool(self.readers or self._builds)
+
     def selecting(self, layer: int) -> frozenset[int]:
         """Return the numbers of the decoding sequences that read by selection in a layer."""
         return frozenset(each.number for each in self.readers if each.reads.selects(layer))

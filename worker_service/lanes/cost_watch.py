@@ -60,14 +60,29 @@ class CostWatch:
         beside = max(seconds - busy, _LEAST_SECONDS)
         self._tracker.restore.observe([Observation(len(listed), beside)])
 
-    def stepped(self, times: StepTimes, spans: Iterable[Span], *, only_decodes: bool) -> None:
-        """Learn from a streamed step; only one without prefills shows a decode step's compute."""
+    def stepped(
+        self,
+        times: StepTimes,
+        spans: Iterable[Span],
+        *,
+        only_decodes: bool,
+        drafting_seconds: float = 0.0,
+    ) -> None:
+        """Learn from a streamed step.
+
+        Args:
+            only_decodes: it shows a decode step's compute: it has no prefill, reads nothing by
+                selection and builds no screen.
+            drafting_seconds: of the step, in which its drafts were made, and rows fetched for them.
+        """
         listed = list(spans)
         self._observe(listed)
         if only_decodes:
             rebuilding = sum(span.seconds for span in listed if span.name in REBUILDING)
+            for_drafts = sum(span.seconds for span in listed if span.name == FETCHING_ROWS)
             self._tracker.step_compute.observe(times.compute_busy - rebuilding)
-            self._beyond.observe(max(0.0, times.seconds - max(times.link_busy, times.compute_busy)))
+            busy = max(times.link_busy - for_drafts, times.compute_busy)
+            self._beyond.observe(max(0.0, times.seconds - drafting_seconds - busy))
 
     def changed_profile(self) -> Profile | None:
         """Return the profile if it changed enough to be reported, else None."""

@@ -23,10 +23,10 @@ from splitpoint.shapes import ArenaLayout
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import RestoreEvent
 from worker_service.engine.sampling import Sampling
-from worker_service.lanes.cost_watch import CostWatch
+from worker_service.lanes.cost_watch import CostWatch, StepTraffic
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import EmulatedLink
-from worker_service.lanes.timeline import Span
+from worker_service.lanes.timeline import FETCHING_ROWS, Span, StepTimes
 from worker_service.model.decoder import Decoder
 
 CHUNK = 16
@@ -187,6 +187,17 @@ def test_a_prefill_that_waited_for_weights_says_nothing_of_the_device(host_bytes
     else:
         assert told is not None
         assert told.prefill_flops_per_second < PROFILE.prefill_flops_per_second / 10
+
+
+def test_drafts_do_not_count_as_the_step_that_verifies_them() -> None:
+    """Neither the seconds in which they were made, nor those of the rows fetched for them."""
+    watch = CostWatch(PROFILE)
+    spans = [
+        Span(Lane.LINK_IN, FETCHING_ROWS, 0.0, 0.5, amount=1.0),
+        Span(Lane.COMPUTE, "attend", 0.6, 0.8),
+    ]
+    watch.stepped(StepTimes.of(0.9, spans), spans, only_decodes=True, drafting_seconds=0.6)
+    assert watch.step_seconds(StepTraffic((), ())) == pytest.approx(0.3)
 
 
 def test_sequences_that_share_steps_are_planned_together(

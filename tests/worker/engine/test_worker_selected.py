@@ -12,6 +12,7 @@ from engine_runner import CPU, Transcript, admission
 from store_runner import streamed
 from test_worker_streamed import CHUNK, GREEDY, Case, make_case
 
+from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.planning.weight_placement import OnHost, spread
 from splitpoint.residency.selecting import SelectionPages, selection_pages, wanted_rows
@@ -295,6 +296,19 @@ def test_layers_whose_weights_are_on_the_host_choose_when_they_begin(
         (finish,) = hosted.runner.run(engine, [lossless]).finishes.values()
         assert "cannot draft" in finish.selection_off_reason
         check_left(engine)
+
+
+def test_steps_that_select_or_build_teach_nothing_of_exact_ones(llama: Case, lanes: Lanes) -> None:
+    engine = llama.engine(lanes)
+    # More than any step takes: whatever is learnt lowers it.
+    profile = replace(BUILT_IN_PROFILES["a100-pcie4"], step_compute_seconds=1e6)
+    engine.watch_costs(profile)
+    selecting = streamed("2", llama.prompts[2], GREEDY, selection=WHOLE)
+    llama.check(llama.runner.run(engine, [selecting]))
+    assert engine.profile.step_compute_seconds == 1e6
+    llama.check(llama.runner.run(engine, [replace(selecting, selection=Selection())]))
+    assert engine.profile.step_compute_seconds < 1e6
+    check_left(engine)
 
 
 def test_screens_of_many_sequences_are_built_in_turn(llama: Case, lanes: Lanes) -> None:
