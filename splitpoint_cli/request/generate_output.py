@@ -32,7 +32,7 @@ def summary(completion: Completion) -> str:
     steps = ""
     if plan is not None and completion.step_seconds is not None:
         # The plan's steps read every token.
-        exact = " without the selection" if usage.selection.step_count else ""
+        exact = " without the selection" if usage.selection.is_approximate else ""
         steps = (
             f"{seconds_text(completion.step_seconds)} a step "
             f"({seconds_text(plan.predicted_step_seconds)} predicted{exact}), "

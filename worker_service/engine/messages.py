@@ -117,8 +117,7 @@ class SelectionEvent:
 class FinishEvent:
     """The end of a request. `reason` is "stop", "length" or "cancelled", unless `error` is set.
 
-    `mean_step_seconds` is of the steps that decoded it while streamed, and read everything; None
-    if there were none.
+    `mean_step_seconds` is of the steps that decoded it while streamed; None if there were none.
     `selection_off_reason`: why decode steps read every token although the request selects, the
     latest reason; empty if none did.
     """

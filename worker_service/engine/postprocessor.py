@@ -76,9 +76,8 @@ class Postprocessor:
             self._page_manager.clear_spare_rows(sequence)
         # Also of requests that end here: this step is one of theirs.
         seconds = time.perf_counter() - batch.started
-        selecting = [reader.sequence for reader in batch.selected.readers]
         for sequence in batch.sequences[: batch.decode_count]:
-            if sequence.is_streamed and sequence not in selecting:
+            if sequence.is_streamed:
                 sequence.step_count += 1
                 sequence.step_seconds += seconds
         for sequence in batch.sequences:

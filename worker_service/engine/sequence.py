@@ -185,7 +185,7 @@ class Sequence:
     # Chunks that the store inspects before it is asked for the prefix again.
     suspects: Suspects | None = None
     losses: int = 0
-    # Steps that decoded it while it was streamed, and read everything.
+    # Steps that decoded it while it was streamed.
     step_count: int = 0
     step_seconds: float = 0.0
     _stored_end: int = field(default=0, init=False)

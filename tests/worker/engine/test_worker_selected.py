@@ -21,7 +21,7 @@ from splitpoint.shapes import ModelShape, chunks_of
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
-from worker_service.engine.sequence import Admission
+from worker_service.engine.sequence import Admission, Sequence
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.lanes.timeline import FETCHING_ROWS, Trace
@@ -167,6 +167,19 @@ def test_every_screen_reads_what_it_is_to_read(llama: Case, lanes: Lanes, text: 
         visible = 131 + step
         assert usage.visible_token_count == visible
         assert usage.read_token_count == visible - 8 * CHUNK + rows
+
+
+def test_the_mean_of_the_steps_is_of_all_of_them(llama: Case, lanes: Lanes) -> None:
+    """Also of the seven that select: they are what the answer took."""
+    engine = llama.engine(lanes)
+    running, found = engine.queues.running, dict[tuple[str, int], Sequence]()
+    llama.runner.after_step = lambda _: found.update({each.key: each for each in running})
+    transcript = llama.runner.run(engine, [streamed("2", llama.prompts[2], GREEDY, selection=SOME)])
+    (sequence,) = found.values()
+    # All of the prompt but its last token is cached.
+    assert sequence.step_count == len(transcript.tokens["2"]) == GREEDY.max_tokens
+    mean = sequence.step_seconds / sequence.step_count
+    assert transcript.finishes["2"].mean_step_seconds == mean
 
 
 def test_a_resident_cache_is_read_whole(llama: Case, lanes: Lanes) -> None:
