@@ -45,6 +45,9 @@ PREFILL_SHARE = 0.125
 ATTENTION_PARTS = 512
 # Share of what the weights leave that parts may take.
 PARTS_SHARE = 0.0625
+# Share of the cache that K of the longest context in one layer may take, from which screens of
+# selections are built, besides what decode steps leave of the workspace.
+SCREENS_SHARE = 1 / 64
 # Rows of a unit: those of a page between two multiples of this (ROWS of paged_attention.cpp).
 UNIT_ROWS = 128
 # Elements between the sums of two heads of a part are a multiple of this.
@@ -101,6 +104,8 @@ class MemoryPlan:
         graph_bytes: for CUDA graphs, in the workspace, as is one more page of K, V and X that
             their padding rows write. 0: there are none.
         attention_parts: see ATTENTION_PARTS.
+        collected_bytes: K that one step may collect at once, to build screens of selections: what
+            the attention of decode steps leaves of a prefill's workspace, and perhaps more.
     """
 
     budget_bytes: int
@@ -117,6 +122,7 @@ class MemoryPlan:
     sink_page_count: int = 0
     graph_bytes: int = 0
     attention_parts: int = ATTENTION_PARTS
+    collected_bytes: int = 0
 
     @property
     def device_page_count(self) -> int:
@@ -238,6 +244,11 @@ def divide(
     if (budget_bytes - weight_bytes - workspace - graphs) // page_bytes < least_pages:
         graphs = graph_bytes = 0
     workspace += graphs
+    collected = _more_collected(
+        collected_bytes(shape, shape.context_length) - needs.spare_bytes if has_store else 0,
+        budget_bytes - weight_bytes - workspace,
+    )
+    workspace += collected
     pages = (budget_bytes - weight_bytes - workspace) // page_bytes
     if pages < least_pages:
         raise ResourceExhausted(
@@ -268,7 +279,18 @@ def divide(
         sink_page_count=sinks,
         graph_bytes=graph_bytes,
         attention_parts=parts,
+        collected_bytes=needs.spare_bytes + collected,
     )
+
+
+def collected_bytes(shape: ModelShape, tokens: int) -> int:
+    """Return the bytes of K of so many tokens in one layer: what building their screen collects."""
+    return tokens * shape.kv_width * shape.data_type.size
+
+
+def _more_collected(missing_bytes: int, cache_bytes: int) -> int:
+    """Return what is charged for collecting K: what is missing, or nothing in little memory."""
+    return max(0, missing_bytes) if missing_bytes <= SCREENS_SHARE * cache_bytes else 0
 
 
 def _window(wanted: int, page_count: int) -> int:
@@ -282,6 +304,8 @@ class _Needs:
 
     Attributes:
         workspace_bytes: input pages included, the room not.
+        spare_bytes: of it, that are planned for the attention of prompts, and free while that of
+            decoding sequences runs.
         input_pages: X of chunks that are not sealed yet: one tail for each request of a
             batch, and two steps' tokens (one computed while the other is written back).
         room_pages: two steps' tokens likewise. Their tails are charged to the requests.
@@ -289,6 +313,7 @@ class _Needs:
     """
 
     workspace_bytes: int
+    spare_bytes: int
     page_bytes: int
     input_pages: int
     room_pages: int
@@ -311,23 +336,18 @@ def _needs(
     input_pages = max_batch_size + 2 * prefill_pages if layout.has_activations else 0
     room_pages = 2 * prefill_pages if has_store else 0
     input_bytes = input_pages * chunk * shape.activation_bytes_per_token
+    prefill = _prefill_bytes(shape, layout, max_batched_tokens)
+    tile = _tile_bytes(shape, layout, max_batch_size, staging_pages, draft_tokens, attention_parts)
     workspace = (
         staging_bytes(shape, layout, staging_pages)
         + _decoding_bytes(shape, layout, staging_pages)
         + _step_bytes(shape, max_batch_size, max_batched_tokens, draft_tokens)
-        + _streamed_bytes(
-            shape,
-            layout,
-            max_batch_size,
-            max_batched_tokens,
-            staging_pages,
-            draft_tokens,
-            attention_parts,
-        )
+        + max(tile, prefill)
         + input_bytes
     )
     return _Needs(
         workspace_bytes=workspace,
+        spare_bytes=max(0, prefill - tile),
         page_bytes=page_bytes,
         input_pages=input_pages,
         room_pages=room_pages,
@@ -410,16 +430,15 @@ def _step_bytes(
     return step + 2 * logits
 
 
-def _streamed_bytes(
+def _tile_bytes(
     shape: ModelShape,
     layout: ArenaLayout,
     max_batch_size: int,
-    max_batched_tokens: int,
     staging_pages: int,
     draft_tokens: int,
     attention_parts: int,
 ) -> int:
-    """Return the peak bytes of rebuilding and attending the largest tile of a streamed step."""
+    """Return the peak bytes of rebuilding the largest tile, or of decoding sequences' attention."""
     size, width, chunk = shape.data_type.size, shape.query_width, layout.chunk_tokens
     tile_pages = largest_tile(staging_pages)
     rows = tile_pages * chunk
@@ -437,10 +456,14 @@ def _streamed_bytes(
     # half of it in fp32.
     rebuild = rows * size * (6 * shape.kv_width + 4 * shape.head_dim + shape.hidden_size)
     embed = rows * shape.hidden_size * (3 * size + 8)
+    return max(decode + partials, rebuild, embed)
+
+
+def _prefill_bytes(shape: ModelShape, layout: ArenaLayout, max_batched_tokens: int) -> int:
+    """Return the peak bytes of prompts' attention to the largest tile."""
     # Scores twice, queries, results and partials; K and V as gathered and in order.
-    keys = PREFILL_TILE_PAGES * chunk
-    prefill = (
-        max_batched_tokens * (2 * 4 * shape.query_head_count * keys + 4 * 5 * width)
+    keys = PREFILL_TILE_PAGES * layout.chunk_tokens
+    return (
+        max_batched_tokens * (2 * 4 * shape.query_head_count * keys + 4 * 5 * shape.query_width)
         + 2 * keys * shape.kv_bytes_per_token_layer
     )
-    return max(decode + partials, rebuild, embed, prefill)

@@ -129,8 +129,8 @@ class SelectedStep:
                 observed.append(_Observed(row, row + 1, reads))
                 stored = sequence.stored_range
                 collected = sum(len(build.chunks) for build in builds)
-                # All that is collected at once takes no more memory than the longest sequence's.
-                has_room = (collected + len(stored)) * chunk <= reads.context_length or not builds
+                # One alone has room, or the sequence would not select.
+                has_room = (collected + len(stored)) * chunk <= reads.most_collected or not builds
                 if stored and sequence.transfer is not None and has_room:
                     tensors = sequence.transfer.tensors
                     chunks = sequence.stored[stored.start : stored.stop]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import SplitpointError
 from splitpoint.residency.selecting import (
@@ -17,6 +18,7 @@ from splitpoint.selection import Selection
 from splitpoint.shapes import ModelShape, chunks_of
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import DeviceCache
+from worker_service.device.memory import collected_bytes
 from worker_service.lanes.lanes import Lanes
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.selection.screens import Screens
@@ -95,10 +97,11 @@ class Selector:
             return SelectionPlan(off_reason=error.message)
         layout = self._cache.layout
         chunk = layout.chunk_tokens
+        stored = (chunks_of(final_tokens, chunk) - 1) * chunk
         off_reason = why_not_selected(
             self._shape,
             selection,
-            (chunks_of(final_tokens, chunk) - 1) * chunk,
+            stored,
             chunk,
             profile=self._profile(),
             encoding=layout.encoding,
@@ -107,6 +110,12 @@ class Selector:
         windows = self._config.windows[selection.exact_layers :]
         if not off_reason and all(each is not None and each < final_tokens for each in windows):
             off_reason = "every layer that would select reads no more than its window"
+        needed = collected_bytes(self._shape, stored)
+        if not off_reason and needed > (room := self._cache.plan.collected_bytes):
+            off_reason = (
+                f"K of its {stored:,} stored tokens takes {format_size(needed)} in a layer whose "
+                f"screen is built, and the workspace has {format_size(room)} for it"
+            )
         if off_reason:
             return SelectionPlan(off_reason=off_reason)
         return SelectionPlan(pages_at_last(self._shape, selection, final_tokens, chunk))

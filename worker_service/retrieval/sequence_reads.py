@@ -150,9 +150,10 @@ class SequenceReads:
         return len(self.chunks) * self._chunk
 
     @property
-    def context_length(self) -> int:
-        """Tokens of the longest sequence that the model takes."""
-        return self._config.shape.context_length
+    def most_collected(self) -> int:
+        """Tokens, of all sequences together, whose K a step that builds screens has room for."""
+        heads, row_bytes = len(self._heads), self._row_bytes // 2
+        return self._cache.plan.collected_bytes // (heads * row_bytes)
 
     @property
     def row_count(self) -> int:

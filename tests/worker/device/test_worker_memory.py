@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from splitpoint.planning.weight_placement import StepRates, WeightSizes
@@ -11,6 +12,7 @@ from worker_service.device.memory import (
     PREFILL_SHARE,
     STAGING_PAGES,
     STAGING_SHARE,
+    collected_bytes,
     divide,
     grown_prefill,
     largest_tile,
@@ -110,3 +112,26 @@ def test_logits_and_attention_of_drafted_rows_are_charged() -> None:
     # One draft more is one query more for each page of a tile.
     queries = largest_tile(96) * SHAPE.query_width * SHAPE.data_type.size
     assert workspace(32) - workspace(31) >= logits + queries
+
+
+def test_the_longest_contexts_keys_are_collected_where_memory_is_plenty() -> None:
+    """In little memory only what the attention of prompts leaves; no page is taken for it."""
+    shape = replace(SHAPE, context_length=131_072)
+    needed = collected_bytes(shape, shape.context_length)
+    sizes: dict[str, Any] = {
+        "weight_bytes": shape.weight_bytes,
+        "max_batch_size": 8,
+        "max_batched_tokens": 512,
+    }
+    plenty, little, alone = (
+        divide(shape, LAYOUT, budget_bytes=budget << 30, has_store=has_store, **sizes)
+        for budget, has_store in ((200, True), (20, True), (200, False))
+    )
+    assert plenty.collected_bytes == needed
+    assert 0 < little.collected_bytes < needed
+    assert alone.collected_bytes == little.collected_bytes
+    charged = plenty.workspace_bytes - plenty.room_page_count * plenty.page_bytes
+    least = little.workspace_bytes - little.room_page_count * little.page_bytes
+    assert charged - least == needed - little.collected_bytes
+    many = divide(shape, LAYOUT, budget_bytes=40 << 30, **sizes | {"max_batched_tokens": 4096})
+    assert many.collected_bytes > needed

@@ -87,9 +87,9 @@ def test_a_decode_step_over_a_long_prefix_stays_within_the_plan(tmp_path: Path, 
 
 
 def planned_bytes(plan: MemoryPlan, shape: ModelShape) -> int:
-    """What the plan leaves for a step's own tensors."""
+    """What the plan leaves for a step's own tensors, without what it may collect for screens."""
     inputs = plan.input_page_count * CHUNK * shape.activation_bytes_per_token
     room = plan.room_page_count * plan.page_bytes
     layout = ArenaLayout.of(shape, chunk_tokens=CHUNK, has_activations=True)
     staged = staging_bytes(shape, layout, plan.staging_pages)
-    return plan.workspace_bytes - staged - inputs - room
+    return plan.workspace_bytes - staged - inputs - room - plan.collected_bytes

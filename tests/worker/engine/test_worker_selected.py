@@ -18,6 +18,7 @@ from splitpoint.planning.weight_placement import OnHost, spread
 from splitpoint.residency.selecting import SelectionPages, selection_pages, wanted_rows
 from splitpoint.selection import Selection, SelectionUsage
 from splitpoint.shapes import ModelShape, chunks_of
+from worker_service.device.memory import collected_bytes
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
@@ -232,6 +233,20 @@ def test_few_stored_tokens_are_read_whole(
     assert "its 48 stored tokens" in transcript.finishes["0"].selection_off_reason
 
 
+def test_what_no_room_is_planned_to_build_is_read_whole(llama: Case, lanes: Lanes) -> None:
+    engine = llama.engine(lanes)
+    plan, shape = engine.cache.plan, llama.model.shape
+    # 138 tokens at last, of which 128 are stored.
+    for tokens, reason in ((127, "K of its 128 stored tokens takes"), (128, "")):
+        engine.cache.plan = replace(plan, collected_bytes=collected_bytes(shape, tokens))
+        request = streamed("2", llama.prompts[2], GREEDY, selection=WHOLE)
+        transcript = llama.runner.run(engine, [request])
+        llama.check(transcript)
+        assert transcript.finishes["2"].selection_off_reason.startswith(reason)
+        assert bool(reason) == bool(transcript.finishes["2"].selection_off_reason)
+        check_left(engine)
+
+
 def selected_run(case: Case, lanes: Lanes, salt: bytes) -> tuple[Transcript, Notes, Trace]:
     engine = case.engine(lanes)
     notes, trace = Notes(case, engine), Trace()
@@ -325,8 +340,10 @@ def test_steps_that_select_or_build_teach_nothing_of_exact_ones(llama: Case, lan
 
 
 def test_screens_of_many_sequences_are_built_in_turn(llama: Case, lanes: Lanes) -> None:
-    """K of at most one context's tokens, 512, is collected at once: of four times 128."""
+    """The plan has room for K of 600 tokens at once: of four times 128."""
     engine = llama.engine(lanes)
+    plan, shape = engine.cache.plan, llama.model.shape
+    engine.cache.plan = replace(plan, collected_bytes=collected_bytes(shape, 600))
     notes = Notes(llama, engine)
     requests = [
         streamed(str(3 * number + 2), llama.prompts[2], GREEDY, selection=WHOLE)

@@ -59,6 +59,7 @@ def worker_of(rng: random.Random) -> tuple[PageManager, WorkerFacts]:
         room_page_count=1,
         window_page_count=window,
         sink_page_count=int(bool(window)),
+        collected_bytes=1 << 30,
     )
     cache = DeviceCache(layout, plan, CPU)
     profile = rng.choice(PROFILES)
