@@ -91,14 +91,10 @@ def claims_of(outcomes: Mapping[str, Outcome]) -> list[Claim]:
 def select_claims(name: str, reports: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
     """Return the claims about decode steps that read a tenth of the cache."""
     results = reports[name]["results"] if name in reports else []
-    wrong = over = grows = None
+    over = grows = None
     if results:
-        wrong = float(sum(not each["link_bytes_are_those_chosen"] for each in results))
         over = 1 / results[-1]["speed_up"]
-    claims = [
-        Claim(f"{name}: lengths at which other bytes crossed the link than were chosen", wrong, 0),
-        Claim(f"{name}: a step at 10 % over full load, at the longest", over, SELECTED_LIMIT),
-    ]
+    claims = [Claim(f"{name}: a step at 10 % over full load, at the longest", over, SELECTED_LIMIT)]
     if name == SELECT_LLAMA:
         if len(results) > 1:
             ups = [each["speed_up"] for each in results]

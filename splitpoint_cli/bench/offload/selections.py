@@ -148,11 +148,11 @@ def _decode(host: OffloadHost, new_tokens: int, *, way: Way, all_anew: bool = Fa
             watched.step_ended(counts=steps > FIRST_STEPS)
         begun = time.perf_counter()
     rows = watched.rows
+    expected = sum(each.loaded_tokens for each in times) * host.shape.kv_bytes_per_token_layer
     return SelectRun(
         step_seconds=tuple(seconds),
         link_bytes=tuple(each.link_bytes for each in times),
-        expected_bytes=rows.link_bytes
-        + sum(each.loaded_tokens for each in times) * host.shape.kv_bytes_per_token_layer,
+        expected_bytes=rows.link_bytes + expected if host.device.type == "cpu" else None,
         rows=rows,
         overlap=watched.overlap,
         tokens=tuple(tuple(tokens[name]) for name in names),

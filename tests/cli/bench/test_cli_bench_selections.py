@@ -6,6 +6,7 @@ Takes about 10 seconds.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,14 @@ def test_the_report_compares_steps_and_says_what_differences_save() -> None:
     }
     assert json.loads(json.dumps(report)) == report
     assert select_table_of(report).row_count == 4
+    # A GPU does not say which of the chosen rows crossed the link.
+    runs = {
+        name: tuple(replace(each, expected_bytes=None) for each in all_runs)
+        for name, all_runs in length.runs.items()
+    }
+    on_gpu = SelectResults(SHAPE, (replace(length, runs=runs),), ())
+    (found,) = select_report_of(WORKLOAD, on_gpu)["results"]
+    assert found["link_bytes_are_those_chosen"] is None
 
 
 def test_a_small_run_counts_what_crosses_the_link(tmp_path: Path) -> None:

@@ -43,11 +43,7 @@ def offload_report(ours: float, peer: float | None, ratio: float) -> dict[str, A
 
 
 def select_report(*speed_ups: float) -> dict[str, Any]:
-    return {
-        "results": [
-            {"speed_up": speed_up, "link_bytes_are_those_chosen": True} for speed_up in speed_ups
-        ]
-    }
+    return {"results": [{"speed_up": speed_up} for speed_up in speed_ups]}
 
 
 def test_claims_about_selections() -> None:
@@ -61,8 +57,6 @@ def test_claims_about_selections() -> None:
     assert held[f"{SELECT_OPT}: {longest}"].measured == 0.2
     grows = held[f"{SELECT_LLAMA}: speed-up of a length over that of the one before"]
     assert (grows.measured, grows.holds) == (4.0 / 4.5, False)
-    bytes_of = "lengths at which other bytes crossed the link than were chosen"
-    assert held[f"{SELECT_OPT}: {bytes_of}"].measured == 0
     assert all(claim.measured is None for claim in claims_of({}))
 
 
