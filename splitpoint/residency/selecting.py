@@ -51,14 +51,17 @@ class SelectionPages:
 
 
 def wanted_rows(selection: Selection, stored_tokens: int) -> int:
-    """Return how many of the stored tokens a decode step wants at most, in each KV head."""
+    """Return how many of the stored tokens a decode step wants at most, in each KV head.
+
+    Never fewer than those that are always read, wherever the newest of them lie.
+    """
     if selection.budget_tokens is not None:
         wanted = selection.budget_tokens
     else:
         share = selection.cap if selection.alpha is not None else selection.ratio
         # As `choose` rounds: 10 % of 200 tokens are 20 despite binary fractions.
         wanted = math.ceil(stored_tokens * (1.0 if share is None else share) - 1e-6)
-    return max(1, min(wanted, stored_tokens))
+    return min(max(wanted, selection.sinks + selection.recent), stored_tokens)
 
 
 def selection_pages(
@@ -197,6 +200,8 @@ def why_not_selected(
         return f"the store keeps K and V in {encoding.value}, of which single rows are not read"
     if selection.exact_layers >= shape.layer_count:
         return f"all {shape.layer_count} layers read everything"
+    if not stored_tokens:
+        return "no chunk leaves the device"
     pages = selection_pages(shape, selection, stored_tokens, chunk_tokens)
     stored_pages = chunks_of(stored_tokens, chunk_tokens)
     if pages.count >= stored_pages:

@@ -52,10 +52,22 @@ PROFILE = Profile(
 def test_rows_round_up_and_never_exceed_the_tokens() -> None:
     assert wanted_rows(Selection.parsed("columns:0.1"), 200) == 20
     assert wanted_rows(Selection.parsed("columns:0.1"), 201) == 21
-    assert wanted_rows(Selection.parsed("columns:0.0001"), 10) == 1
+    assert wanted_rows(Selection.parsed("columns:0.0001,sinks=0,recent=1"), 10) == 1
     assert wanted_rows(Selection.parsed("columns:budget_tokens=50"), 30) == 30
     # The cap is the room; alpha says what is fetched.
     assert wanted_rows(Selection.parsed("infinigen:alpha=4,cap=0.25"), 400) == 100
+
+
+def test_those_that_are_always_read_have_rows() -> None:
+    for rule in ("0.01", "budget_tokens=5", "alpha=4,cap=0.01"):
+        assert wanted_rows(Selection.parsed(f"columns:{rule}"), 400) == 4 + 16
+        assert wanted_rows(Selection.parsed(f"columns:{rule}"), 12) == 12
+        assert wanted_rows(Selection.parsed(f"columns:{rule},sinks=0,recent=7"), 400) == 7
+
+
+def test_a_short_prompt_says_that_it_never_leaves_the_device() -> None:
+    reason = why_not_selected(SHAPE, Selection.parsed("columns:0.1"), 0, 64)
+    assert reason == "no chunk leaves the device"
 
 
 def test_pages_hold_what_the_bytes_say() -> None:
