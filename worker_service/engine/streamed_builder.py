@@ -125,10 +125,9 @@ class StreamedBuilder:
             return None
         sequences = [sequence for sequence in decodes if sequence.stored_range]
         sequences += [sequence for sequence, _ in prefills]
-        # A layer without a window sees everything.
-        widest = max(range(len(layers)), key=lambda layer: self._windows[layer] or math.inf)
-        tiles = (tile_transfer.tile for tile_transfer in layers[widest])
-        tokens = StreamedTokens.of(tiles, self._chunk)
+        # Layers with windows see less, and those that select have fewer tiles.
+        most = max(layers, key=lambda listed: sum(len(each.tile.pages) for each in listed))
+        tokens = StreamedTokens.of((each.tile for each in most), self._chunk)
         return StreamedStep(
             sequences,
             self._tile_pages,
