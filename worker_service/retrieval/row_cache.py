@@ -28,11 +28,11 @@ class RowCache:
     """The tokens in the rows of one layer.
 
     Attributes:
-        tokens: int64 `[n_kv, rows]`, the stored token in each row; -1: none yet.
+        tokens: int32 `[n_kv, rows]`, the stored token in each row; -1: none yet.
     """
 
     def __init__(self, kv_heads: int, device: torch.device) -> None:
-        self.tokens = torch.empty((kv_heads, 0), dtype=torch.int64, device=device)
+        self.tokens = torch.empty((kv_heads, 0), dtype=torch.int32, device=device)
         # The step that last wanted each row.
         self._used = torch.empty_like(self.tokens)
         self._step = 0
@@ -58,10 +58,11 @@ class RowCache:
         heads, rows = self.tokens.shape
         # The row of each token; the last column is for empty rows.
         row_of = self.tokens.new_full((heads, stored + 1), -1)
-        every = torch.arange(rows, device=self.tokens.device).expand(heads, -1)
-        row_of.scatter_(1, torch.where(self.tokens < 0, stored, self.tokens), every)
+        every = torch.arange(rows, dtype=torch.int32, device=self.tokens.device)
+        token_of = torch.where(self.tokens < 0, stored, self.tokens).long()
+        row_of.scatter_(1, token_of, every.expand(heads, -1))
         row_of[:, stored] = -1
-        held = row_of.gather(1, wanted)
+        held = row_of.gather(1, wanted).long()
         is_new = held < 0
         if count is not None:
             is_wanted = torch.arange(wanted.shape[1], device=wanted.device) < count
@@ -76,6 +77,6 @@ class RowCache:
         target = torch.where(is_new, placed, rows)
         used.scatter_(1, target, self._step)
         tokens = torch.cat((self.tokens, self.tokens.new_zeros((heads, 1))), 1)
-        tokens.scatter_(1, target, wanted)
+        tokens.scatter_(1, target, wanted.int())
         self._used, self.tokens = used[:, :rows], tokens[:, :rows]
         return Placed(placed, is_new)

@@ -171,7 +171,7 @@ class SequenceReads:
 
     def tokens(self, layer: int) -> torch.Tensor:
         """Return the stored tokens in a layer's rows, int64 `[n_kv, rows]`, from 0 on."""
-        return self._caches[layer].tokens
+        return self._caches[layer].tokens.long()
 
     # -- building ---------------------------------------------------------------------
 
