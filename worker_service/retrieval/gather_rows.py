@@ -47,14 +47,13 @@ def gather_rows(
 
     Args:
         sources, targets: int64 `[M]` on the device, `(slot * n_kv + head) * C + row` of store and
-            device; a target below 0: nothing is copied.
+            device. On a GPU a target below 0 says that nothing is copied.
         slots: of the store, that the sources lie in.
     """
     if targets.device.type == "cpu":
-        wanted = targets >= 0
+        origins, places = sources.numpy(), targets.numpy()
         for plane in planes:
-            put = _as_rows(plane.target)
-            put[targets[wanted].numpy()] = _as_rows(plane.source).take(sources[wanted].numpy())
+            _as_rows(plane.target)[places] = _as_rows(plane.source).take(origins)
         return
     kernel = load_kernel()
     stream = torch.cuda.current_stream(targets.device)
