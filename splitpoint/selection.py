@@ -96,7 +96,8 @@ class Selection:
         ratio: fraction of the visible tokens that a query reads, in (0, 1]; 1 is exact.
         alpha: read tokens whose guessed logit is above the row's largest minus this (InfiniGen).
             Infinity with `cap` 1 is exact.
-        budget_tokens: tokens that a query reads at most.
+        budget_tokens: tokens that a query chooses at most. Served steps also read what else is on
+            the device: the window, the tail, and all rows of the pages that hold chosen ones.
         cap: with alpha, the largest fraction of the visible tokens.
         columns: dimensions that a screen keeps of each key head; None: 30 % of them, or those
             of the artefacts if they are trained (MAPLE, RANKED).
