@@ -73,8 +73,13 @@ def with_drafts(
     return replace(plan, reason=f"{plan.reason}; {asked.method.value} drafted nothing: {why}")
 
 
-def with_selection(plan: Plan, asked: Selection, usage: SelectionUsage) -> Plan:
-    """Return the plan with a reason that says what was selected, or why everything was read."""
+def with_selection(
+    plan: Plan, asked: Selection, usage: SelectionUsage, *, drafts_give_way: bool = False
+) -> Plan:
+    """Return the plan with a reason that says what was selected, or why everything was read.
+
+    `drafts_give_way`: the worker drafts by default, but not beside this selection.
+    """
     if asked.is_full:
         return plan
     reason = f"{plan.reason}; {asked} was not used"
@@ -89,6 +94,8 @@ def with_selection(plan: Plan, asked: Selection, usage: SelectionUsage) -> Plan:
     if usage.off_reason:
         others = "; other steps read every token" if usage.step_count else ""
         reason += f"{others}: {usage.off_reason}"
+    if drafts_give_way:
+        reason += "; the worker's drafts are off beside it"
     return replace(plan, reason=reason)
 
 

@@ -36,7 +36,9 @@ def completion(
         drafted,
         can_draft=attempt.can_draft,
     )
-    plan = with_selection(plan, request.selection, request.selected.sum)
+    plan = with_selection(
+        plan, request.selection, request.selected.sum, drafts_give_way=attempt.drafts_give_way
+    )
     prompt_tokens = len(request.prompt)
     stopped = reason == types_pb2.FINISH_REASON_STOP
     text = output.finish(stopped=stopped)

@@ -39,6 +39,8 @@ class Attempt:
     # What the worker was asked to draft; what it lacks drafts nothing.
     speculation: Speculation = PLAIN
     can_draft: bool = False
+    # The worker would draft by default, but not beside the request's selection.
+    drafts_give_way: bool = False
     # What the worker was asked to select.
     selection: Selection = FULL
     # What the worker says of its restore.
@@ -96,7 +98,9 @@ class Attempts:
         attempt.selection = followed_by(worker.facts, attempt.request.selection)
         attempt.request.selected.started(worker.facts)
         asked = speculation_from_proto(attempt.request.speculation, worker.facts.speculation)
-        asked = speculation_beside(attempt.selection, asked)
+        beside = speculation_beside(attempt.selection, asked)
+        attempt.drafts_give_way = asked.is_on and not beside.is_on
+        asked = beside
         attempt.speculation = asked
         methods = worker.facts.draft_methods
         attempt.can_draft = asked.method in methods or (

@@ -142,6 +142,10 @@ async def test_a_verified_selection_is_exact() -> None:
         assert done.usage.selection.step_count == 2
         assert not done.usage.selection.is_approximate
         assert "in 2 drafted tokens" in done.plan.reason
+        assert "drafts are off" not in done.plan.reason
+        # Those that are made by default would be verified by something else.
+        done = (await running.generate(asking(2, "quest:0.1"))).done
+        assert done.plan.reason.endswith("the worker's drafts are off beside it")
 
 
 async def test_a_request_keeps_its_selection_and_counts_through_the_death_of_its_worker() -> None:
