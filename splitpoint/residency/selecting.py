@@ -170,7 +170,8 @@ def predict_step(
     selecting, compute = layers - exact, profile.step_compute_seconds
     linked = profile.weight_seconds + exact * of_all + selecting * of_rows
     scored = selecting * _screen_seconds(shape, profile, selection, pulled)
-    first = of_all if exact else of_rows
+    # What of the other exact layers does not fit the staging memory is waited for, too.
+    first = of_all * (1 + (exact - 1) * (1 - options.ahead)) if exact else of_rows
     return SelectedStep(
         costs.seconds(rebuilt, pulled, options),
         max(linked + compute / layers, first + compute + exact * rebuilding + scored),

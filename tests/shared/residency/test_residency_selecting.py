@@ -210,3 +210,14 @@ def test_weights_on_the_host_cross_the_link_in_both_steps() -> None:
     step, loaded = (predict_step(SHAPE, each, columns, 4096) for each in (weights, PROFILE))
     assert step.full_seconds == pytest.approx(loaded.full_seconds + 0.1)
     assert step.selected_seconds == pytest.approx(loaded.selected_seconds + 0.1)
+
+
+def test_exact_layers_wait_for_the_staging_memory() -> None:
+    """With every layer but one exact, a step that the device limits saves at most that layer."""
+    profile = replace(PROFILE, step_compute_seconds=1.0, memory_seconds_per_byte=0.0)
+    most = Selection.parsed("columns:0.01,full_layers=15")
+    split = StepSplit(staging_tokens=1024)
+    step = predict_step(SHAPE, profile, most, 4096, split)
+    layer = 1e-5 + 4096 * 1024 / 1e9
+    assert step.full_seconds == pytest.approx(1 + layer * (1 + 15 * 0.75))
+    assert step.full_seconds - step.selected_seconds < 0.75 * layer
