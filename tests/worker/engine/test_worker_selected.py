@@ -16,9 +16,10 @@ from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.planning.weight_placement import OnHost, spread
 from splitpoint.residency.selecting import SelectionPages, selection_pages, wanted_rows
-from splitpoint.selection import Selection, SelectionUsage
+from splitpoint.selection import Selection, SelectionMethod, SelectionUsage
 from splitpoint.shapes import ModelShape, chunks_of
 from worker_service.device.memory import collected_bytes
+from worker_service.engine import engine as engine_module
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
@@ -28,6 +29,8 @@ from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.lanes.timeline import FETCHING_ROWS, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.retrieval import selector
+from worker_service.retrieval.screen_source import ScreenSource
+from worker_service.selection.artifacts import Artifacts
 
 # Reads all stored tokens of these lengths, through screens and row pages.
 WHOLE = Selection.parsed("columns:0.999,full_layers=0")
@@ -120,6 +123,61 @@ def test_a_selection_of_all_tokens_gives_the_text_of_full_attention(
                 assert 5 <= len(notes.usages[str(index)]) <= 7
                 usage = notes.sums(str(index))
                 assert usage.skipped_token_count == 0
+
+
+def drawn_artifacts(case: Case) -> dict[SelectionMethod, Artifacts]:
+    """Return maps of no use to ranking: what reads every token is exact with any."""
+    shape, random = case.model.shape, torch.Generator().manual_seed(3)
+    found = {}
+    for method in (SelectionMethod.INFINIGEN, SelectionMethod.LOWRANK, SelectionMethod.RANKED):
+        names = ["skew"] if method is SelectionMethod.INFINIGEN else ["query_map", "key_map"]
+        is_square = method is not SelectionMethod.RANKED
+        rank = (
+            shape.head_dim
+            if is_square
+            else Selection(method=method, ratio=0.5).kept_columns(shape.head_dim)
+        )
+        size = (shape.kv_head_count, shape.head_dim, rank)
+        tensors = {
+            f"layers.{layer}.{name}": torch.randn(size, generator=random)
+            for layer in range(shape.layer_count)
+            for name in names
+        }
+        found[method] = Artifacts(method, tensors, {})
+    return found
+
+
+@pytest.mark.parametrize("method", ["infinigen", "lowrank", "ranked", "quest", "window"])
+def test_all_tokens_are_read_exactly_through_every_screen(
+    llama: Case, lanes: Lanes, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ScreenSource(llama.model.config, drawn_artifacts(llama))
+    monkeypatch.setattr(engine_module, "ScreenSource", lambda *_: source)
+    engine = llama.engine(lanes)
+    notes = Notes(llama, engine)
+    selection = Selection.parsed(f"{method}:0.999,full_layers=0")
+    transcript = llama.runner.run(engine, requests_of(llama, selection))
+    llama.check(transcript)
+    assert transcript.finishes["2"].selection_off_reason == ""
+    assert len(notes.usages["2"]) == 7
+    assert notes.sums("2").skipped_token_count == 0
+    check_left(engine)
+
+
+def test_tokens_that_layers_with_windows_read_are_reported(lanes: Lanes, tmp_path: Path) -> None:
+    """Layers without windows read rows instead: they have no tiles."""
+    for case in make_case("qwen2-windows", tmp_path):
+        engine = case.engine(lanes)
+        reported: list[bool] = []
+
+        def note(output: StepOutput, reported: list[bool] = reported) -> None:
+            if output.selections and output.step is not None:
+                tokens = output.step.streamed
+                reported.append(tokens is not None and tokens.loaded > 0)
+
+        case.runner.after_step = note
+        case.runner.run(engine, [streamed("2", case.prompts[2], GREEDY, selection=WHOLE)])
+        assert reported == [True] * 7
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ROW, Schedule.PIPELINED])
