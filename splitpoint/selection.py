@@ -136,8 +136,13 @@ class Selection:
         if self.is_full:
             if rules:
                 raise _wrong(rules[0], "method full reads every token and takes no budget")
-        elif len(rules) != 1:
-            raise _wrong("ratio", f"{self.method} takes one of {', '.join(_RULES)}")
+        elif not rules:
+            raise _wrong(
+                "ratio",
+                f"is missing; it, alpha or budget_tokens is needed, as in {self.method}:0.1",
+            )
+        elif len(rules) > 1:
+            raise _wrong("ratio", "excludes alpha and budget_tokens, and they each other")
         if self.ratio is not None and not 0 < self.ratio <= 1:
             raise _wrong("ratio", f"must be in (0, 1], not {self.ratio:g}")
         if self.alpha is not None and not self.alpha >= 0:

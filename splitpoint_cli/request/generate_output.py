@@ -80,7 +80,7 @@ def approximation(completion: Completion) -> str | None:
             f"{usage.skipped_token_count // usage.step_count:,} each"
         )
     if usage.off_reason and not usage.step_count:
-        return f"exact, the selection was not used: {usage.off_reason}"
+        return f"the selection was not used: {usage.off_reason}"
     return None
 
 

@@ -280,7 +280,7 @@ def test_generate_asks_for_a_selection_and_says_what_it_came_to(script: Script) 
     assert usage["skipped_token_count"] == 1800
     script.selection = types_pb2.SelectionUsage(off_reason="the cache is on the device")
     unused = splitpoint(*asked, "--verify")
-    assert unused.stderr == "exact, the selection was not used: the cache is on the device\n"
+    assert unused.stderr == "the selection was not used: the cache is on the device\n"
     assert script.requests[-1].selection.verify
 
 

@@ -86,7 +86,9 @@ class Selector:
         if selection.is_full:
             return EXACT
         if not is_streamed:
-            return SelectionPlan(off_reason="the cache is on the device")
+            return SelectionPlan(
+                off_reason="the cache is on the device; only steps of a streamed one select"
+            )
         if selection.verify and not self._can_draft:
             return SelectionPlan(
                 off_reason="weights come from the host: the model cannot draft for itself"

@@ -202,6 +202,7 @@ def offload(
         )
         _measure_selections(shape, selecting, png_file, as_json=as_json, output=output)
         return
+    _check_alone(kv_heads=kv_heads, length=length, layers=layers, text=text)
     model = find_shape(shape or "opt-125m", dtype)
     _check_options(change_link_rate, png_file, kv_encoding, trace_file, sweep=sweep)
     workload = OffloadWorkload(
@@ -214,21 +215,30 @@ def offload(
         kv_encodings=tuple(dict.fromkeys(kv_encoding)),
         **common,
     )
-    report = _measured(model, workload, trace_file)
-    if png_file is not None:
-        draw_sweep(report, png_file)
+    report = _measured(model, workload, trace_file, png_file)
     hand_over_report(report, table_of, as_json=as_json, output=output)
 
 
 def _measured(
-    model: ModelShape, workload: OffloadWorkload, trace_file: Path | None
+    model: ModelShape, workload: OffloadWorkload, trace_file: Path | None, png_file: Path | None
 ) -> dict[str, Any]:
-    """Run all contenders, and return the report."""
+    """Run all contenders; return the report, and draw it if wanted."""
     with options.importing_peer():
         from splitpoint_cli.bench.offload.runs import peer_of, run_all
     progress = Progress()
     peer = peer_of(model, workload, progress)
-    return report_of(workload, run_all(model, workload, progress, peer, trace_file))
+    report = report_of(workload, run_all(model, workload, progress, peer, trace_file))
+    if png_file is not None:
+        draw_sweep(report, png_file)
+    return report
+
+
+def _check_alone(**given: object) -> None:
+    """Raise InvalidArgument for an option that says nothing without --select or --speculate."""
+    for name, value in given.items():
+        if value:
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidArgument(f"{flag} needs --select or --speculate", field=name)
 
 
 def _check_options(

@@ -13,6 +13,7 @@ from splitpoint.config import format_size
 from splitpoint.residency.selecting import SelectedStep
 from splitpoint.selection import Selection
 from splitpoint.shapes import ModelShape
+from splitpoint.words import counted
 from splitpoint_cli.bench.offload.report import FULL_LOAD, RESIDENT, OffloadWorkload
 from splitpoint_cli.bench.shared.report import agreeing_share, commit, hardware, report_table
 
@@ -163,7 +164,7 @@ def select_table_of(report: Mapping[str, Any]) -> Table:
     table = report_table(
         f"{report['shape']} {report['dtype']}, {report['layers']} layers, "
         f"{report['query_heads']}/{report['kv_heads']} heads, {report['weights']} weights: "
-        f"{report['batch']} sequences, {report['select']}, {report['device']}{link}",
+        f"{counted(report['batch'], 'sequence')}, {report['select']}, {report['device']}{link}",
         *("cached, contender", "step", "of full load", "link a step", "read", "equal tokens"),
     )
     for length in report["results"]:
@@ -184,9 +185,9 @@ def select_table_of(report: Mapping[str, Any]) -> Table:
 def _caption(length: Mapping[str, Any]) -> str:
     difference = length["fetching_differences"]
     return (
-        f"{length['cached']:,} cached: {length['speed_up']:.2f} × full load; adjacent steps share "
-        f"{100 * difference['overlap']:.0f} % of the chosen rows; fetching differences saves "
-        f"{100 * difference['saved_rows_share']:.0f} % of the rows"
+        f"{length['cached']:,} cached: {length['speed_up']:.2f} times as fast as full load; "
+        f"adjacent steps share {100 * difference['overlap']:.0f} % of the chosen rows; "
+        f"fetching differences saves {100 * difference['saved_rows_share']:.0f} % of the rows"
     )
 
 
