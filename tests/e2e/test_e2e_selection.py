@@ -15,7 +15,7 @@ import torch
 from own_names import instance_name
 from test_e2e_arena_loss import SECONDS, Up
 from test_e2e_cli import assert_nothing_left
-from test_e2e_speculation import kill
+from test_e2e_restarts import kill_worker
 from up_process import up_process, wait_until_up
 
 from splitpoint.checkpoint.config import read_config, shape_from_config
@@ -26,6 +26,7 @@ from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.planning.plan import Residency
 from splitpoint.selection import SelectionMethod
 from splitpoint.speculation import DraftMethod
+from splitpoint_cli.request.observed import Status
 from worker_service.selection.artifacts import Artifacts, encoded
 
 TOKENS = 24
@@ -55,12 +56,12 @@ def ranked_artefacts(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """One worker behind a link that is slow enough for selections to gain."""
+    """Workers behind links that are slow enough for selections to gain."""
     instance = instance_name("selection")
     artifacts = tmp_path_factory.mktemp("artifacts")
     ranked_artefacts(artifacts)
     command = [
-        *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--workers", "1"),
+        *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--workers", "2"),
         *("--threads", "1", "--dtype", "float32", "--host-memory", "128MiB", "--page-tokens", "16"),
         *("--device-memory", "256MiB", "--listen", "127.0.0.1:0", "--instance", instance),
         *("--link-rate", "20MB", "--speculative-config", '{"method": "auto"}'),
@@ -73,7 +74,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         reader = threading.Thread(target=said.extend, args=(process.stderr,))
         reader.start()
         running = Up(process, address, instance, said)
-        running.until(lambda found: found.ready_count == 1)
+        running.until(lambda found: found.ready_count == 2)
         yield running
         process.send_signal(signal.SIGINT)
         assert process.wait(SECONDS) == 0, said
@@ -185,14 +186,23 @@ def test_what_cannot_be_is_refused_by_name(stack: Up) -> None:
 
 
 def test_status_lists_what_the_worker_selects_by(stack: Up) -> None:
-    (worker,) = stack.until(lambda found: found.ready_count == 1).workers
-    assert set(worker.selection_methods) == {"columns", "quest", "window", "ranked"}
+    for worker in stack.until(lambda found: found.ready_count == 2).workers:
+        assert set(worker.selection_methods) == {"columns", "quest", "window", "ranked"}
+
+
+def busy_worker(stack: Up) -> str:
+    """Return the worker that runs a request."""
+
+    def busy(found: Status) -> list[str]:
+        return [each.id for each in found.workers if each.running_count]
+
+    return busy(stack.until(lambda found: bool(busy(found))))[0]
 
 
 def test_an_answer_goes_on_approximately_after_its_worker_was_killed(
     stack: Up, exact: Completion
 ) -> None:
-    """The last test: the worker is started anew."""
+    """The last test: the worker is started anew. The other one goes on."""
     done, count = None, 0
     with Client(stack.address) as client:
         generation = client.generate(
@@ -204,9 +214,9 @@ def test_an_answer_goes_on_approximately_after_its_worker_was_killed(
         )
         for event in generation:
             if isinstance(event, Tokens):
-                was_few, count = count < 8, count + len(event.token_ids)
-                if was_few and count >= 8:
-                    kill(stack.instance, "worker_service")
+                was_few, count = count < 4, count + len(event.token_ids)
+                if was_few and count >= 4:
+                    kill_worker(stack.instance, busy_worker(stack))
             elif isinstance(event, Completion):
                 done = event
     assert done is not None
