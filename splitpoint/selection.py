@@ -315,9 +315,8 @@ def check_served(selection: Selection) -> None:
             f"{selection.method} is measured by `splitpoint eval` only; served are "
             f"{', '.join(SERVED_METHODS)}",
         )
-    for name in ("estimate", "pool"):
-        if getattr(selection, name):
-            raise _wrong(name, "is measured by `splitpoint eval` only")
+    if selection.pool is not None:
+        raise _wrong("pool", "is measured by `splitpoint eval` only")
 
 
 def check_speculation(selection: Selection, asked: Speculation | None) -> None:

@@ -1,8 +1,8 @@
 """What a streamed request that reads by a selection needs of the device, and whether it gains.
 
 Row pages hold the fetched rows of each layer and KV head; screen pages hold what the screens keep
-of every stored token. Both are ordinary pages of the cache: scheduler and worker count them by the
-same functions. Pure.
+of every stored token; centroid pages the sums from which the rest is estimated. All are ordinary
+pages of the cache: scheduler and worker count them by the same functions. Pure.
 
 A decode step that reads everything loads or rebuilds its S stored tokens by the request's split,
 and takes the seconds that `SplitCosts` predicts. With a selection the layers that select carry
@@ -36,18 +36,28 @@ from splitpoint.words import counted
 QUEST_TOKENS = 16
 # Of the scale of an int8 row.
 SCALE_BYTES = 2
+# Tokens of a cluster on average, and of the segments within which tokens are clustered.
+CLUSTER_TOKENS = 32
+SEGMENT_TOKENS = 256
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionPages:
-    """Pages of one sequence. `rows`: for fetched rows; `screens`: for what the screens keep."""
+    """Pages of one sequence.
+
+    Attributes:
+        rows: for fetched rows; screens: for what the screens keep.
+        centroids: for the clusters of a selection that estimates.
+    """
 
     rows: int
     screens: int
+    centroids: int = 0
 
     @property
     def count(self) -> int:
-        return self.rows + self.screens
+        return self.rows + self.screens + self.centroids
 
 
 def wanted_rows(selection: Selection, stored_tokens: int) -> int:
@@ -76,14 +86,17 @@ def selection_pages(
         return SelectionPages(0, 0)
     rows = chunks_of(wanted_rows(selection, stored_tokens), chunk_tokens)
     size, tokens = kept_record(shape, selection)
-    if not size:
-        return SelectionPages(rows, 0)
+    kept = (size, chunks_of(stored_tokens, tokens)), (cluster_bytes(shape), 0)
+    if selection.estimate:
+        kept = kept[0], (cluster_bytes(shape), cluster_count(stored_tokens))
     # A page has one plane for K and one for V in each layer.
     plane = chunk_tokens * shape.kv_width * shape.data_type.size
-    in_plane = plane // size
-    if not in_plane:
+    if any(count and size > plane for size, count in kept):
         return SelectionPages(rows, chunks_of(stored_tokens, chunk_tokens))
-    return SelectionPages(rows, chunks_of(chunks_of(stored_tokens, tokens), 2 * in_plane))
+    screens, centroids = (
+        chunks_of(count, 2 * (plane // size)) if size and count else 0 for size, count in kept
+    )
+    return SelectionPages(rows, screens, centroids)
 
 
 def pages_at_last(
@@ -109,6 +122,19 @@ def kept_record(shape: ModelShape, selection: Selection) -> tuple[int, int]:
     columns = selection.kept_columns(shape.head_dim)
     row = columns + SCALE_BYTES if selection.keeps_int8 else columns * item
     return heads * row, 1
+
+
+def cluster_count(stored_tokens: int) -> int:
+    """Return how many clusters tokens have in each KV head: those of whole segments."""
+    return stored_tokens // SEGMENT_TOKENS * (SEGMENT_TOKENS // CLUSTER_TOKENS)
+
+
+def cluster_bytes(shape: ModelShape) -> int:
+    """Return the bytes that are kept of a cluster in one layer, of all KV heads.
+
+    Sums of K and V and a count in fp32, and the clusters of as many tokens, a byte each.
+    """
+    return 2 * shape.kv_width * _FLOAT_BYTES + shape.kv_head_count * (_FLOAT_BYTES + CLUSTER_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +250,22 @@ def why_not_selected(
 def _screen_seconds(
     shape: ModelShape, profile: Profile, selection: Selection, stored_tokens: int
 ) -> float:
-    """Return the seconds in which a layer's tokens are scored."""
+    """Return the seconds in which a layer's tokens are scored, and what is not read estimated."""
     size, tokens = kept_record(shape, selection)
     records = chunks_of(stored_tokens, tokens)
-    read = records * size * profile.memory_seconds_per_byte
+    read_bytes = records * size
     width = size / (shape.kv_head_count * shape.data_type.size)
     flops = 2 * shape.query_head_count * width * records
-    computed = flops / profile.rebuild_flops_per_second
-    return read + computed + profile.operation_overhead_seconds
+    operations = 1
+    if selection.estimate:
+        clusters = cluster_count(stored_tokens)
+        # All sums are read, and the rows that are taken out of them.
+        rows = wanted_rows(selection, stored_tokens)
+        read_bytes += clusters * cluster_bytes(shape) + rows * shape.kv_bytes_per_token_layer
+        flops += 4 * shape.query_head_count * shape.head_dim * clusters
+        operations += 1
+    return (
+        read_bytes * profile.memory_seconds_per_byte
+        + flops / profile.rebuild_flops_per_second
+        + operations * profile.operation_overhead_seconds
+    )

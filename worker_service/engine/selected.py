@@ -3,13 +3,14 @@
 A sequence that selects attends rows of its stored tokens, which `SequenceReads` brings into device
 pages, where a layer would else read all of them as tiles. While a layer computes, the rows of the
 next one are chosen from the residual that enters it, and fetched. Before that, a decode step reads
-everything: from the keys that pass, and the newest queries, the screens are built.
+everything: from the keys that pass, and the newest queries, the screens are built. A selection that
+estimates takes the values, too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +20,12 @@ from splitpoint.selection import SelectionUsage
 from worker_service.device.upload import Upload
 from worker_service.engine.sequence import Segment, Sequence
 from worker_service.lanes.lanes import Event
+from worker_service.model.attention import PartialAttention
 from worker_service.model.decoder import Decoder
 from worker_service.model.forward import CarryOut, Enter
 from worker_service.pipeline.prefetch import Attend
 from worker_service.pipeline.tiles import Tile
-from worker_service.retrieval.ahead import RowReader, RowsAhead
+from worker_service.retrieval.ahead import RowReader, RowsAhead, estimates_of
 from worker_service.retrieval.sequence_reads import OBSERVED_QUERIES, SequenceReads
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
@@ -74,6 +76,16 @@ class Build:
     tensors: ArenaTensors
     chunks: list[StoredChunk]
     start: int
+
+    @property
+    def planes(self) -> int:
+        """Planes of a layer that its screens are built from."""
+        return _planes_of(self.reads)
+
+
+def _planes_of(reads: SequenceReads) -> int:
+    """Return how many planes of a layer its screens are built from: K, and V for clusters."""
+    return 2 if reads.selection.estimate else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +140,10 @@ class SelectedStep:
                 # Queries of drafts that may be wrong teach nothing.
                 observed.append(_Observed(row, row + 1, reads))
                 stored = sequence.stored_range
-                collected = sum(len(build.chunks) for build in builds)
+                collected = sum(len(each.chunks) * each.planes for each in builds)
+                collected += len(stored) * _planes_of(reads)
                 # One alone has room, or the sequence would not select.
-                has_room = (collected + len(stored)) * chunk <= reads.most_collected or not builds
+                has_room = collected * chunk <= reads.most_collected or not builds
                 if stored and sequence.transfer is not None and has_room:
                     tensors = sequence.transfer.tensors
                     chunks = sequence.stored[stored.start : stored.stop]
@@ -166,6 +179,17 @@ class SelectedStep:
         """Return the events before which the rows of a layer must not be attended."""
         return [] if self._ahead is None else self._ahead.arriving(layer)
 
+    @property
+    def has_estimates(self) -> bool:
+        """True if clusters may stand for what a sequence does not read."""
+        return any(each.reads.selection.estimate for each in self.readers)
+
+    def estimates(
+        self, layer: int, queries: torch.Tensor
+    ) -> Iterator[tuple[int, PartialAttention]]:
+        """Yield rows of queries `[N, n_q, d]`, and the estimate of what each does not read."""
+        return estimates_of(self.readers, layer, queries)
+
     def drop(self) -> None:
         """Forget screens and rows of which the step, which failed, may have left a part out."""
         for reads in [each.reads for each in self.readers] + [each.reads for each in self._builds]:
@@ -179,48 +203,58 @@ class SelectedStep:
             each.reads.observe(layer, queries[each.first : each.end])
 
     def building(self, layer: int) -> LayerBuilds | None:
-        """Return what collects K of a layer for screens; None if none is built."""
+        """Return what collects a layer's tokens for screens; None if none is built."""
         builds = [build for build in self._builds if build.reads.selects(layer)]
         return LayerBuilds(layer, builds) if builds else None
 
 
 class LayerBuilds:
-    """K of one layer's stored tokens, collected from the tiles that pass."""
+    """One layer's stored tokens, collected from the tiles that pass: K, and V for clusters."""
 
     def __init__(self, layer: int, builds: list[Build]) -> None:
         self._layer = layer
         self._builds = builds
         # `[chunks, C, n_kv, d]` for each.
         self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
 
     def taking(self, tile: Tile, attend: Attend) -> Attend:
-        """Return what attends a tile, and then takes its keys."""
+        """Return what attends a tile, and then takes its rows."""
 
         def call(keys: torch.Tensor, values: torch.Tensor) -> None:
             attend(keys, values)
             for build in self._builds:
-                self._take(build, tile, keys)
+                _take(build, tile, keys, self._keys)
+                if build.reads.selection.estimate:
+                    _take(build, tile, values, self._values)
 
         return call
 
     def finish(self) -> None:
         """Build the screens, once all tiles of the layer have passed."""
         for build in self._builds:
-            keys = self._keys.pop(build.number)
+            keys = self._keys.pop(build.number).flatten(0, 1)
+            values = self._values.pop(build.number, None)
             build.reads.build(
-                self._layer, keys.flatten(0, 1), build.tensors, build.chunks, build.start
+                self._layer,
+                keys,
+                build.tensors,
+                build.chunks,
+                build.start,
+                None if values is None else values.flatten(0, 1),
             )
 
-    def _take(self, build: Build, tile: Tile, keys: torch.Tensor) -> None:
-        """Copy K of a build's pages, from `[tile pages, n_kv, C, d]`."""
-        if build.number not in self._keys:
-            _, heads, chunk, width = keys.shape
-            self._keys[build.number] = keys.new_empty((len(build.chunks), chunk, heads, width))
-        collected = self._keys[build.number]
-        for place, page in enumerate(tile.pages):
-            if page.reader == build.number:
-                index = (page.first_position - build.start) // keys.shape[2]
-                collected[index].copy_(keys[place].transpose(0, 1))
+
+def _take(build: Build, tile: Tile, plane: torch.Tensor, taken: dict[int, torch.Tensor]) -> None:
+    """Copy K or V of a build's pages, from `[tile pages, n_kv, C, d]`."""
+    _, heads, chunk, width = plane.shape
+    if build.number not in taken:
+        taken[build.number] = plane.new_empty((len(build.chunks), chunk, heads, width))
+    collected = taken[build.number]
+    for place, page in enumerate(tile.pages):
+        if page.reader == build.number:
+            index = (page.first_position - build.start) // chunk
+            collected[index].copy_(plane[place].transpose(0, 1))
 
 
 def _is_current(sequence: Sequence, reads: SequenceReads) -> bool:

@@ -112,11 +112,12 @@ class Selector:
         windows = self._config.windows[selection.exact_layers :]
         if not off_reason and all(each is not None and each < final_tokens for each in windows):
             off_reason = "every layer that would select reads no more than its window"
-        needed = collected_bytes(self._shape, stored)
+        what, planes = ("K and V", 2) if selection.estimate else ("K", 1)
+        needed = planes * collected_bytes(self._shape, stored)
         if not off_reason and needed > (room := self._cache.plan.collected_bytes):
             off_reason = (
-                f"K of its {stored:,} stored tokens takes {format_size(needed)} in a layer whose "
-                f"screen is built, and the workspace has {format_size(room)} for it"
+                f"{what} of its {stored:,} stored tokens takes {format_size(needed)} in a layer "
+                f"whose screen is built, and the workspace has {format_size(room)} for it"
             )
         if off_reason:
             return SelectionPlan(off_reason=off_reason)
@@ -126,12 +127,15 @@ class Selector:
         self, selection: Selection, plan: SelectionPlan, pages: Sequence[int], final_tokens: int
     ) -> SequenceReads:
         """Return what one sequence reads with, in the pages that its plan counts."""
+        screens = plan.pages.rows
+        centroids = screens + plan.pages.screens
         return SequenceReads(
             self._screens_of(selection),
             self._config,
             self._cache,
             self._lanes,
-            row_pages=pages[: plan.pages.rows],
-            screen_pages=pages[plan.pages.rows :],
+            row_pages=pages[:screens],
+            screen_pages=pages[screens:centroids],
+            centroid_pages=pages[centroids:],
             final_tokens=final_tokens,
         )

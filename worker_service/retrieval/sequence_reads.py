@@ -4,6 +4,7 @@ Of each stored token the screens keep a little on the device. Before a layer's a
 the tokens for a guessed query, and the rows that are wanted and missing are fetched into row pages,
 over those that were unused for longest. The layer then attends every row in the row pages, and
 whatever else of the sequence is on the device: order and place of rows do not matter behind RoPE.
+A selection that estimates adds the clusters of all other tokens, whose sums are on the device, too.
 
 Knows no requests and no steps. One thread uses it.
 """
@@ -17,7 +18,7 @@ from functools import partial
 import torch
 
 from splitpoint.planning.schedule import Lane
-from splitpoint.residency.selecting import wanted_rows
+from splitpoint.residency.selecting import SEGMENT_TOKENS, wanted_rows
 from splitpoint.shapes import chunks_of
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import DeviceCache
@@ -25,11 +26,13 @@ from worker_service.device.copies import sent
 from worker_service.device.pinning import piece_slots
 from worker_service.lanes.lanes import Event, Lanes
 from worker_service.lanes.work import Work
+from worker_service.model.attention import PartialAttention
 from worker_service.model.forward import CarryOut, at_once
+from worker_service.retrieval.cluster_sums import ClusterSums, HeldRows
 from worker_service.retrieval.gather_rows import RowPlane, gather_rows
 from worker_service.retrieval.row_cache import RowCache
 from worker_service.selection.choose import choose_rows
-from worker_service.selection.screen import Guess, LayerScreen, TokenRows
+from worker_service.selection.screen import AttentionShape, Guess, LayerScreen, TokenRows
 from worker_service.selection.screens import Screens
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
@@ -92,6 +95,7 @@ class SequenceReads:
         *,
         row_pages: Sequence[int],
         screen_pages: Sequence[int],
+        centroid_pages: Sequence[int] = (),
         final_tokens: int,
     ) -> None:
         """Use pages as `selection_pages` counts them, which the caller owns and frees.
@@ -110,6 +114,7 @@ class SequenceReads:
         self._chunk = cache.layout.chunk_tokens
         self._all_row_pages = list(row_pages)
         self._screen_pages = list(screen_pages)
+        self._centroid_pages = list(centroid_pages)
         self._layers = [
             index
             for index in range(cache.layout.layer_count)
@@ -131,6 +136,9 @@ class SequenceReads:
         self._observed: dict[int, torch.Tensor] = {}
         self._built: dict[int, LayerScreen] = {}
         self._caches: dict[int, RowCache] = {}
+        self._clusters: dict[int, ClusterSums] = {}
+        # K and V `[1, n_kv, T, d]` of segments that have become whole, on their way to the device.
+        self._filled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def counts(self) -> ReadCounts:
@@ -196,6 +204,7 @@ class SequenceReads:
         tensors: ArenaTensors,
         chunks: Sequence[StoredChunk],
         first_position: int,
+        values: torch.Tensor | None = None,
     ) -> None:
         """Make a layer's screen from K of all stored tokens; call it once for each in `layers`.
 
@@ -203,8 +212,9 @@ class SequenceReads:
             keys: `[S, n_kv, d]` in the order of tokens.
             tensors, chunks: where the same S tokens lie; the same in all calls.
             first_position: of the first of them.
+            values: V like K, for a selection that estimates; others need none.
         """
-        screen = self._screens.layer(layer, self._blocks(layer))
+        screen = self._screens.layer(layer, self._blocks(layer, self._screen_pages))
         if screen is None:
             raise ValueError(f"layer {layer} reads everything")
         observed = self._observed.get(layer)
@@ -216,6 +226,14 @@ class SequenceReads:
             self.chunks = list(chunks)
             self._grow()
         screen.extend(TokenRows(inputs=observed, queries=observed, keys=keys))
+        if self.selection.estimate:
+            if values is None:
+                raise ValueError("a selection that estimates needs V")
+            shape = AttentionShape.of(self._config, layer)
+            sums = ClusterSums(shape, self._blocks(layer, self._centroid_pages))
+            whole = len(keys) // SEGMENT_TOKENS * SEGMENT_TOKENS
+            sums.extend(keys[:whole].transpose(0, 1), values[:whole].transpose(0, 1))
+            self._clusters[layer] = sums
         self._built[layer] = screen
         self._caches[layer] = RowCache(self._cache.layout.kv_head_count, self._cache.device)
 
@@ -234,12 +252,15 @@ class SequenceReads:
         it must be the last user: what their next owner masks has to be finite, and a screen's bytes
         may be anything. Call it before they are freed, too.
         """
-        pages = sent([*self._all_row_pages, *self._screen_pages], self._cache.device)
+        pages = sent(
+            [*self._all_row_pages, *self._screen_pages, *self._centroid_pages], self._cache.device
+        )
         for plane in (*self._cache.keys, *self._cache.values):
             plane.index_fill_(0, pages, 0)
         self.row_pages, self.chunks = [], []
         self._tensors = None
         self._built, self._caches = {}, {}
+        self._clusters, self._filled = {}, {}
 
     def forget_rows(self) -> None:
         """Hold no row any more: the next `begin` of each layer fetches all.
@@ -260,14 +281,10 @@ class SequenceReads:
         cut = piece_slots(self._cache.keys[0][0].nbytes)
         self._piece_slots = list({slot // cut: slot for slot in slots}.values())
 
-    def _blocks(self, layer: int) -> list[torch.Tensor]:
-        """Return the bytes of a layer's screen pages, one plane after the other."""
+    def _blocks(self, layer: int, pages: Sequence[int]) -> list[torch.Tensor]:
+        """Return the bytes of a layer's planes of pages, one plane after the other."""
         planes = (self._cache.keys[layer], self._cache.values[layer])
-        return [
-            plane[page].view(-1).view(torch.uint8)
-            for page in self._screen_pages
-            for plane in planes
-        ]
+        return [plane[page].view(-1).view(torch.uint8) for page in pages for plane in planes]
 
     # -- reading ------------------------------------------------------------------------
 
@@ -282,17 +299,68 @@ class SequenceReads:
             guess: of one token; its queries are those of the layer, or a guess of them.
         """
         found = carry_out("screen", layer, partial(self._moves, layer, guess))
-        planes, slots = self._planes(layer), self._piece_slots
-        size = found.most * self._row_bytes
+        self._fetch_filled(layer)
+        return self._fetch(layer, self._planes(layer), found)
+
+    def _fetch(self, layer: int, planes: Sequence[RowPlane], moves: _Moves) -> Event:
+        """Begin to copy rows, after compute issued so far."""
+        slots, size = self._piece_slots, moves.most * self._row_bytes
         work = Work(
             "fetch rows",
-            lambda: gather_rows(planes, found.sources, found.targets, slots),
+            lambda: gather_rows(planes, moves.sources, moves.targets, slots),
             size,
             size,
             layer,
-            found.most,
+            moves.most,
         )
         return self._lanes.run(Lane.LINK_IN, work, [self._lanes.record_event()])
+
+    def _fetch_filled(self, layer: int) -> None:
+        """Begin to fetch the segments that chunks have filled since the layer was clustered.
+
+        They come before rows that are fetched later. They are wanted once, and counted with them.
+        """
+        sums = self._clusters.get(layer)
+        whole = self.stored_tokens // SEGMENT_TOKENS * SEGMENT_TOKENS
+        if sums is None or layer in self._filled or sums.token_count == whole:
+            return
+        tokens = torch.arange(sums.token_count, whole, device=self._cache.device)
+        tokens = tokens.expand(len(self._heads), -1)
+        count = tokens.numel()
+        plane = self._cache.keys[layer]
+        shape = (1, *tokens.shape, plane.shape[-1])
+        filled = plane.new_empty(shape), plane.new_empty(shape)
+        planes = [
+            RowPlane(each.source, target)
+            for each, target in zip(self._planes(layer), filled, strict=True)
+        ]
+        moves = _Moves(
+            self._numbered(self._slots, tokens).flatten(),
+            torch.arange(count, device=self._cache.device),
+        )
+        self._wanted += count
+        self._fetched += count
+        self._fetch(layer, planes, moves)
+        self._filled[layer] = filled
+
+    def estimate(self, layer: int, queries: torch.Tensor) -> PartialAttention | None:
+        """Return what stands for the stored tokens that are in no row; None: nothing does.
+
+        Args:
+            queries: `[1, n_q, d]`, once the rows of the layer's last `begin` have arrived.
+        """
+        sums = self._clusters.get(layer)
+        if sums is None:
+            return None
+        filled = self._filled.pop(layer, None)
+        if filled is not None:
+            sums.extend(*(rows[0] for rows in filled))
+        if not sums.token_count:
+            return None
+        rows = HeldRows(
+            self.tokens(layer), self._pages, self._cache.keys[layer], self._cache.values[layer]
+        )
+        return sums.estimate(queries, rows)
 
     def _moves(self, layer: int, guess: Guess) -> _Moves:
         """Choose, and return the rows to fetch."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from splitpoint.residency.selecting import CLUSTER_TOKENS, SEGMENT_TOKENS
 from worker_service.model.attention import PartialAttention
 from worker_service.selection.choose import visible_tokens
 from worker_service.selection.screen import AttentionShape, to_logits
 
-CLUSTER_TOKENS = 32
-SEGMENT_TOKENS = 256
-_CLUSTERS = SEGMENT_TOKENS // CLUSTER_TOKENS
+# Of a segment.
+CLUSTERS = SEGMENT_TOKENS // CLUSTER_TOKENS
 _ROUNDS = 4
 _COUNT_BYTES = 4
 
@@ -39,7 +39,7 @@ class Centroids:
     def device_bytes(self) -> int:
         """Bytes of the sums of keys and values, in the type of the keys, and of the counts."""
         row = 2 * self._shape.head_dim * self._keys.element_size() + _COUNT_BYTES
-        return len(self._segments) * _CLUSTERS * self._shape.kv_heads * row
+        return len(self._segments) * CLUSTERS * self._shape.kv_heads * row
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add tokens `[T, n_kv, d]`; cluster each segment that they fill."""
@@ -51,7 +51,7 @@ class Centroids:
             self._keys[0]
         ):
             segment = self._keys[:, first : first + SEGMENT_TOKENS].float()
-            self._segments.append(_clusters(segment, _CLUSTERS))
+            self._segments.append(clusters_of(segment))
 
     def estimate(
         self, queries: torch.Tensor, read: torch.Tensor, first_position: int
@@ -67,20 +67,8 @@ class Centroids:
         segments = min(len(self._segments), first_position // SEGMENT_TOKENS)
         if not segments:
             return None
-        count, query_heads, width = queries.shape
         left = self._left(read, first_position, segments * SEGMENT_TOKENS)
-        counts, keys, values = self._means(left, segments)
-        grouped = queries.float().view(count, self._shape.kv_heads, -1, width)
-        logits = to_logits(torch.einsum("tkgd,ktcd->tkgc", grouped, keys), self._shape)
-        logits = logits + counts.transpose(0, 1).log().unsqueeze(2)
-        peak = logits.amax(-1).clamp_min(torch.finfo(torch.float32).min)
-        weights = (logits - peak.unsqueeze(-1)).exp()
-        weighted = torch.einsum("tkgc,ktcd->tkgd", weights, values)
-        return PartialAttention(
-            weighted.reshape(count, query_heads, width),
-            peak.reshape(count, query_heads),
-            weights.sum(-1).reshape(count, query_heads),
-        )
+        return attend_clusters(queries, *self._left_sums(left, segments), self._shape)
 
     def _left(self, read: torch.Tensor, first_position: int, tokens: int) -> torch.Tensor:
         """Return which of the first tokens are visible and not read, fp32 `[n_kv, T, tokens]`."""
@@ -88,41 +76,71 @@ class Centroids:
         left = ~read[..., :tokens] & visible.unsqueeze(1)
         return left.transpose(0, 1).float()
 
-    def _means(
+    def _left_sums(
         self, left: torch.Tensor, segments: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return of each cluster the tokens that are left, and the means of their K and V.
+        """Return of each cluster how many tokens are left, and the sums of their K and V.
 
         `[n_kv, T, clusters]`, then twice `[n_kv, T, clusters, d]`.
         """
         kv_heads, count, _ = left.shape
         owners = torch.stack(self._segments[:segments], 1)
-        member = functional.one_hot(owners, _CLUSTERS).float()
+        member = functional.one_hot(owners, CLUSTERS).float()
         by_segment = left.view(kv_heads, count, segments, SEGMENT_TOKENS).transpose(1, 2)
         counts = by_segment @ member
-        means = []
+        left_sums = []
         for rows in (self._keys, self._values):
             of_segment = rows[:, : segments * SEGMENT_TOKENS].float()
             of_segment = of_segment.reshape(kv_heads, segments, SEGMENT_TOKENS, -1)
             spread = member.unsqueeze(-1) * of_segment.unsqueeze(-2)
             sums = by_segment @ spread.flatten(3)
-            sums = sums.view(kv_heads, segments, count, _CLUSTERS, -1)
-            mean = sums / counts.clamp_min(1).unsqueeze(-1)
-            means.append(mean.transpose(1, 2).flatten(2, 3))
-        return counts.transpose(1, 2).flatten(2), means[0], means[1]
+            sums = sums.view(kv_heads, segments, count, CLUSTERS, -1)
+            left_sums.append(sums.transpose(1, 2).flatten(2, 3))
+        return counts.transpose(1, 2).flatten(2), left_sums[0], left_sums[1]
 
 
-def _clusters(keys: torch.Tensor, clusters: int) -> torch.Tensor:
-    """Return the cluster of each key `[n_kv, S, d]`, int64 `[n_kv, S]`: k-means by angle.
+def attend_clusters(
+    queries: torch.Tensor,
+    counts: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    shape: AttentionShape,
+) -> PartialAttention:
+    """Attend clusters as so many tokens with their mean key and value; those of none weigh 0.
+
+    Args:
+        queries: `[T, n_q, d]`.
+        counts: tokens of each cluster, fp32 `[n_kv, T, clusters]`.
+        keys, values: sums of their K and V, fp32 `[n_kv, T, clusters, d]`.
+    """
+    count, query_heads, width = queries.shape
+    divisor = counts.clamp_min(1).unsqueeze(-1)
+    grouped = queries.float().view(count, shape.kv_heads, -1, width)
+    logits = to_logits(torch.einsum("tkgd,ktcd->tkgc", grouped, keys / divisor), shape)
+    logits = logits + counts.transpose(0, 1).log().unsqueeze(2)
+    peak = logits.amax(-1).clamp_min(torch.finfo(torch.float32).min)
+    weights = (logits - peak.unsqueeze(-1)).exp()
+    weighted = torch.einsum("tkgc,ktcd->tkgd", weights, values / divisor)
+    return PartialAttention(
+        weighted.reshape(count, query_heads, width),
+        peak.reshape(count, query_heads),
+        weights.sum(-1).reshape(count, query_heads),
+    )
+
+
+def clusters_of(keys: torch.Tensor) -> torch.Tensor:
+    """Return the cluster of each key of segments, int64 `[..., SEGMENT_TOKENS]`: k-means by angle.
 
     Clusters are seeded with evenly spread tokens, so the result depends on the keys alone.
+
+    Args:
+        keys: fp32 `[..., SEGMENT_TOKENS, d]`.
     """
-    centred = functional.normalize(keys - keys.mean(1, keepdim=True), dim=-1)
-    tokens = keys.shape[1]
-    centres = centred[:, :: tokens // clusters][:, :clusters]
-    owners = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
+    centred = functional.normalize(keys - keys.mean(-2, keepdim=True), dim=-1)
+    centres = centred[..., ::CLUSTER_TOKENS, :]
+    owners = torch.zeros(keys.shape[:-1], dtype=torch.int64, device=keys.device)
     for _ in range(_ROUNDS):
-        owners = (centred @ centres.transpose(1, 2)).argmax(-1)
-        member = functional.one_hot(owners, clusters).float()
-        centres = functional.normalize(member.transpose(1, 2) @ centred, dim=-1)
+        owners = (centred @ centres.transpose(-1, -2)).argmax(-1)
+        member = functional.one_hot(owners, CLUSTERS).float()
+        centres = functional.normalize(member.transpose(-1, -2) @ centred, dim=-1)
     return owners

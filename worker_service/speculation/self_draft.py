@@ -35,7 +35,7 @@ from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.decoder import Decoder
 from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer
-from worker_service.retrieval.ahead import RowReader, RowsAhead
+from worker_service.retrieval.ahead import RowReader, RowsAhead, estimates_of
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.speculation.growing_draft import (
     GrowingDraft,
@@ -190,6 +190,8 @@ class SelfDrafter:
                 scale=layer.scale,
                 cap=layer.cap,
             )
+            for row, part in estimates_of(readers, index, queries):
+                attended.take(row, part)
             return attended.attended(queries.dtype)
 
         hidden = model.embed(token_ids, positions)

@@ -147,7 +147,6 @@ BAD: list[tuple[str, Callable[[scheduler_pb2.GenerateRequest], Any]]] = [
     ("selection.sinks", selection(method=COLUMNS, ratio=0.1, sinks=-1)),
     ("selection.recent", selection(method=COLUMNS, ratio=0.1, recent=0)),
     ("selection.full_layers", selection(method=COLUMNS, ratio=0.1, full_layers=-1)),
-    ("selection.estimate", selection(method=COLUMNS, ratio=0.1, estimate=True)),
     (
         "speculation.method",
         fields(

@@ -15,6 +15,8 @@ from splitpoint.planning.split_line import SplitLine
 from splitpoint.residency.selecting import (
     SelectionPages,
     StepSplit,
+    cluster_bytes,
+    cluster_count,
     kept_record,
     pages_at_last,
     predict_step,
@@ -84,6 +86,11 @@ def test_pages_hold_what_the_bytes_say() -> None:
     window = Selection.parsed("window:0.1")
     assert selection_pages(SHAPE, window, 4096, 64) == SelectionPages(rows=7, screens=0)
     assert selection_pages(SHAPE, window, 0, 64).count == 0
+    # 512 floats of sums, 2 counts and 64 clusters: 30 in a plane, of 120 clusters and a rest.
+    centroids = Selection.parsed("window:0.1,estimate")
+    assert cluster_bytes(SHAPE) == 2 * 128 * 4 + 2 * 36
+    assert cluster_count(4095) == 120
+    assert selection_pages(SHAPE, centroids, 4095, 64) == SelectionPages(7, 0, centroids=3)
 
 
 def test_records_larger_than_a_page_are_not_kept() -> None:
@@ -92,6 +99,14 @@ def test_records_larger_than_a_page_are_not_kept() -> None:
     assert pages_at_last(SHAPE, quest, 100, 1) == SelectionPages(0, 0)
     assert "rows and screens take" in why_not_selected(SHAPE, quest, 99, 1)
     assert pages_at_last(SHAPE, quest, 100, 2).count
+    centroids = Selection.parsed("window:0.1,estimate")
+    assert pages_at_last(SHAPE, centroids, 300, 2) == SelectionPages(0, 0)
+    # No segment is whole.
+    assert (
+        pages_at_last(SHAPE, centroids, 200, 2).centroids
+        == 0
+        < pages_at_last(SHAPE, centroids, 200, 2).rows
+    )
 
 
 def test_pages_suffice_for_any_sizes() -> None:
@@ -111,6 +126,12 @@ def test_pages_suffice_for_any_sizes() -> None:
         in_plane = chunk * shape.kv_width * shape.data_type.size // size
         records = -(-tokens // covered)
         assert (pages.screens - 1) * 2 * in_plane < records <= pages.screens * 2 * in_plane
+        more = selection_pages(shape, Selection.parsed(f"{method},estimate"), tokens, chunk)
+        room = chunk * shape.kv_width * shape.data_type.size // cluster_bytes(shape)
+        clusters = cluster_count(tokens)
+        if room or not clusters:
+            assert (more.rows, more.screens) == (pages.rows, pages.screens)
+            assert clusters <= more.centroids * 2 * room < clusters + 2 * room or not clusters
 
 
 def test_it_gains_where_the_link_is_the_limit() -> None:
@@ -123,6 +144,15 @@ def test_it_gains_where_the_link_is_the_limit() -> None:
     assert step.selected_seconds == pytest.approx(linked + 0.005 / 16)
     assert why_not_selected(SHAPE, columns, 4096, 64, profile=PROFILE) == ""
     assert why_not_selected(SHAPE, columns, 4096, 64) == ""
+    # What takes part as clusters is read from the device's memory.
+    slow = replace(PROFILE, link_bytes_per_second=1e13, memory_seconds_per_byte=1e-6)
+    both = [
+        predict_step(SHAPE, slow, Selection.parsed(f"columns:0.1{word}"), 4096).selected_seconds
+        for word in ("", ",estimate")
+    ]
+    read = 128 * cluster_bytes(SHAPE) + 410 * 1024
+    computed = 4 * 8 * 64 * 128 / 1e10
+    assert both[1] - both[0] == pytest.approx(14 * (read * 1e-6 + computed))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ def reads_of(
         cache,
         lanes,
         row_pages=free[: pages.rows],
-        screen_pages=free[pages.rows : pages.count],
+        screen_pages=free[pages.rows : pages.rows + pages.screens],
+        centroid_pages=free[pages.rows + pages.screens : pages.count],
         final_tokens=STORED,
     )
     build(prefix, reads, chunks)
@@ -61,8 +62,11 @@ def reads_of(
 def build(prefix: StoredPrefix, reads: SequenceReads, chunks: int) -> None:
     for layer in reads.layers:
         reads.observe(layer, guess_at(prefix, layer, chunks * CHUNK - 1).queries)
-        keys = prefix.computed.keys[layer][: chunks * CHUNK]
-        reads.build(layer, keys, prefix.tensors, prefix.chunks[:chunks], 0)
+        keys, values = (
+            plane[layer][: chunks * CHUNK]
+            for plane in (prefix.computed.keys, prefix.computed.values)
+        )
+        reads.build(layer, keys, prefix.tensors, prefix.chunks[:chunks], 0, values)
 
 
 def guess_at(prefix: StoredPrefix, layer: int, position: int) -> Guess:

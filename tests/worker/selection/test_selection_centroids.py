@@ -8,9 +8,10 @@ import pytest
 import torch
 from layer_rows import SHAPE, SHAPES, random_rows, true_logits, visible
 
+from splitpoint.residency.selecting import CLUSTER_TOKENS, SEGMENT_TOKENS
 from splitpoint.selection import Selection
 from worker_service.model.attention import PartialAttention
-from worker_service.selection.centroids import CLUSTER_TOKENS, SEGMENT_TOKENS, Centroids
+from worker_service.selection.centroids import Centroids
 from worker_service.selection.choose import choose
 from worker_service.selection.screen import AttentionShape, TokenRows
 

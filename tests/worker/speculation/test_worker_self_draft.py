@@ -42,11 +42,17 @@ EVERYTHING = 40
 class Case:
     """A model, prompts with transformers' greedy answers, and a store."""
 
-    def __init__(self, name: str, runner: StoreRunner, model: Decoder) -> None:
+    def __init__(
+        self,
+        name: str,
+        runner: StoreRunner,
+        model: Decoder,
+        lengths: tuple[int, ...] = LENGTHS,
+    ) -> None:
         reference = build_tiny(name)
         self.model, self.runner = model, runner
         self.prompts, self.wanted = zip(
-            *(clear_prompt(reference, length, NEW) for length in LENGTHS), strict=True
+            *(clear_prompt(reference, length, NEW) for length in lengths), strict=True
         )
 
     def engine(self, window: int, lanes: Lanes) -> Engine:
