@@ -65,6 +65,17 @@ class Part:
     least: float
 
 
+def selecting(shape: str, lengths: Sequence[int], *, is_tiny: bool) -> tuple[str, ...]:
+    """Return the benchmark of decode steps that read a tenth of so many cached tokens."""
+    more: tuple[str, ...] = ("--dtype", "bfloat16", "--new", "16")
+    if is_tiny:
+        shape, lengths = "smollm2-135m", (400,)
+        more = ("--dtype", "float32", "--new", "6", "--layers", "4", "--link-rate", "10MB")
+    sizes = (word for length in lengths for word in ("--length", str(length)))
+    given = ("--shape", shape, "--select", "columns:0.1", "--batch", "1", *sizes)
+    return ("offload", *given, *more, "--repeats", "1")
+
+
 def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
     """Return the parts by importance; a short lease leaves out the last ones."""
     files = sorted(
@@ -76,14 +87,8 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
     here = ("--device", device, "--threads", "1" if is_tiny else "0")
 
     def offload(shape: str, prompt: int, *more: str) -> tuple[str, ...]:
-        sizes: tuple[str, ...] = (
-            "--batch",
-            "64",
-            "--prompt",
-            str(prompt),
-            "--new",
-            str(max(NEW_TOKENS)),
-        )
+        sizes: tuple[str, ...] = ("--batch", "64", "--prompt", str(prompt))
+        sizes += ("--new", str(max(NEW_TOKENS)))
         if is_tiny:
             shape = str(ROOT / "models" / "stdlib-llama") if "llama" in shape else "opt-125m"
             sizes = ("--batch", "2", "--prompt", "130", "--new", "4", "--link-rate", "400MB")
@@ -102,18 +107,13 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
     else:
         numerics += ("--dtype", "bfloat16", "--new", "32", "--cost-shape", "llama-3-8b")
 
-    def select(shape: str, *lengths: int) -> tuple[str, ...]:
-        more: tuple[str, ...] = ("--dtype", "bfloat16", "--new", "16")
-        if is_tiny:
-            shape, lengths = "smollm2-135m", (400,)
-            more = ("--dtype", "float32", "--new", "6", "--layers", "4", "--link-rate", "10MB")
-        sizes = (word for length in lengths for word in ("--length", str(length)))
-        given = ("--shape", shape, "--select", "columns:0.1", "--batch", "1", *sizes)
-        return (*cli, "offload", *given, *more, "--repeats", "1", *here)
-
     restore: tuple[str, ...] = ("--shape", "opt-6.7b", "--prompt", "1984", "--dtype", "bfloat16")
     if is_tiny:
         restore = ("--shape", "opt-125m", "--layers", "2", "--prompt", "256", "--link-rate", "2GB")
+    # With fewer tokens a step computes about as long as the link is busy.
+    select_llama = selecting("llama-3.1-8b", (4096, 8192, 32768), is_tiny=is_tiny)
+    # The longest that OPT's positions allow.
+    select_opt = selecting("opt-13b", (1984,), is_tiny=is_tiny)
     return [
         Part(
             TESTS,
@@ -139,10 +139,8 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
         Part(GRAPHS, graphs, 90, 45),
         # Triton compiles a kernel for each operation and kind of matrix.
         Part(NUMERICS, numerics, 150, 60),
-        # With fewer tokens a step computes about as long as the link is busy.
-        Part(SELECT_LLAMA, select("llama-3.1-8b", 4096, 8192, 32768), 150, 60),
-        # The longest that OPT's positions allow.
-        Part(SELECT_OPT, select("opt-13b", 1984), 90, 45),
+        Part(SELECT_LLAMA, (*cli, *select_llama, *here), 150, 60),
+        Part(SELECT_OPT, (*cli, *select_opt, *here), 90, 45),
         Part(OPT_LONG, offload("opt-6.7b", 512), 300, 120),
         Part(LLAMA, offload("llama-3-8b", 512), 120, 60),
         Part(OPT_SHORT, offload("opt-6.7b", 128, "--sweep"), 150, 60),

@@ -99,11 +99,15 @@ class Up:
 
 
 @contextmanager
-def up(instance: str) -> Iterator[Up]:
+def up(
+    instance: str, *more: str, host_memory: str = "64MiB", device_memory: str = "128MiB"
+) -> Iterator[Up]:
+    """Two CPU workers with these options more; nothing of the stack is left behind."""
     command = [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--workers", "2"),
-        *("--threads", "1", "--dtype", "float32", "--host-memory", "64MiB"),
-        *("--device-memory", "128MiB", "--listen", "127.0.0.1:0", "--instance", instance),
+        *("--threads", "1", "--dtype", "float32", "--host-memory", host_memory),
+        *("--device-memory", device_memory, "--listen", "127.0.0.1:0", "--instance", instance),
+        *more,
     ]
     with up_process(command) as process:
         printed = wait_until_up(process)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 from own_names import instance_name
-from test_e2e_arena_loss import SECONDS, Up
-from test_e2e_cli import assert_nothing_left
+from test_e2e_arena_loss import SECONDS, Up, up
 from test_e2e_restarts import kill_worker
-from up_process import up_process, wait_until_up
 
 from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.checkpoint.resolve import resolve_model
@@ -57,29 +53,16 @@ def ranked_artefacts(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """Workers behind links that are slow enough for selections to gain."""
-    instance = instance_name("selection")
     artifacts = tmp_path_factory.mktemp("artifacts")
     ranked_artefacts(artifacts)
-    command = [
-        *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--workers", "2"),
-        *("--threads", "1", "--dtype", "float32", "--host-memory", "128MiB", "--page-tokens", "16"),
-        *("--device-memory", "256MiB", "--listen", "127.0.0.1:0", "--instance", instance),
-        *("--link-rate", "20MB", "--speculative-config", '{"method": "auto"}'),
-        *("--artifacts", str(artifacts)),
-    ]
-    with up_process(command) as process:
-        address = wait_until_up(process).partition("scheduler  ")[2].splitlines()[0]
-        said: list[str] = []
-        assert process.stderr is not None
-        reader = threading.Thread(target=said.extend, args=(process.stderr,))
-        reader.start()
-        running = Up(process, address, instance, said)
+    with up(
+        *(instance_name("selection"), "--page-tokens", "16", "--link-rate", "20MB"),
+        *("--speculative-config", '{"method": "auto"}', "--artifacts", str(artifacts)),
+        host_memory="128MiB",
+        device_memory="256MiB",
+    ) as running:
         running.until(lambda found: found.ready_count == 2)
         yield running
-        process.send_signal(signal.SIGINT)
-        assert process.wait(SECONDS) == 0, said
-        reader.join()
-    assert_nothing_left(instance)
 
 
 def ask(stack: Up, residency: Residency = Residency.STREAMED, **more: Any) -> Completion:

@@ -9,17 +9,14 @@ import asyncio
 import json
 import os
 import signal
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from own_names import instance_name
-from test_e2e_arena_loss import SECONDS, Up
-from test_e2e_cli import assert_nothing_left, service_processes
-from up_process import up_process, wait_until_up
+from test_e2e_arena_loss import SECONDS, Up, up
+from test_e2e_cli import service_processes
 
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import AsyncClient
@@ -56,27 +53,14 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Up]:
-    instance = instance_name("speculation")
     config = {"method": "auto", "model": str(resolve_model(None))}
-    command = [
-        *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--workers", "2"),
-        *("--threads", "1", "--dtype", "float32", "--host-memory", "128MiB"),
-        *("--device-memory", "256MiB", "--listen", "127.0.0.1:0", "--instance", instance),
-        *("--speculative-config", json.dumps(config)),
-    ]
-    with up_process(command) as process:
-        address = wait_until_up(process).partition("scheduler  ")[2].splitlines()[0]
-        said: list[str] = []
-        assert process.stderr is not None
-        reader = threading.Thread(target=said.extend, args=(process.stderr,))
-        reader.start()
-        running = Up(process, address, instance, said)
+    with up(
+        *(instance_name("speculation"), "--speculative-config", json.dumps(config)),
+        host_memory="128MiB",
+        device_memory="256MiB",
+    ) as running:
         running.until(lambda found: found.ready_count == 2)
         yield running
-        process.send_signal(signal.SIGINT)
-        assert process.wait(SECONDS) == 0, said
-        reader.join()
-    assert_nothing_left(instance)
 
 
 class Count:

@@ -82,8 +82,8 @@ class SequenceReads:
     Attributes:
         row_pages: the pages whose rows are attended, each whole (`row_count` rows); grows with the
             stored tokens. Empty before the screens are built.
-        chunks: the stored chunks that rows are read from, in order. Whoever ends a step checks that
-            they are current, as for tiles.
+        chunks: the stored chunks that rows are read from, in order. Each step checks at its end
+            that they are current, as for tiles.
     """
 
     def __init__(

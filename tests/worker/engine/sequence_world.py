@@ -386,7 +386,7 @@ class World:
                 if job.is_exact:
                     self._sealed[key] = max(end, self._sealed.get(key, 0))
                 else:
-                    # Nobody finds it.
+                    # No request finds it.
                     assert self.admissions[key[0]].selection == SELECTING
                     assert len(job.token_ids) == CHUNK
                 owner = self.queues.find(key)

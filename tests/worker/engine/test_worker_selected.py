@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runner import CPU, Transcript, admission
+from selecting import select_always
 from store_runner import streamed
 from test_worker_streamed import CHUNK, GREEDY, Case, make_case
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.planning.weight_placement import OnHost, spread
-from splitpoint.residency.selecting import SelectionPages, selection_pages, wanted_rows
+from splitpoint.residency.selecting import wanted_rows
 from splitpoint.selection import Selection, SelectionMethod, SelectionUsage
-from splitpoint.shapes import ModelShape, chunks_of
 from worker_service.device.memory import collected_bytes
 from worker_service.engine import engine as engine_module
 from worker_service.engine.engine import Engine
@@ -28,7 +28,6 @@ from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.lanes.timeline import FETCHING_ROWS, Trace
 from worker_service.model.decoder import Decoder
-from worker_service.retrieval import selector
 from worker_service.retrieval.screen_source import ScreenSource
 from worker_service.selection.artifacts import Artifacts
 
@@ -41,16 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def always_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let short sequences select, too: they need as many pages as they save."""
-
-    def pages(
-        shape: ModelShape, selection: Selection, final_tokens: int, chunk_tokens: int
-    ) -> SelectionPages:
-        stored = (chunks_of(final_tokens, chunk_tokens) - 1) * chunk_tokens
-        return selection_pages(shape, selection, stored, chunk_tokens)
-
-    monkeypatch.setattr(selector, "pages_at_last", pages)
-    monkeypatch.setattr(selector, "why_not_selected", lambda *_, **__: "")
+    select_always(monkeypatch)
 
 
 @pytest.fixture(scope="module")

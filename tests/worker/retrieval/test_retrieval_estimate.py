@@ -6,19 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from selecting import cache_of, empty_reads
 from stored_prefix import CPU, StoredPrefix, tiny_prefix
 
 from splitpoint.residency.selecting import SEGMENT_TOKENS, selection_pages
 from splitpoint.selection import Selection
 from worker_service.device.cache import DeviceCache
-from worker_service.device.memory import MemoryPlan
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.model.attention import PartialAttention
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.selection.centroids import Centroids
 from worker_service.selection.screen import AttentionShape, Guess
-from worker_service.selection.screens import Screens
 
 CHUNK = 16
 SEGMENT_CHUNKS = SEGMENT_TOKENS // CHUNK
@@ -35,11 +34,6 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredPrefix]:
         yield from tiny_prefix("llama", tmp_path_factory, STORED)
 
 
-def cache_of(prefix: StoredPrefix) -> DeviceCache:
-    page_bytes = prefix.model.shape.page_bytes(CHUNK)
-    return DeviceCache(prefix.layout, MemoryPlan(1 << 30, 0, 0, page_bytes, PAGES, 0), CPU)
-
-
 def reads_of(
     prefix: StoredPrefix, text: str, cache: DeviceCache, lanes: Lanes, chunks: int = CHUNKS
 ) -> SequenceReads:
@@ -50,15 +44,8 @@ def reads_of(
     for plane in (*cache.keys, *cache.values):
         plane.fill_(OTHER)
     free = list(range(PAGES - 1, PAGES - 1 - pages.count, -1))
-    reads = SequenceReads(
-        Screens(prefix.model.config, selection),
-        prefix.model.config,
-        cache,
-        lanes,
-        row_pages=free[: pages.rows],
-        screen_pages=free[pages.rows : pages.rows + pages.screens],
-        centroid_pages=free[pages.rows + pages.screens :],
-        final_tokens=STORED,
+    reads = empty_reads(
+        prefix, selection, cache, lanes, pages=pages, free=free, final_tokens=STORED
     )
     for layer in reads.layers:
         reads.observe(layer, guess_at(prefix, layer).queries)
@@ -118,7 +105,7 @@ def test_what_is_served_is_what_is_measured(
     prefix: StoredPrefix, text: str, lanes_type: type[Lanes]
 ) -> None:
     lanes = lanes_type(CPU)
-    reads = reads_of(prefix, f"{text},estimate,full_layers=0", cache_of(prefix), lanes)
+    reads = reads_of(prefix, f"{text},estimate,full_layers=0", cache_of(prefix, PAGES), lanes)
     check_same(prefix, reads, lanes)
     # The sums are as they were.
     check_same(prefix, reads, lanes)
@@ -130,7 +117,7 @@ def test_segments_that_chunks_fill_later_are_clustered_and_cross_once(
     prefix: StoredPrefix,
 ) -> None:
     """Of the pages that leave none is needed: the store has their tokens."""
-    cache, lanes = cache_of(prefix), SerialLanes(CPU)
+    cache, lanes = cache_of(prefix, PAGES), SerialLanes(CPU)
     text = "columns:0.2,estimate,full_layers=0"
     reads = reads_of(prefix, text, cache, lanes, SEGMENT_CHUNKS - 3)
     assert all(estimated(prefix, reads, lanes, layer) is None for layer in reads.layers)
@@ -156,7 +143,7 @@ def test_segments_that_chunks_fill_later_are_clustered_and_cross_once(
 @torch.inference_mode()
 def test_nothing_stands_for_tokens_that_are_all_read(prefix: StoredPrefix) -> None:
     lanes = SerialLanes(CPU)
-    reads = reads_of(prefix, "columns:0.999,estimate,full_layers=0", cache_of(prefix), lanes)
+    reads = reads_of(prefix, "columns:0.999,estimate,full_layers=0", cache_of(prefix, PAGES), lanes)
     assert reads.row_count == STORED
     for layer in reads.layers:
         part = estimated(prefix, reads, lanes, layer)
@@ -167,7 +154,7 @@ def test_nothing_stands_for_tokens_that_are_all_read(prefix: StoredPrefix) -> No
 
 @torch.inference_mode()
 def test_pages_hold_it_and_no_other_is_written(prefix: StoredPrefix) -> None:
-    cache, lanes = cache_of(prefix), SerialLanes(CPU)
+    cache, lanes = cache_of(prefix, PAGES), SerialLanes(CPU)
     selection = Selection.parsed("columns:0.2,columns=5,estimate,full_layers=0")
     reads = reads_of(prefix, str(selection), cache, lanes)
     count = selection_pages(prefix.model.shape, selection, STORED, CHUNK).count

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from selecting import cache_of, empty_reads
 from stored_prefix import CPU, StoredPrefix, tiny_prefix
 
 from splitpoint.planning.schedule import Lane
 from splitpoint.residency.selecting import selection_pages
 from splitpoint.selection import Selection
 from worker_service.device.cache import DeviceCache
-from worker_service.device.memory import MemoryPlan
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.retrieval.sequence_reads import SequenceReads
@@ -33,11 +33,6 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredPrefix]:
         yield from tiny_prefix("llama", tmp_path_factory, STORED)
 
 
-def cache_of(prefix: StoredPrefix) -> DeviceCache:
-    page_bytes = prefix.model.shape.page_bytes(CHUNK)
-    return DeviceCache(prefix.layout, MemoryPlan(1 << 30, 0, 0, page_bytes, PAGES, 0), CPU)
-
-
 def reads_of(
     prefix: StoredPrefix, text: str, cache: DeviceCache, lanes: Lanes, chunks: int = 12
 ) -> SequenceReads:
@@ -45,15 +40,8 @@ def reads_of(
     selection = Selection.parsed(text)
     pages = selection_pages(prefix.model.shape, selection, STORED, CHUNK)
     free = list(range(1, PAGES, 2))
-    reads = SequenceReads(
-        Screens(prefix.model.config, selection),
-        prefix.model.config,
-        cache,
-        lanes,
-        row_pages=free[: pages.rows],
-        screen_pages=free[pages.rows : pages.rows + pages.screens],
-        centroid_pages=free[pages.rows + pages.screens : pages.count],
-        final_tokens=STORED,
+    reads = empty_reads(
+        prefix, selection, cache, lanes, pages=pages, free=free, final_tokens=STORED
     )
     build(prefix, reads, chunks)
     return reads
@@ -112,7 +100,7 @@ SERVED = (
 def test_rows_are_those_of_the_store_and_only_missing_ones_cross_the_link(
     prefix: StoredPrefix, text: str, lanes_type: type[Lanes]
 ) -> None:
-    cache, lanes = cache_of(prefix), lanes_type(CPU)
+    cache, lanes = cache_of(prefix, PAGES), lanes_type(CPU)
     reads = reads_of(prefix, f"{text},full_layers=0", cache, lanes)
     assert reads.is_built
     assert reads.row_count == 48
@@ -140,7 +128,7 @@ def test_rows_are_those_of_the_store_and_only_missing_ones_cross_the_link(
 @torch.inference_mode()
 def test_it_holds_the_tokens_that_choose_would_read(prefix: StoredPrefix) -> None:
     """The first step fills all rows: it chooses as many tokens as there are rows."""
-    cache, lanes = cache_of(prefix), SerialLanes(CPU)
+    cache, lanes = cache_of(prefix, PAGES), SerialLanes(CPU)
     reads = reads_of(prefix, "columns:0.25,columns=9,full_layers=0", cache, lanes)
     step(prefix, reads, lanes, STORED - 1)
     for layer in reads.layers:
@@ -164,7 +152,7 @@ def test_it_holds_the_tokens_that_choose_would_read(prefix: StoredPrefix) -> Non
 def test_chunks_that_leave_later_are_chosen_from_too(prefix: StoredPrefix, text: str) -> None:
     """Screens that grew equal screens that were built at once, as far as columns agree."""
     text += f",columns={prefix.model.shape.head_dim},full_layers=0"
-    cache, lanes = cache_of(prefix), SerialLanes(CPU)
+    cache, lanes = cache_of(prefix, PAGES), SerialLanes(CPU)
     reads = reads_of(prefix, text, cache, lanes, chunks=7)
     step(prefix, reads, lanes, 7 * CHUNK)
     assert reads.row_count == 32
@@ -176,7 +164,7 @@ def test_chunks_that_leave_later_are_chosen_from_too(prefix: StoredPrefix, text:
     assert reads.row_count == 48
     step(prefix, reads, lanes, STORED - 1)
     check_rows(prefix, cache, reads)
-    at_once = reads_of(prefix, text, cache_of(prefix), lanes)
+    at_once = reads_of(prefix, text, cache_of(prefix, PAGES), lanes)
     step(prefix, at_once, lanes, STORED - 1)
     for layer in reads.layers:
         both = (reads.tokens(layer), at_once.tokens(layer))
@@ -185,7 +173,7 @@ def test_chunks_that_leave_later_are_chosen_from_too(prefix: StoredPrefix, text:
 
 @torch.inference_mode()
 def test_dropped_pages_are_zero_and_it_can_be_built_anew(prefix: StoredPrefix) -> None:
-    cache, lanes = cache_of(prefix), SerialLanes(CPU)
+    cache, lanes = cache_of(prefix, PAGES), SerialLanes(CPU)
     reads = reads_of(prefix, "columns:0.2,int8,full_layers=0", cache, lanes)
     step(prefix, reads, lanes, STORED - 1)
     assert any(plane.any() for plane in cache.keys)
@@ -202,7 +190,7 @@ def test_dropped_pages_are_zero_and_it_can_be_built_anew(prefix: StoredPrefix) -
 @torch.inference_mode()
 def test_screens_are_built_anew_from_the_queries_observed_before(prefix: StoredPrefix) -> None:
     """Those of the prompt come once."""
-    cache, lanes = cache_of(prefix), SerialLanes(CPU)
+    cache, lanes = cache_of(prefix, PAGES), SerialLanes(CPU)
     reads = reads_of(prefix, "columns:0.2,full_layers=0", cache, lanes)
     step(prefix, reads, lanes, STORED - 1)
     before = [reads.tokens(layer).sort(1).values for layer in reads.layers]
@@ -224,7 +212,7 @@ def test_layers_that_hide_tokens_or_are_full_take_no_part(prefix: StoredPrefix) 
     reads = SequenceReads(
         screens,
         hiding,
-        cache_of(prefix),
+        cache_of(prefix, PAGES),
         SerialLanes(CPU),
         row_pages=[0],
         screen_pages=[1],

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_runner import CPU, Transcript
+from selecting import select_always
 from store_runner import store_runner, streamed
 from test_worker_self_draft import (
     CHUNK,
@@ -24,9 +25,9 @@ from test_worker_self_draft import (
 )
 from tiny_models import write_tiny
 
-from splitpoint.residency.selecting import SEGMENT_TOKENS, SelectionPages, selection_pages
+from splitpoint.residency.selecting import SEGMENT_TOKENS
 from splitpoint.selection import FULL, Selection, SelectionUsage
-from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
+from splitpoint.shapes import ArenaLayout
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
@@ -36,7 +37,6 @@ from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.model.attention import PartialAttention
 from worker_service.model.decoder import Decoder
-from worker_service.retrieval import selector
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.speculation.self_draft import SelfDrafter
 
@@ -49,16 +49,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def always_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let short sequences select, too: they need as many pages as they save."""
-
-    def pages(
-        shape: ModelShape, selection: Selection, final_tokens: int, chunk_tokens: int
-    ) -> SelectionPages:
-        stored = (chunks_of(final_tokens, chunk_tokens) - 1) * chunk_tokens
-        return selection_pages(shape, selection, stored, chunk_tokens)
-
-    monkeypatch.setattr(selector, "pages_at_last", pages)
-    monkeypatch.setattr(selector, "why_not_selected", lambda *_, **__: "")
+    select_always(monkeypatch)
 
 
 # Grouped queries; heads of their own, with learned positions; windows below full layers.

@@ -1,0 +1,63 @@
+"""What tests of selections share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from stored_prefix import CPU, StoredPrefix
+
+from splitpoint.residency.selecting import SelectionPages, selection_pages
+from splitpoint.selection import Selection
+from splitpoint.shapes import ModelShape, chunks_of
+from worker_service.device.cache import DeviceCache
+from worker_service.device.memory import MemoryPlan
+from worker_service.lanes.lanes import Lanes
+from worker_service.retrieval import selector
+from worker_service.retrieval.sequence_reads import SequenceReads
+from worker_service.selection.screens import Screens
+
+
+def select_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let short sequences select, too: they need as many pages as they save."""
+
+    def pages(
+        shape: ModelShape, selection: Selection, final_tokens: int, chunk_tokens: int
+    ) -> SelectionPages:
+        stored = (chunks_of(final_tokens, chunk_tokens) - 1) * chunk_tokens
+        return selection_pages(shape, selection, stored, chunk_tokens)
+
+    monkeypatch.setattr(selector, "pages_at_last", pages)
+    monkeypatch.setattr(selector, "why_not_selected", lambda *_, **__: "")
+
+
+def cache_of(prefix: StoredPrefix, page_count: int) -> DeviceCache:
+    """Return a cache for the prefix's model, with so many pages."""
+    page_bytes = prefix.model.shape.page_bytes(prefix.layout.chunk_tokens)
+    plan = MemoryPlan(1 << 30, 0, 0, page_bytes, page_count, 0)
+    return DeviceCache(prefix.layout, plan, CPU)
+
+
+def empty_reads(
+    prefix: StoredPrefix,
+    selection: Selection,
+    cache: DeviceCache,
+    lanes: Lanes,
+    *,
+    pages: SelectionPages,
+    free: Sequence[int],
+    final_tokens: int,
+) -> SequenceReads:
+    """Return reads that are not built, in the first of the free pages."""
+    screens = pages.rows
+    centroids = screens + pages.screens
+    return SequenceReads(
+        Screens(prefix.model.config, selection),
+        prefix.model.config,
+        cache,
+        lanes,
+        row_pages=free[:screens],
+        screen_pages=free[screens:centroids],
+        centroid_pages=free[centroids : pages.count],
+        final_tokens=final_tokens,
+    )
