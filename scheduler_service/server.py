@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from scheduler_service.api.request import Request
+from scheduler_service.api.request import Request, Resume
 from scheduler_service.api.text_jobs import TextJobs
 from scheduler_service.api.validation import (
     Encode,
@@ -77,7 +77,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             set_request(accepted.request_id)
             if accepted.span is not span:
                 span.set(attached_to=accepted.request_id)
-            await self._deliver(accepted, context)
+            await self._deliver(accepted, checked.resume, context)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         check_model(request.model, self._shape)
@@ -120,12 +120,15 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             self._open_calls -= 1
 
     async def _validated(self, request: pb.GenerateRequest) -> Request:
-        tenant = current_caller().tenant
-        return await self._run_job(
-            request,
-            request.text,
-            lambda: validate_generate(request, self._shape, self._encode, tenant=tenant),
-        )
+        tenant, key = current_caller().tenant, self._manager.options.server_key
+
+        def job() -> Request:
+            shape, encode = self._shape, self._encode
+            checked = validate_generate(request, shape, encode, tenant=tenant, server_key=key)
+            self._manager.prepare(checked)
+            return checked
+
+        return await self._run_job(request, request.text, job)
 
     async def _run_job(
         self,
@@ -142,16 +145,17 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             error = TooManyTokens(tokenizer.fewest_tokens(text), is_exact=False)
             raise prompt_exceeds(error, "text", context_length)
         size = request.ByteSize()
+        has_resumed = isinstance(request, pb.GenerateRequest) and request.resume.token_ids
         return await self._text_jobs.run(
             job,
             tenant=current_caller().tenant,
             request_bytes=size,
-            text_bytes=size if text else 0,
+            text_bytes=size if text or has_resumed else 0,
         )
 
-    async def _deliver(self, request: Request, context: Context) -> None:
+    async def _deliver(self, request: Request, resume: Resume, context: Context) -> None:
         stall_seconds = self._limits.stall_seconds
-        with request.attach() as reader:
+        with request.attach(resume) as reader:
             async for response in reader:
                 try:
                     async with asyncio.timeout(stall_seconds):

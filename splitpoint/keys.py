@@ -86,6 +86,19 @@ def numerics_salt(salt: bytes, numerics_digest: str) -> bytes:
     return hashlib.sha256(b"".join(parts) + numerics_digest.encode()).digest()
 
 
+def request_seed(server_key: bytes, tenant: str, request_id: str) -> int:
+    """Return the seed, in [0, 2**63), of a request that has none of its own.
+
+    Schedulers with one key draw the same tokens for a request that goes from one to another.
+    The seed of another tenant's request cannot be computed without the key.
+    """
+    parts = (tenant.encode(), request_id.encode())
+    sized = (len(part).to_bytes(4, "little") + part for part in parts)
+    message = b"".join((b"splitpoint seed v1\0", *sized))
+    digest = hmac.new(server_key, message, hashlib.sha256).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
 def private_salt(salt: bytes, request_id: str, attempt: int, parent_key: bytes) -> bytes:
     """Return the salt of chunks that one attempt of a request stores for itself alone.
 

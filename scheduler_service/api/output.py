@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from splitpoint.checkpoint.text import TextStream, Tokenizer
+from splitpoint.errors import InvalidArgument
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 # Most tokens in one message; a reader that fell behind catches up in groups.
@@ -24,6 +25,8 @@ class Output:
         eos_token_ids: frozenset[int],
     ) -> None:
         self.token_ids: list[int] = []
+        # Leading tokens that the client brought along. Their log-probabilities are unknown.
+        self.resumed_count = 0
         self._logprobs: list[types_pb2.PositionLogprobs] = []
         self._texts: list[str] = []
         self._min_tokens = sampling.min_tokens
@@ -54,6 +57,21 @@ class Output:
             return False
         return self.token_ids[-1] in self._stop_token_ids
 
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Begin with the tokens that a client was sent by another scheduler.
+
+        The text that follows continues the one that came with them, since what became certain
+        with a token depends on no later one. Raises InvalidArgument if the answer ended before
+        the last of them.
+        """
+        for index, token_id in enumerate(token_ids):
+            if index and self.ends_in_stop:
+                raise InvalidArgument(
+                    f"token {index - 1} ended the answer", field=f"resume.token_ids[{index}]"
+                )
+            self.append([token_id], [])
+        self.resumed_count = len(token_ids)
+
     def count_new(self, first_index: int, count: int) -> int:
         """Return how many of `count` tokens from `first_index` on are new: each counts once.
 
@@ -83,11 +101,12 @@ class Output:
     def chunk(self, start: int) -> scheduler_pb2.GenerateChunk:
         """Return the message from token `start` on, with 1 to GROUP_TOKENS tokens."""
         end = min(len(self.token_ids), start + GROUP_TOKENS)
+        known = self.resumed_count
         return scheduler_pb2.GenerateChunk(
             index=start,
             token_ids=self.token_ids[start:end],
             text="".join(self._texts[start:end]),
-            logprobs=self._logprobs[start:end],
+            logprobs=self._logprobs[max(0, start - known) : max(0, end - known)],
         )
 
     def _text_after(self, token_id: int) -> str:

@@ -17,7 +17,7 @@ from scheduler_service.api.output import Output
 from scheduler_service.api.selection import SelectionTally
 from scheduler_service.api.speculation import DraftTally
 from scheduler_service.prefixes.lookup import CachedPrefix
-from splitpoint.errors import SplitpointError
+from splitpoint.errors import FailedPrecondition, OutOfRange, SplitpointError
 from splitpoint.observe.tracing import NO_SPAN, Span
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.selection import FULL, Selection
@@ -58,6 +58,17 @@ class Times:
         self.last_token = now
 
 
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where a client goes on reading, and the tokens that it has: none, or all before that."""
+
+    next_index: int = 0
+    token_ids: tuple[int, ...] = ()
+
+
+FROM_THE_START = Resume()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A checked request. It is queued, placed and read in this form until it ends."""
@@ -67,7 +78,7 @@ class Request:
     # Chosen by the client, or drawn. Unique within the tenant.
     client_request_id: str
     tenant: str
-    # Equal for requests with equal fields, request_id aside.
+    # Equal for requests with equal fields, request_id and resume aside.
     body_digest: bytes
     prompt: tuple[int, ...]
     # As sent, with max_tokens and seed filled in.
@@ -84,6 +95,8 @@ class Request:
     speculation: types_pb2.SpeculativeParams = field(default_factory=types_pb2.SpeculativeParams)
     # Which cached tokens its decode steps read. A worker that cannot follow it reads them all.
     selection: Selection = FULL
+    # Where the client that sent it begins to read.
+    resume: Resume = FROM_THE_START
 
     # -- set when it is accepted
 
@@ -122,7 +135,7 @@ class Request:
     _readers: set[Reader] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
-        self.selected = SelectionTally(self.selection)
+        self.selected = SelectionTally(self.selection, is_resumed=bool(self.resume.token_ids))
         self.request_id = self.client_request_id
         if self.tenant:
             readable = self.client_request_id[:_READABLE_CHARACTERS]
@@ -185,9 +198,13 @@ class Request:
     # -- the reading side -----------------------------------------------------------
 
     @contextmanager
-    def attach(self) -> Iterator[Reader]:
-        """Give a reader from token 0 on, for the length of the context."""
-        reader = Reader(self)
+    def attach(self, resume: Resume = FROM_THE_START) -> Iterator[Reader]:
+        """Give a reader from `resume.next_index` on, for the length of the context.
+
+        Raises what `check_resume` raises.
+        """
+        self.check_resume(resume)
+        reader = Reader(self, resume)
         self._readers.add(reader)
         try:
             yield reader
@@ -198,6 +215,33 @@ class Request:
                     self.update_pause()
                 else:
                     self.listener.on_abandoned(self)
+
+    def check_resume(self, resume: Resume) -> None:
+        """Check that a client with these tokens can go on reading here.
+
+        Raises FailedPrecondition (its tokens are others, or log-probabilities before next_index
+        are missing) and OutOfRange (it asks for tokens beyond those that there are or will be).
+        """
+        produced, brought = self.output.token_ids, resume.token_ids
+        common = min(len(produced), len(brought))
+        if tuple(produced[:common]) != brought[:common]:
+            raise FailedPrecondition(
+                "this request has other tokens here than the client: start a new one",
+                reason="RESUME_MISMATCH",
+            )
+        if resume.next_index < self.output.resumed_count and self.sampling.HasField("logprobs"):
+            raise FailedPrecondition(
+                f"the log-probabilities of the first {self.output.resumed_count} tokens are not "
+                "known here, since the request was resumed with these tokens",
+                reason="RESUME_LOGPROBS",
+            )
+        # Tokens that are still to come can only be waited for by a client that has them.
+        can_wait = bool(brought) and not self.has_completed
+        if resume.next_index > len(produced) and not can_wait:
+            raise OutOfRange(
+                f"next_index is {resume.next_index}, and the request has {len(produced)} tokens",
+                reason="RESUME_BEYOND",
+            )
 
     def next_response(self, cursor: int) -> scheduler_pb2.GenerateResponse | None:
         """Return the next message of a reader at `cursor`; None: there is none yet.
@@ -231,9 +275,11 @@ class Request:
 class Reader:
     """One client's place in a request. Iterate it for messages, the last one `complete`."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, resume: Resume) -> None:
         # Tokens that the client has taken, and those in the message handed out last.
-        self.cursor = 0
+        self.cursor = resume.next_index
+        # The client has tokens that were not produced here yet: they are compared when they come.
+        self._ahead = resume if self.cursor > len(request.output) else None
         self._handed_out = 0
         self._is_done = False
         self._request = request
@@ -258,9 +304,18 @@ class Reader:
             self._request.update_pause()
         while True:
             self._news.clear()
+            self._compare()
             response = self._request.next_response(self.cursor)
             if response is not None:
                 self._handed_out = len(response.chunk.token_ids)
                 self._is_done = response.HasField("complete")
                 return response
             await self._news.wait()
+
+    def _compare(self) -> None:
+        """Compare what the client had before it came here. Raises as `check_resume`."""
+        if self._ahead is None:
+            return
+        self._request.check_resume(self._ahead)
+        if len(self._request.output) >= self.cursor:
+            self._ahead = None

@@ -59,8 +59,10 @@ def followed_by(worker: WorkerFacts, selection: Selection) -> Selection:
 class SelectionTally:
     """What the selection of one request came to, on all workers that ran it."""
 
-    def __init__(self, selection: Selection = FULL) -> None:
+    def __init__(self, selection: Selection = FULL, *, is_resumed: bool = False) -> None:
         self._selection = selection
+        # Earlier steps were another scheduler's: they may have read by selection.
+        self._is_resumed = is_resumed
         self._sum = UNUSED
         if selection.reads_all and not selection.is_full:
             self._sum = SelectionUsage(off_reason=f"{selection} reads every token")
@@ -92,7 +94,7 @@ class SelectionTally:
         is_used, reason = self._sum.step_count > 0, self._sum.off_reason
         if not (is_used or reason or self._selection.reads_all):
             reason = _NOTHING_DRAFTED if self._selection.verify else _NOTHING_DECODED
-        is_approximate = is_used and self._selection.is_approximate
+        is_approximate = (is_used or self._is_resumed) and self._selection.is_approximate
         return replace(self._sum, off_reason=reason, is_approximate=is_approximate)
 
     @property

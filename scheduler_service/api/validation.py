@@ -11,10 +11,10 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 
-from scheduler_service.api.request import Request
+from scheduler_service.api.request import FROM_THE_START, Request, Resume
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
-from splitpoint.keys import SALT_LIMIT
+from splitpoint.keys import SALT_LIMIT, request_seed
 from splitpoint.planning.plan import Residency, RestoreMethod, check_forced_method
 from splitpoint.selection import Selection, check_served, check_speculation
 from splitpoint.shapes import ModelShape
@@ -46,10 +46,12 @@ def validate_generate(
     encode: Encode | None,
     *,
     tenant: str = "",
+    server_key: bytes,
 ) -> Request:
     """Check everything, tokenize text, and fill in what was left open.
 
-    `encode` is None if the model has no tokenizer.
+    `encode` is None if the model has no tokenizer. A request without a seed gets the one that
+    every scheduler of this `server_key` gives it.
 
     Raises InvalidArgument with the field's path, NotFound for another model, and
     FailedPrecondition if text needs a tokenizer that is not there.
@@ -60,12 +62,16 @@ def validate_generate(
     _check_sampling(request.sampling, model, has_tokenizer=encode is not None)
     selection = _selection_of(request)
     prompt = _prompt_of(request, model, encode)
+    request_id = request.request_id or secrets.token_hex(16)
+    sampling = _complete_sampling(request.sampling, len(prompt), model.context_length)
+    if not sampling.HasField("seed"):
+        sampling.seed = request_seed(server_key, tenant, request_id)
     return Request(
-        client_request_id=request.request_id or secrets.token_hex(16),
+        client_request_id=request_id,
         tenant=tenant,
         body_digest=_digest_of(request),
         prompt=prompt,
-        sampling=_complete_sampling(request.sampling, len(prompt), model.context_length),
+        sampling=sampling,
         cache_salt=request.cache_salt,
         worker_id=request.worker_id,
         split_tokens=split,
@@ -73,6 +79,7 @@ def validate_generate(
         residency=residency,
         speculation=request.speculation,
         selection=selection,
+        resume=_resume_of(request, sampling.max_tokens, model),
     )
 
 
@@ -195,7 +202,7 @@ def _prompt_of_text(
 def _complete_sampling(
     asked: types_pb2.SamplingParams, prompt_tokens: int, context_length: int
 ) -> types_pb2.SamplingParams:
-    """Return a copy with max_tokens and seed. Raises InvalidArgument beyond the context."""
+    """Return a copy with max_tokens. Raises InvalidArgument beyond the context."""
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(asked)
     room = context_length - prompt_tokens  # at least 1, as _prompt_of checked
@@ -210,9 +217,31 @@ def _complete_sampling(
             prompt_tokens=prompt_tokens,
             context_length=context_length,
         )
-    if not sampling.HasField("seed"):
-        sampling.seed = secrets.randbelow(1 << 63)
     return sampling
+
+
+def _resume_of(
+    request: scheduler_pb2.GenerateRequest, max_tokens: int, model: ModelShape
+) -> Resume:
+    """Return where the client goes on reading. Raises InvalidArgument."""
+    if not request.HasField("resume"):
+        return FROM_THE_START
+    index, ids = request.resume.next_index, request.resume.token_ids
+    if not request.request_id:
+        raise InvalidArgument("resume needs the request_id", field="request_id")
+    if not 0 <= index <= max_tokens:
+        raise InvalidArgument(
+            f"next_index must be in [0, {max_tokens}], the request's max_tokens",
+            field="resume.next_index",
+        )
+    if ids and len(ids) != index:
+        raise InvalidArgument(
+            f"{counted(len(ids), 'token')} before next_index {index}: send all of them, or none "
+            "to attach to a known request",
+            field="resume.token_ids",
+        )
+    _check_tokens(ids, "resume.token_ids", model)
+    return Resume(index, tuple(ids))
 
 
 def _check_tokens(ids: Sequence[int], field: str, model: ModelShape) -> None:
@@ -289,4 +318,5 @@ def _digest_of(request: scheduler_pb2.GenerateRequest) -> bytes:
     body = scheduler_pb2.GenerateRequest()
     body.CopyFrom(request)
     body.ClearField("request_id")
+    body.ClearField("resume")
     return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()

@@ -28,40 +28,47 @@ def completion(
     if attempt.plan is None:
         raise RuntimeError(f"{attempt.request.request_id} ended before it was sent to a worker")
     request, report = attempt.request, attempt.report
-    times, output = request.times, request.output
-    drafted = request.drafts.usage
     plan = with_drafts(
         actual_plan(attempt.plan, report),
         attempt.speculation,
-        drafted,
+        request.drafts.usage,
         can_draft=attempt.can_draft,
     )
     plan = with_selection(
         plan, request.selection, request.selected.sum, drafts_give_way=attempt.drafts_give_way
     )
-    prompt_tokens = len(request.prompt)
+    message = completion_of_tokens(request, reason=reason, matched_stop=matched_stop, now=now)
+    message.plan.CopyFrom(plan_to_proto(plan))
+    message.usage.cached_tokens = min(plan.cached_tokens, len(request.prompt))
+    message.worker_id = attempt.worker_id
+    message.restore_seconds = report.restore_seconds if report is not None else 0.0
+    if step_seconds is not None:
+        message.step_seconds = step_seconds
+    return message
+
+
+def completion_of_tokens(
+    request: Request, *, reason: types_pb2.FinishReason, matched_stop: str, now: float
+) -> scheduler_pb2.GenerateComplete:
+    """Return the last message of a request whose tokens no worker had to compute."""
+    times, output = request.times, request.output
     stopped = reason == types_pb2.FINISH_REASON_STOP
     text = output.finish(stopped=stopped)
     return scheduler_pb2.GenerateComplete(
         finish_reason=reason,
         matched_stop=(matched_stop or output.matched_stop) if stopped else "",
         usage=scheduler_pb2.Usage(
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=len(request.prompt),
             completion_tokens=len(output),
-            cached_tokens=min(plan.cached_tokens, prompt_tokens),
-            speculation=drafted,
+            speculation=request.drafts.usage,
             selection=request.selected.usage,
         ),
         seed=request.sampling.seed,
-        plan=plan_to_proto(plan),
-        worker_id=attempt.worker_id,
         request_id=request.client_request_id,
         queue_seconds=(times.dispatched or now) - times.arrived,
-        restore_seconds=report.restore_seconds if report is not None else 0.0,
         ttft_seconds=(times.first_token or now) - times.arrived,
         total_seconds=now - times.arrived,
         text=text,
-        step_seconds=step_seconds,
     )
 
 

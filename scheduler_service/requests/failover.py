@@ -49,6 +49,16 @@ class GiveUp:
     error: SplitpointError
 
 
+def finished(request: Request) -> Finished | None:
+    """Return how the tokens that are there end the answer; None if more have to come."""
+    output = request.output
+    if len(output) and output.ends_in_stop:
+        return Finished(types_pb2.FINISH_REASON_STOP, output.matched_stop)
+    if len(output) >= request.sampling.max_tokens:
+        return Finished(types_pb2.FINISH_REASON_LENGTH)
+    return None
+
+
 def find_culprit(running: Sequence[Request]) -> Request | None:
     """Return the request that ended an engine, of those it ran; None if that is not known yet.
 
@@ -74,11 +84,8 @@ def after_lost_attempt(
         cause: why this attempt alone ended, if the worker goes on. None: the worker was lost.
         most_refusals: number of attempts that end with a cause after which it is not tried again.
     """
-    output = request.output
-    if len(output) and output.ends_in_stop:
-        return Finished(types_pb2.FINISH_REASON_STOP, output.matched_stop)
-    if len(output) >= request.sampling.max_tokens:
-        return Finished(types_pb2.FINISH_REASON_LENGTH)
+    if (ending := finished(request)) is not None:
+        return ending
     if is_culprit:
         failures = request.engine_failures + 1
         lost = counted(failures, "worker was", "workers were")

@@ -27,7 +27,7 @@ from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.prefixes.marks import ChunkMarks
 from scheduler_service.requests import log_facts
 from scheduler_service.requests.accounts import ABANDONED_REASON, Accounts
-from scheduler_service.requests.answers import completion, rejection
+from scheduler_service.requests.answers import completion, completion_of_tokens, rejection
 from scheduler_service.requests.attempts import Attempt, Attempts
 from scheduler_service.requests.availability import check_workers
 from scheduler_service.requests.failover import (
@@ -35,16 +35,23 @@ from scheduler_service.requests.failover import (
     GiveUp,
     after_lost_attempt,
     find_culprit,
+    finished,
     suspect,
 )
 from scheduler_service.requests.table import RequestTable
 from scheduler_service.requests.tasks import RequestTasks
-from splitpoint.errors import Internal, SplitpointError, Unavailable, from_code
+from splitpoint.errors import (
+    FailedPrecondition,
+    Internal,
+    SplitpointError,
+    Unavailable,
+    from_code,
+)
 from splitpoint.keys import tenant_salt
 from splitpoint.observe.logs import LogFacts, for_request
 from splitpoint.observe.tracing import NO_SPAN, Span
 from splitpoint.options.scheduler import AnswerCharge
-from splitpoint.v1 import types_pb2, worker_pb2
+from splitpoint.v1 import scheduler_pb2, types_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -87,8 +94,17 @@ class RequestManager:
 
     # -- a request arrives ------------------------------------------------------------------
 
+    def prepare(self, request: Request) -> None:
+        """Make the text of the tokens that a client brought along. Any thread may call this.
+
+        Raises InvalidArgument if the answer ended before the last of them.
+        """
+        model = self.options.model
+        request.output = Output(request.sampling, model.tokenizer, model.eos_token_ids)
+        request.output.resume(request.resume.token_ids)
+
     def start(self, request: Request, span: Span = NO_SPAN) -> Request:
-        """Accept a request, or return the known one of its id.
+        """Accept a prepared request, or return the known one of its id.
 
         The caller attaches a reader to the result before it awaits anything.
 
@@ -96,12 +112,19 @@ class RequestManager:
 
         Raises AlreadyExists (same id, other body), ResourceExhausted (the tenant has as
         many as it may), NotFound (unknown worker), InvalidArgument (a split that no store
-        can serve), Unavailable (draining, or no worker is ready).
+        can serve), Unavailable (draining, or no worker is ready), FailedPrecondition and
+        OutOfRange (the client cannot go on reading here).
         """
         self.requests.expire(self._clock())
         known = self.requests.find(request)
         if known is not None:
+            known.check_resume(request.resume)
             return known
+        if request.resume.next_index > len(request.output):
+            raise FailedPrecondition(
+                "this scheduler does not know the request: send resume.token_ids, too",
+                reason="RESUME_UNKNOWN",
+            )
         self.requests.check_quota(request.tenant)
         if self.is_draining:
             raise Unavailable(
@@ -109,18 +132,22 @@ class RequestManager:
                 reason="DRAINING",
                 retry_after_seconds=self.limits.retry_seconds,
             )
-        check_workers(request, self.registry, self.limits.retry_seconds)
+        ending = finished(request)
+        if ending is None:
+            check_workers(request, self.registry, self.limits.retry_seconds)
         self._accept(request, span)
+        if ending is not None:
+            self._complete_resumed(request, ending)
+            return request
         self._last_arrival = self._tasks.spawn(request, self._arrive(request, self._last_arrival))
         return request
 
     def _accept(self, request: Request, span: Span) -> None:
-        options, model = self.options, self.options.model
+        options = self.options
         request.arrival = next(self._arrivals)
         request.times.arrived = self._clock()
         request.residency = request.residency or options.default_residency
         request.tenant_salt = tenant_salt(options.server_key, request.tenant, request.cache_salt)
-        request.output = Output(request.sampling, model.tokenizer, model.eos_token_ids)
         request.listener = self
         request.lag_tokens = self.limits.lag_tokens
         request.span = span
@@ -356,10 +383,23 @@ class RequestManager:
         message = completion(
             attempt, reason=reason, matched_stop=matched_stop, step_seconds=step_seconds, now=now
         )
-        attempt.request.complete(message, now)
-        self.accounts.completed(message)
         self.admission.completed(attempt.request)
-        self._ended(attempt.request, log_facts.of_completed(attempt.request, message))
+        self._completed(attempt.request, message, now)
+
+    def _complete_resumed(self, request: Request, ending: Finished) -> None:
+        """End a request whose client had all tokens: it lost the last message only."""
+        now = self._clock()
+        message = completion_of_tokens(
+            request, reason=ending.reason, matched_stop=ending.matched_stop, now=now
+        )
+        self._completed(request, message, now)
+
+    def _completed(
+        self, request: Request, message: scheduler_pb2.GenerateComplete, now: float
+    ) -> None:
+        request.complete(message, now)
+        self.accounts.completed(message)
+        self._ended(request, log_facts.of_completed(request, message))
 
     def _fail(self, request: Request, error: SplitpointError) -> None:
         if not request.has_ended:

@@ -29,7 +29,9 @@ def checked(
 ) -> Request:
     request = ids_request([5], max_tokens, request_id=request_id)
     request.sampling.MergeFrom(types_pb2.SamplingParams(**sampling))
-    return validate_generate(request, MODEL_SHAPE, TOKENIZER.encode, tenant=tenant)
+    return validate_generate(
+        request, MODEL_SHAPE, TOKENIZER.encode, tenant=tenant, server_key=b"k" * 32
+    )
 
 
 def output(**sampling: Any) -> Output:

@@ -37,7 +37,7 @@ def check(
     request: scheduler_pb2.GenerateRequest,
     encode: Encode | None = encode_bytes,
 ) -> Request:
-    return validate_generate(request, TINY, encode)
+    return validate_generate(request, TINY, encode, server_key=b"k" * 32)
 
 
 def request_with(change: Callable[[scheduler_pb2.GenerateRequest], Any]) -> Any:
