@@ -261,6 +261,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "devices",
         ),
         "page_tokens",
+        "traces",
         *("checks", "stack", "request", "top", "trace"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store"),
