@@ -25,6 +25,8 @@ class WorkerMetrics:
     def __init__(self, meters: Meters, worker: LoadedWorker) -> None:
         self._worker = worker
         self._steps = meters.histogram(metrics.WORKER_STEP_SECONDS)
+        self._step_tokens = meters.histogram(metrics.WORKER_STEP_TOKENS)
+        self._step_usage = meters.histogram(metrics.WORKER_STEP_CACHE_USAGE)
         self._splits = meters.histogram(metrics.SPLIT_TOKENS)
         restores = meters.histogram(metrics.RESTORE_SECONDS)
         self._restores = {method: restores.labels(method.value) for method in METHODS}
@@ -37,6 +39,9 @@ class WorkerMetrics:
         """Add every step and restore of an output to the distributions."""
         if output.step is not None:
             self._steps.observe(output.step.times.seconds)
+            self._step_tokens.observe(output.step.scheduled_tokens)
+            capacity = self._worker.engine.memory_plan.cache_capacity_bytes
+            self._step_usage.observe(output.cache_used_bytes / capacity)
         for event in output.restores:
             if event.brought_tokens:
                 self._restores[event.method].observe(event.restore_seconds)

@@ -165,6 +165,7 @@ def response_from(
         cache_used_bytes=output.cache_used_bytes,
         profile=None if output.profile is None else profile_to_proto(output.profile),
         telemetry=telemetry,
+        scheduled_token_count=0 if output.step is None else output.step.scheduled_tokens,
     )
     drafts = {event.key: event for event in output.drafts}
     selections = {event.key: event.usage for event in output.selections}

@@ -86,6 +86,7 @@ LENGTH_BUCKETS = (
 # Measured over predicted: 1 is right.
 _PREDICTION_BUCKETS = (0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
 _KAPPA_BUCKETS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0)
+_SHARE_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 _TOKEN_BUCKETS = (0.0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -270,6 +271,14 @@ WORKER_STEP_SECONDS = _worker.histogram(
 )
 WORKER_SCHEDULED_TOKENS = _worker.counter(
     "worker_scheduled_tokens_total", "Tokens that steps computed, by phase.", "phase"
+)
+WORKER_STEP_TOKENS = _worker.histogram(
+    "worker_step_tokens", "Tokens that one engine step prefilled and decoded.", LENGTH_BUCKETS
+)
+WORKER_STEP_CACHE_USAGE = _worker.histogram(
+    "worker_step_cache_usage_ratio",
+    "Used share of the device memory for the cache after one engine step, 0 to 1.",
+    _SHARE_BUCKETS,
 )
 WORKER_STEP_TOKEN_BUDGET = _worker.gauge(
     "worker_step_token_budget",

@@ -77,6 +77,9 @@ class Scrape:
         name = metric.name + ("_count" if metric.kind is Kind.HISTOGRAM else "")
         return any(name == each for each, _ in self.values)
 
+    def sum_of(self, histogram: Metric) -> float:
+        return self.values[f"{histogram.name}_sum", frozenset()]
+
     def labelled(self, metric: Metric) -> dict[frozenset[str], float]:
         """Return the values by their labels."""
         name = metric.name + ("_count" if metric.kind is Kind.HISTOGRAM else "")
@@ -188,11 +191,14 @@ async def test_distributions_see_what_the_account_sees(folder: Path, tmp_path: P
             # Streamed: no token came.
             RestoreEvent(key, 64, 0, RestoreMethod.LOAD, 0.5),
         ]
-        step = StepEvent(StepTimes(0.3, predicted_seconds=0.1), 0, 1)
-        observed.observe(StepOutput(restores=restores, step=step))
-        observed.observe(StepOutput(step=replace(step, times=StepTimes(0.3))))
+        step = StepEvent(StepTimes(0.3, predicted_seconds=0.1), 40, 2)
+        capacity = worker.engine.memory_plan.cache_capacity_bytes
+        observed.observe(StepOutput(restores=restores, step=step, cache_used_bytes=capacity // 2))
+        observed.observe(StepOutput(step=replace(step, times=StepTimes(0.3)), cache_used_bytes=0))
         seen = scrape(meters)
         assert seen[metrics.WORKER_STEP_SECONDS] == 2
+        assert seen.sum_of(metrics.WORKER_STEP_TOKENS) == 2 * (40 + 2)
+        assert seen.sum_of(metrics.WORKER_STEP_CACHE_USAGE) == pytest.approx(0.5, abs=0.01)
         assert seen.labelled(metrics.RESTORE_SECONDS)[frozenset(["load"])] == 1
         assert seen.labelled(metrics.RESTORE_SECONDS)[frozenset(["tokens"])] == 1
         assert seen[metrics.SPLIT_TOKENS] == 1
@@ -357,7 +363,9 @@ async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(
         assert tokens == 400
         last = telemetry[-1]
         assert last.generated_token_count == 408
-        # 44 of its 45 tokens came from the store: the 45th is no prefill.
+        # 44 of its 45 tokens came from the store, so that every step computed one token.
+        assert sum(response.scheduled_token_count for response in heard) == 400
+        # The 45th is no prefill.
         assert last.prefilled_token_count == len(PROMPT)
         assert last.loaded_token_count == len(PROMPT) - 1
         assert last.split_tokens == 0

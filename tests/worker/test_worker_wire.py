@@ -24,11 +24,13 @@ from worker_service.engine.messages import (
     DraftEvent,
     FinishEvent,
     SelectionEvent,
+    StepEvent,
     StepOutput,
     TokenEvent,
 )
 from worker_service.engine.sampling import Choice
 from worker_service.engine.sequence import Admission
+from worker_service.lanes.timeline import StepTimes
 from worker_service.metrics import selection_readings
 from worker_service.wire import admission_from, response_from
 
@@ -153,6 +155,18 @@ def test_a_steps_tokens_of_one_request_are_one_result_with_its_drafts() -> None:
     assert first.draft_method == types_pb2.DRAFT_METHOD_SUFFIX
     assert (first.draft_token_count, first.accepted_token_count) == (3, 1)
     assert second == worker_pb2.TokenResult(request_id="two", attempt=4, token_ids=[9])
+
+
+def test_a_piece_of_a_prefill_is_reported_although_it_gives_no_token() -> None:
+    output = StepOutput(step=StepEvent(StepTimes(0.3), prefilled_tokens=40, decoded_tokens=2))
+    assert output.has_news
+    assert response_from(output, 1).scheduled_token_count == 42
+    assert (
+        response_from(
+            StepOutput(finishes=[FinishEvent(ONE, reason="stop")]), 2
+        ).scheduled_token_count
+        == 0
+    )
 
 
 def test_the_account_counts_drafts_by_method() -> None:

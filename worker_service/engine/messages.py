@@ -182,6 +182,10 @@ class StepEvent:
     decoded_tokens: int
     streamed: StreamedTokens | None = None
 
+    @property
+    def scheduled_tokens(self) -> int:
+        return self.prefilled_tokens + self.decoded_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
@@ -235,8 +239,10 @@ class StepOutput:
 
     @property
     def has_news(self) -> bool:
-        """True if it holds anything that a Run stream reports."""
-        return bool(self.tokens or self.finishes or self.restores or self.profile is not None)
+        """True if it holds anything that a Run stream reports: a step, too, without tokens."""
+        return bool(
+            self.tokens or self.ran or self.finishes or self.restores or self.profile is not None
+        )
 
     @property
     def is_empty(self) -> bool:
