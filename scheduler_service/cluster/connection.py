@@ -57,6 +57,8 @@ class RunStream:
     def __init__(self, call: Any) -> None:
         self._call = call
         self._commands: asyncio.Queue[worker_pb2.RunRequest] = asyncio.Queue()
+        # The charge command that is queued; None: none is.
+        self._charge: worker_pb2.RunRequest | None = None
 
     def admit(self, command: worker_pb2.AdmitCommand) -> None:
         self._commands.put_nowait(worker_pb2.RunRequest(admit=command))
@@ -71,6 +73,13 @@ class RunStream:
         else:
             request = worker_pb2.RunRequest(resume=worker_pb2.ResumeCommand(request_id=request_id))
         self._commands.put_nowait(request)
+
+    def charge(self, charges: worker_pb2.Charges) -> None:
+        """Say what is charged on the worker. Replaces what was not sent yet."""
+        if self._charge is None:
+            self._charge = worker_pb2.RunRequest()
+            self._commands.put_nowait(self._charge)
+        self._charge.charge.charges.CopyFrom(charges)
 
     def responses(self) -> AsyncIterator[worker_pb2.RunResponse]:
         """Iterate until the worker ends the stream. Raises grpc.RpcError if it breaks."""
@@ -94,6 +103,8 @@ class RunStream:
         """
         while True:
             command = await self._commands.get()
+            if command is self._charge:
+                self._charge = None
             try:
                 await self._call.write(command)
             except (grpc.RpcError, asyncio.InvalidStateError):

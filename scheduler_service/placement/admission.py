@@ -119,6 +119,11 @@ class AdmissionQueue:
         if ledger is not None:
             ledger.device_marks = frozenset(marks)
 
+    def slots_promised_on(self, worker_id: str) -> int:
+        """Return the slots that streamed requests on this worker may still fill."""
+        ledger = self._ledgers[worker_id]
+        return self._slots_of(ledger).promised_to(ledger.arrivals)
+
     # -- requests -----------------------------------------------------------------
 
     def submit(self, request: Request) -> Queued | Rejected:
@@ -210,6 +215,18 @@ class AdmissionQueue:
             for worker_id, fits in fitting.items()
         )
 
+    def first_waiting(self, worker_id: str) -> tuple[Request, int] | None:
+        """Return the first request that could run on this worker, and the pages it needs there.
+
+        None if none waits.
+        """
+        for request in self._queue:
+            fits = None if request.is_paused else self._fitting(request).get(worker_id)
+            if fits is not None:
+                ledger = self._ledgers[worker_id]
+                return request, ledger.pages_of(self._charging.charge(request, ledger, fits))
+        return None
+
     def footprint_bytes(self, request: Request) -> int:
         """Return its smallest charge on any ready worker; 0 if there is none."""
         sizes = []
@@ -236,7 +253,15 @@ class AdmissionQueue:
         return self._slots.setdefault(ledger.facts.kvstore_address, SlotLedger())
 
     def _has_slots(self, ledger: Ledger, fits: Fits) -> bool:
-        return self._slots_of(ledger).has_room(fits.slot_count, ledger.facts.store_slot_count)
+        address = ledger.facts.kvstore_address
+        others_slots = sum(
+            each.others.slot_count
+            for each in self._ledgers.values()
+            if each.facts.kvstore_address == address
+        )
+        return self._slots_of(ledger).has_room(
+            fits.slot_count, ledger.facts.store_slot_count, others_slots=others_slots
+        )
 
     def _has_room(self, request: Request, ledger: Ledger, fits: Fits) -> bool:
         charge = self._charging.charge(request, ledger, fits)
@@ -351,6 +376,7 @@ class AdmissionQueue:
                 f"worker {worker_id} has {format_size(ledger.free_bytes)} free of the "
                 f"{format_size(needed)} needed"
             )
-        return (
-            f"worker {worker_id} runs {counted(ledger.running_count, 'request')}, its batch limit"
-        )
+        if ledger.free_places > 0:
+            return f"the rest of worker {worker_id} is kept for requests of other schedulers"
+        running = ledger.running_count + ledger.others.request_count
+        return f"worker {worker_id} runs {counted(running, 'request')}, its batch limit"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from scheduler_service.placement.trial import Trial
@@ -25,10 +25,39 @@ class Charge:
     own_pages: int = 0
 
 
+# A request of another scheduler that has waited longer than this goes first, however large it is.
+_LONG_WAIT_SECONDS = 5.0
+# Ticks without any charge on a worker after which nothing is kept free for other schedulers: each
+# of them may be waiting for the others.
+_IDLE_TICKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class OthersHold:
+    """What other schedulers hold and want on one worker, by its last message.
+
+    Attributes:
+        pages: charged to their requests.
+        request_count: places in the batch that these have.
+        slot_count: slots of the worker's store that are promised to streamed ones.
+        busy_count: schedulers that have requests there, running or waiting.
+        wanted_pages: needed by the request that has waited longest; 0 if none waits.
+        waited_seconds: how long that request has waited.
+    """
+
+    pages: int = 0
+    request_count: int = 0
+    slot_count: int = 0
+    busy_count: int = 0
+    wanted_pages: int = 0
+    waited_seconds: float = 0.0
+
+
 class Ledger:
     """How much of one worker's cache is promised, and to which requests, by arrival.
 
-    Answers grow, so the charges may exceed the capacity; nothing is granted then.
+    Answers grow, so the charges may exceed the capacity; nothing is granted then. Neither is what
+    other schedulers hold, nor a share that is theirs while their requests wait.
     """
 
     def __init__(self, facts: WorkerFacts) -> None:
@@ -38,6 +67,9 @@ class Ledger:
         self.trial = Trial()
         # Marks of the chunks on its device, by its last report.
         self.device_marks: frozenset[bytes] = frozenset()
+        self.others = OthersHold()
+        # Ticks since anything was charged on it, by any scheduler.
+        self._idle_ticks = _IDLE_TICKS
         self._grants: dict[int, Charge] = {}
         # How many of the requests have each chunk, by mark.
         self._holders: Counter[bytes] = Counter()
@@ -53,8 +85,17 @@ class Ledger:
 
     @property
     def free_pages(self) -> int:
-        """Negative if more is charged than there is."""
-        return self.facts.cache_capacity_bytes // self.facts.page_bytes - self.charged_pages
+        """Pages that no scheduler has charged; negative if more is charged than there is."""
+        return self.page_count - self.charged_pages - self.others.pages
+
+    @property
+    def page_count(self) -> int:
+        return self.facts.cache_capacity_bytes // self.facts.page_bytes
+
+    @property
+    def free_places(self) -> int:
+        """Places in the batch that no scheduler has given to a request."""
+        return self.facts.max_batch_size - self.running_count - self.others.request_count
 
     @property
     def free_bytes(self) -> int:
@@ -106,8 +147,32 @@ class Ledger:
 
         Without a place in the batch the worker would queue the request by itself.
         """
-        has_place = self.running_count < self.facts.max_batch_size
-        return has_place and self.pages_of(charge) <= self.free_pages
+        pages = self.pages_of(charge)
+        return self.free_places > 0 and pages <= self.free_pages and self.leaves_share(pages)
+
+    def leaves_share(self, pages: int) -> bool:
+        """Return True if so many more pages leave other schedulers what is theirs.
+
+        While their requests wait, a scheduler that has its equal share of the worker leaves free
+        what the first of them needs. One that has waited long is left its memory by all. Nothing
+        is kept free on a worker where nothing has run for a few ticks.
+        """
+        others = self.others
+        if not others.wanted_pages or self._idle_ticks >= _IDLE_TICKS:
+            return True
+        sharers = others.busy_count + 1
+        has_share = (
+            self.charged_pages + pages <= self.page_count // sharers
+            and self.running_count < self.facts.max_batch_size // sharers
+        )
+        if has_share and others.waited_seconds < _LONG_WAIT_SECONDS:
+            return True
+        return self.free_pages - pages >= others.wanted_pages and self.free_places > 1
+
+    def tick(self) -> None:
+        """Note that a moment has passed."""
+        is_idle = not (self.charged_pages or self.others.pages)
+        self._idle_ticks = self._idle_ticks + 1 if is_idle else 0
 
     def grant(self, arrival: int, charge: Charge) -> None:
         """Charge a request. Raises ValueError for a second grant, or for more than is free."""
@@ -116,6 +181,7 @@ class Ledger:
         if not self.has_room(charge):
             raise ValueError(f"{self.pages_of(charge)} pages exceed the {self.free_pages} free")
         self._grants[arrival] = charge
+        self._idle_ticks = 0
         self._holders.update(charge.marks)
         self._own_pages += charge.own_pages
 
@@ -178,11 +244,20 @@ class SlotLedger:
     def promised_count(self) -> int:
         return sum(self._grants.values())
 
-    def has_room(self, slot_count: int, store_slot_count: int | None) -> bool:
-        """Return True if the slots are free, or if the store's size is not known (None)."""
+    def promised_to(self, arrivals: Collection[int]) -> int:
+        """Return the slots that are promised to these requests."""
+        return sum(self._grants.get(arrival, 0) for arrival in arrivals)
+
+    def has_room(
+        self, slot_count: int, store_slot_count: int | None, *, others_slots: int = 0
+    ) -> bool:
+        """Return True if the slots are free, or if the store's size is not known (None).
+
+        `others_slots`: promised by other schedulers.
+        """
         if not slot_count or store_slot_count is None:
             return True
-        return self.promised_count + slot_count <= store_slot_count
+        return self.promised_count + others_slots + slot_count <= store_slot_count
 
     def grant(self, arrival: int, slot_count: int) -> None:
         if slot_count:

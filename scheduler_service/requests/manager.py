@@ -38,6 +38,7 @@ from scheduler_service.requests.failover import (
     finished,
     suspect,
 )
+from scheduler_service.requests.sharing import Sharing
 from scheduler_service.requests.table import RequestTable
 from scheduler_service.requests.tasks import RequestTasks
 from splitpoint.errors import (
@@ -81,6 +82,7 @@ class RequestManager:
         self.admission = AdmissionQueue(options.limits.queue_capacity, lengths, options.objective)
         self.requests = RequestTable(options.limits)
         self.attempts = Attempts(registry, self.admission, accounts, options.objective, clock)
+        self.sharing = Sharing(registry, self.admission, clock)
         self.is_draining = False
         self._find_prefix = find_prefix
         self._clock = clock
@@ -192,6 +194,7 @@ class RequestManager:
             self._start_all()
         finally:
             self._is_starting = False
+        self.sharing.tell()
 
     def _start_all(self) -> None:
         while (admitted := self.admission.admit()) is not None:
@@ -235,6 +238,7 @@ class RequestManager:
 
     def on_worker_lost(self, worker: WorkerConnection) -> None:
         self.admission.remove_worker(worker.worker_id)
+        self.sharing.forget(worker.worker_id)
         lost = self.attempts.on(worker.worker_id)
         if lost:
             _log.warning("worker %s was lost with %d requests", worker.worker_id, len(lost))
@@ -277,7 +281,9 @@ class RequestManager:
             if attempt is not None:  # else the request was retried
                 with self._tasks.contained(attempt.request):
                     self._on_finish(attempt, finish)
-        if response.finishes:
+        if response.HasField("others"):
+            self.sharing.heard(worker.worker_id, response.others)
+        if response.finishes or response.HasField("others"):
             self._start_waiting()
 
     def _on_tokens(self, attempt: Attempt, result: worker_pb2.TokenResult) -> None:
@@ -465,6 +471,8 @@ class RequestManager:
     def tick(self) -> None:
         """Forget old requests, and fail those that waited too long for a worker."""
         now = self._clock()
+        if self.sharing.tick():
+            self._start_waiting()
         self.requests.expire(now)
         for request in self.admission.queue():
             if self.admission.is_placeable(request):

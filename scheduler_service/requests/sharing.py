@@ -1,0 +1,114 @@
+"""Shares workers with other schedulers.
+
+Each worker passes on what the schedulers of its Run streams charge and want there. Nothing is sent
+to a worker that no other scheduler uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from scheduler_service.cluster.registry import Registry
+from scheduler_service.placement.admission import AdmissionQueue
+from scheduler_service.placement.ledger import Ledger, OthersHold
+from splitpoint.v1 import worker_pb2
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A worker with other schedulers: when their request began to wait, and what it was told."""
+
+    others: OthersHold
+    waiting_since: float
+    told: worker_pb2.Charges
+
+
+class Sharing:
+    """What other schedulers hold on each worker. `clock`: in seconds."""
+
+    def __init__(
+        self, registry: Registry, admission: AdmissionQueue, clock: Callable[[], float]
+    ) -> None:
+        self._registry = registry
+        self._admission = admission
+        self._clock = clock
+        self._workers: dict[str, _Shared] = {}
+
+    def heard(self, worker_id: str, message: worker_pb2.OtherStreams) -> None:
+        """Note what a worker says of its other Run streams."""
+        ledger = self._admission.ledger(worker_id)
+        if ledger is None:
+            return
+        if not message.stream_count:
+            self.forget(worker_id)
+            ledger.others = OthersHold()
+            return
+        known = self._workers.get(worker_id)
+        self._workers[worker_id] = _Shared(
+            others=_held(message, ledger),
+            waiting_since=self._clock() - message.charges.waited_seconds,
+            told=worker_pb2.Charges() if known is None else known.told,
+        )
+        ledger.others = self._workers[worker_id].others
+        self.tell()
+
+    def forget(self, worker_id: str) -> None:
+        """Drop a worker that is lost, or that no other scheduler uses."""
+        self._workers.pop(worker_id, None)
+
+    def tick(self) -> bool:
+        """Let time pass. Return True if requests of others may have kept one of ours waiting."""
+        now = self._clock()
+        for worker_id, shared in self._workers.items():
+            ledger = self._admission.ledger(worker_id)
+            if ledger is not None:
+                waited = max(0.0, now - shared.waiting_since)
+                ledger.others = replace(shared.others, waited_seconds=waited)
+                ledger.tick()
+        self.tell()
+        return bool(self._workers)
+
+    def tell(self) -> None:
+        """Tell the workers that are shared what has changed here."""
+        for worker_id, shared in self._workers.items():
+            connection = self._registry.find(worker_id)
+            charges = self._charges(worker_id)
+            if connection is None or connection.ready is None or charges is None:
+                continue
+            waited, charges.waited_seconds = charges.waited_seconds, 0.0
+            if charges != shared.told:
+                shared.told = charges
+                told = worker_pb2.Charges(waited_seconds=waited)
+                told.MergeFrom(charges)
+                connection.ready.stream.charge(told)
+
+    def _charges(self, worker_id: str) -> worker_pb2.Charges | None:
+        """Return what is charged and wanted on a worker; None if it is not there."""
+        ledger = self._admission.ledger(worker_id)
+        if ledger is None:
+            return None
+        charges = worker_pb2.Charges(
+            cache_bytes=ledger.charged_bytes,
+            request_count=ledger.running_count,
+            slot_count=self._admission.slots_promised_on(worker_id),
+        )
+        waiting = self._admission.first_waiting(worker_id)
+        if waiting is not None:
+            request, pages = waiting
+            charges.wanted_bytes = max(1, pages) * ledger.facts.page_bytes
+            began = request.times.queued
+            charges.waited_seconds = 0.0 if began is None else max(0.0, self._clock() - began)
+        return charges
+
+
+def _held(message: worker_pb2.OtherStreams, ledger: Ledger) -> OthersHold:
+    charges, page_bytes = message.charges, ledger.facts.page_bytes
+    return OthersHold(
+        pages=-(-charges.cache_bytes // page_bytes),
+        request_count=charges.request_count,
+        slot_count=charges.slot_count,
+        busy_count=message.busy_count,
+        wanted_pages=-(-charges.wanted_bytes // page_bytes),
+        waited_seconds=charges.waited_seconds,
+    )
