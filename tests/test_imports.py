@@ -245,7 +245,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "scheduler_service": (
-        *("limits", "worker_facts", "options"),
+        *("limits", "worker_facts", "policy", "options"),
         *("prefixes", "cluster", "api", "placement", "requests"),
     ),
     "splitpoint_cli": (

@@ -71,6 +71,43 @@ ANSWER_CHARGE: Option[str] = Option(
     "with the answer; worst-case, max_tokens.",
     choices=tuple(policy.value for policy in AnswerCharge),
 )
+
+
+class Policy(StrEnum):
+    """The order in which waiting requests start."""
+
+    FIFO = "fifo"
+    FAIR = "fair"
+    UTILISATION = "utilisation"
+
+
+POLICY: Option[str] = Option(
+    "policy",
+    str,
+    Policy.FIFO.value,
+    "Order in which waiting requests start: fifo, by arrival; fair, by the tenants' shares of "
+    "device memory, then by priority; utilisation, the set that fills the device best, within the "
+    "tenants' shares.",
+    choices=tuple(policy.value for policy in Policy),
+)
+POLICY_AGING_SECONDS: Option[float] = Option(
+    "policy-aging-seconds",
+    float,
+    10.0,
+    "Seconds of waiting that count as much as filling the device best, after which memory is "
+    "reserved for a request (utilisation); 0: waiting does not count, and a request can starve.",
+    unit="SECONDS",
+    least=0,
+)
+POLICY_LEAD_SECONDS: Option[float] = Option(
+    "policy-lead-seconds",
+    float,
+    2.0,
+    "Largest lead of a tenant over its share, in seconds of one worker's whole memory, in favour "
+    "of better sets and of cached prefixes (fair and utilisation).",
+    unit="SECONDS",
+    least=0,
+)
 GRACE_SECONDS: Option[float] = Option(
     "grace-seconds",
     float,

@@ -1,0 +1,1 @@
+"""Chooses which waiting request starts next: order, fair shares and best sets."""

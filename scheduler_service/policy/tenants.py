@@ -1,0 +1,117 @@
+"""Shares of the tenants: weighted fair queueing, with VRAM-seconds as the cost.
+
+Each tenant has a virtual time: what it was charged, divided by its weight. The tenant with the
+least goes first. One that waited for nothing starts at the present minimum, so that it cannot save
+up (start-time fair queueing).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Tenant:
+    weight: float = 1.0
+    virtual: float = 0.0
+    # Byte-seconds charged so far, estimates included.
+    charged: float = 0.0
+    waiting: int = 0
+    running: int = 0
+
+
+class TenantShares:
+    """Virtual times of the tenants, in byte-seconds per weight."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant] = {}
+        # (virtual time, name) of those that wait for something.
+        self._order: list[tuple[float, str]] = []
+        # The largest minimum so far: where a tenant that was idle begins.
+        self._floor = 0.0
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the tenants that wait, the one that is furthest behind first."""
+        return iter([name for _, name in self._order])
+
+    def within(self, lead: float) -> list[str]:
+        """Return the waiting tenants that are at most `lead` ahead of the least, in order."""
+        if not self._order:
+            return []
+        most = self._order[0][0] + lead
+        return [name for virtual, name in self._order if virtual <= most]
+
+    def lead_of(self, name: str) -> float:
+        """Return how far a tenant is ahead of the least that waits; 0 if nothing waits."""
+        tenant = self._tenants.get(name)
+        if tenant is None or not self._order:
+            return 0.0
+        return max(0.0, tenant.virtual - self._order[0][0])
+
+    def charged(self, name: str) -> float:
+        """Return the byte-seconds that a tenant was charged since it was last idle."""
+        tenant = self._tenants.get(name)
+        return tenant.charged if tenant is not None else 0.0
+
+    def share(self, name: str) -> float:
+        """Return a tenant's part of all charges of the tenants that are active, 0 to 1."""
+        total = sum(tenant.charged for tenant in self._tenants.values())
+        return self.charged(name) / total if total > 0 else 0.0
+
+    def entitled(self, name: str) -> float:
+        """Return a tenant's part of the weights of the active tenants, 0 to 1."""
+        total = sum(tenant.weight for tenant in self._tenants.values())
+        tenant = self._tenants.get(name)
+        return tenant.weight / total if tenant is not None else 0.0
+
+    def waits(self, name: str, weight: float) -> None:
+        """Note one more waiting request. The weight of the latest one counts."""
+        tenant = self._tenants.setdefault(name, _Tenant())
+        if not tenant.waiting:
+            tenant.virtual = max(tenant.virtual, self._present())
+            insort(self._order, (tenant.virtual, name))
+        tenant.weight = weight
+        tenant.waiting += 1
+
+    def waits_no_more(self, name: str) -> None:
+        """Note that one waiting request left the queue."""
+        tenant = self._tenants[name]
+        tenant.waiting -= 1
+        if not tenant.waiting:
+            self._unlist(name, tenant)
+            self._forget_idle(name)
+
+    def starts(self, name: str, cost: float) -> None:
+        """Charge the estimated cost of a request that starts, in byte-seconds."""
+        self._floor = max(self._floor, self._present())
+        self._tenants.setdefault(name, _Tenant()).running += 1
+        self.charge(name, cost)
+
+    def charge(self, name: str, cost: float) -> None:
+        """Add byte-seconds; negative ones correct an estimate."""
+        tenant = self._tenants[name]
+        if tenant.waiting:
+            self._unlist(name, tenant)
+        tenant.virtual += cost / tenant.weight
+        tenant.charged += cost
+        if tenant.waiting:
+            insort(self._order, (tenant.virtual, name))
+
+    def ends(self, name: str) -> None:
+        """Note that a request that started has ended, after its charge was corrected."""
+        self._tenants[name].running -= 1
+        self._forget_idle(name)
+
+    def _present(self) -> float:
+        return max(self._floor, self._order[0][0]) if self._order else self._floor
+
+    def _unlist(self, name: str, tenant: _Tenant) -> None:
+        del self._order[bisect_left(self._order, (tenant.virtual, name))]
+
+    def _forget_idle(self, name: str) -> None:
+        """Drop a tenant that has nothing here and no debt."""
+        tenant = self._tenants[name]
+        if not tenant.waiting and not tenant.running and tenant.virtual <= self._present():
+            del self._tenants[name]
