@@ -1,4 +1,4 @@
-"""`splitpoint bench`: measurements, each against a peer in the same run.
+"""`splitpoint bench`: measurements: peers in one run, or the load of clients on a stack.
 
 torch is imported only once a benchmark runs.
 """
@@ -12,17 +12,18 @@ from splitpoint_cli.bench.growth import command as growth
 from splitpoint_cli.bench.numerics import command as numerics
 from splitpoint_cli.bench.offload import command as offload
 from splitpoint_cli.bench.restore import command as restore
+from splitpoint_cli.bench.serve import command as serve
 from splitpoint_cli.bench.shared.ending import ending_by_signals
 from splitpoint_cli.bench.store import command as store
 
 app = typer.Typer(no_args_is_help=True)
 for command in (
     *(decode.decode, offload.offload, store.store, restore.restore),
-    *(growth.growth, numerics.numerics),
+    *(growth.growth, numerics.numerics, serve.serve),
 ):
     app.command()(ending_by_signals(command))
 
 
 @app.callback()
 def bench() -> None:
-    """Measure against peers, in one run."""
+    """Measure against peers in one run, or with the load of clients."""

@@ -1,0 +1,1 @@
+"""`splitpoint bench serve`: open-loop load on a running stack."""

@@ -1,0 +1,85 @@
+"""`splitpoint bench serve`: open-loop load on a running stack, measured at its client."""
+
+from __future__ import annotations
+
+import typer
+
+from splitpoint.config import DEFAULT_ADDRESS
+from splitpoint.errors import InvalidArgument
+from splitpoint.transport.tls import Identity, client_identity
+from splitpoint_cli.bench.serve import options
+from splitpoint_cli.bench.serve.options import ServeOptions
+from splitpoint_cli.bench.serve.picture import picture_of
+from splitpoint_cli.bench.serve.report import details_of, facts_of_run, results_of, table_of
+from splitpoint_cli.bench.serve.runs import measured
+from splitpoint_cli.bench.serve.saving import read_metadata
+from splitpoint_cli.bench.serve.splitpoint_backend import splitpoint_backend
+from splitpoint_cli.bench.shared.ending import run_until_signal
+from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.shared.report import hand_over_report
+from splitpoint_cli.identity import Address, CaFile, TokenFile
+from splitpoint_cli.options import takes_options
+from splitpoint_cli.output import err
+from splitpoint_cli.plots import check_picture, save
+from splitpoint_cli.report import AsJson, OutputFile
+
+
+@takes_options
+def serve(
+    given: ServeOptions,
+    more_goals: options.MoreGoals = None,
+    goodput: options.Goodput = None,
+    tenant_tokens: options.TenantTokens = None,
+    metadata: options.Metadata = None,
+    address: Address = DEFAULT_ADDRESS,
+    ca: CaFile = None,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+    output: OutputFile = None,
+    png: options.Picture = None,
+) -> None:
+    """Send requests to a running stack at given times, and measure what its clients see.
+
+    Options and keys of the result are those of `vllm bench serve`; ours follow them. Times count
+    from the moment at which a request was due: a server that falls behind delays no later request,
+    and its wait is counted.
+    """
+    if more_goals and not goodput:
+        raise InvalidArgument(f"{more_goals[0]!r} belongs behind --goodput", field="goodput")
+    figures = given.figures([*(goodput or ()), *(more_goals or ())])
+    requests, saving, notes = given.requests(), given.saving(), read_metadata(metadata or [])
+    identity = client_identity(ca=ca, token_file=token_file)
+    tenants = _tenants(tenant_tokens or [], ca)
+    if png is not None:
+        check_picture(png)
+    backend = splitpoint_backend(address, identity, tenants, given.sampling(), given.model)
+    found = run_until_signal(measured(backend, requests, given.max_concurrency, Progress()))
+    facts = facts_of_run(
+        found.backend,
+        found.model,
+        requests.arrivals,
+        label=given.label,
+        count=requests.count,
+        max_concurrency=given.max_concurrency,
+        metadata=notes,
+    )
+    report = {**facts, **results_of(found.records, figures, found.work), "seed": given.seed}
+    if saving is not None:
+        details = details_of(found.records) if saving.is_detailed else {}
+        err.print(f"written to {saving.write({**report, **details})}", markup=False)
+    if png is not None:
+        save(picture_of(report, found.records), png)
+    hand_over_report(report, table_of, as_json=as_json, output=output)
+    if not report["completed"]:
+        raise typer.Exit(1)
+
+
+def _tenants(words: list[str], ca: str | None) -> dict[str, Identity]:
+    """Return the identities of TENANT=PATH words. Raises InvalidArgument."""
+    found = {}
+    for word in words:
+        name, _, path = word.partition("=")
+        if not (name and path):
+            raise InvalidArgument(f"{word!r} is not TENANT=PATH", field="tenant_token_file")
+        found[name] = client_identity(ca=ca, token_file=path)
+    return found
