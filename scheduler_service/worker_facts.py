@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from splitpoint.costs.first_token import FirstToken
 from splitpoint.costs.profile import Profile
 from splitpoint.numerics import Numerics
 from splitpoint.planning.schedule import Schedule
@@ -67,3 +68,14 @@ class WorkerFacts:
     def capacity_tokens(self) -> int:
         """Tokens that fit when one resident request has the whole cache."""
         return self.cache_capacity_bytes // self.page_bytes * self.chunk_tokens
+
+    def first_token(self) -> FirstToken:
+        """Return the costs of a first token. Keep them: they are made of the whole profile."""
+        return FirstToken.of(
+            self.shape,
+            self.profile,
+            encoding=self.encoding,
+            has_activations=self.has_activations,
+            overlaps=self.schedule is Schedule.PIPELINED,
+            piece_tokens=self.max_batched_tokens,
+        )

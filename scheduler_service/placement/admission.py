@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from scheduler_service.api.request import Request
 from scheduler_service.api.selection import followed_by
 from scheduler_service.placement.answer_lengths import AnswerLengths
-from scheduler_service.placement.charging import Charging, device_tokens
+from scheduler_service.placement.charging import Charging
 from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of
 from scheduler_service.placement.ledger import Ledger, SlotLedger
 from scheduler_service.placement.residency import streamed_instead
-from scheduler_service.placement.routing import Candidate, choose_worker
+from scheduler_service.placement.routing import candidate_of, choose_worker
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import format_size
 from splitpoint.planning.plan import Objective, Residency
@@ -112,6 +112,12 @@ class AdmissionQueue:
         """Return the slots of a store that streamed requests may still fill."""
         slots = self._slots.get(store_address)
         return slots.promised_count if slots is not None else 0
+
+    def set_facts(self, facts: WorkerFacts) -> None:
+        """Note what is known of a worker now, such as costs that it measured anew."""
+        ledger = self._ledgers.get(facts.worker_id)
+        if ledger is not None:
+            ledger.set_facts(facts)
 
     def set_device_marks(self, worker_id: str, marks: Iterable[bytes]) -> None:
         """Note which chunks a worker's device holds now."""
@@ -306,16 +312,7 @@ class AdmissionQueue:
             ledger = self._ledgers[worker_id]
             is_open = ledger.trial.may_start(is_suspect=request.is_suspect)
             if is_open and self._has_room(request, ledger, fits):
-                candidates.append(
-                    Candidate(
-                        worker_id,
-                        request.cached.own.get(worker_id, 0),
-                        ledger.free_share,
-                        ledger.running_count,
-                        device_tokens(request, ledger, fits),
-                        request.numerics_digest in (None, ledger.facts.numerics_digest),
-                    )
-                )
+                candidates.append(candidate_of(request, ledger, fits))
         return choose_worker(candidates).worker_id if candidates else None
 
     def _streamed_instead(self, request: Request, fitting: Mapping[str, Fits]) -> dict[str, Fits]:

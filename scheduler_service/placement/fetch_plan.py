@@ -26,6 +26,16 @@ ASSUMED_BYTES_PER_SECOND = 1e9
 ROUND_TRIP_SECONDS = 5e-3
 
 
+def remote_rate(profile: Profile, address: str) -> float:
+    """Return the bytes per second from another host's store; assumed until it was measured."""
+    return profile.remote_bytes_per_second.get(address, ASSUMED_BYTES_PER_SECOND)
+
+
+def copy_seconds(size: int, rate: float) -> float:
+    """Return the seconds of copying so many bytes from another host's store."""
+    return ROUND_TRIP_SECONDS + size / rate
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedAttempt:
     """The plan, and the store to fetch from before it. None: fetch nothing."""
@@ -93,16 +103,16 @@ def _option(
     fetched = cached - own_chunks * chunk_tokens
     if fetched <= 0 or cached <= plan.cached_tokens:
         return None
-    measured = profile.remote_bytes_per_second.get(source.address)
-    rate = measured or ASSUMED_BYTES_PER_SECOND
-    seconds = ROUND_TRIP_SECONDS + (chunks - own_chunks) * chunk_bytes / rate
+    rate = remote_rate(profile, source.address)
+    is_measured = source.address in profile.remote_bytes_per_second
+    seconds = copy_seconds((chunks - own_chunks) * chunk_bytes, rate)
     longer = replan(cached)
     ttft = longer.predicted_ttft_seconds + seconds
     saved = plan.predicted_ttft_seconds - ttft
     takes = seconds + longer.predicted_restore_seconds - plan.predicted_restore_seconds
     words = (
         f"fetching {counted(fetched, 'token')} from {source.address} at {rate / 1e9:.3g} GB/s"
-        f"{'' if measured else ' (assumed)'}: {_seconds(max(takes, 0.0))}, "
+        f"{'' if is_measured else ' (assumed)'}: {_seconds(max(takes, 0.0))}, "
         f"recomputing them: {_seconds(takes + saved)}"
     )
     with_fetch = replace(

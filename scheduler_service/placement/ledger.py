@@ -61,7 +61,7 @@ class Ledger:
     """
 
     def __init__(self, facts: WorkerFacts) -> None:
-        self.facts = facts
+        self.set_facts(facts)
         # A draining worker keeps its grants and gets no new ones.
         self.is_closed = False
         self.trial = Trial()
@@ -74,6 +74,11 @@ class Ledger:
         # How many of the requests have each chunk, by mark.
         self._holders: Counter[bytes] = Counter()
         self._own_pages = 0
+
+    def set_facts(self, facts: WorkerFacts) -> None:
+        """Note what is known of the worker now; only its measured costs may have changed."""
+        self.facts = facts
+        self.first_token = facts.first_token()
 
     @property
     def charged_pages(self) -> int:

@@ -1,13 +1,34 @@
-"""Chooses among the workers that can start a request now: by numerics, then prefix, then room."""
+"""Chooses among the workers that can start a request now: by the first token's predicted time.
+
+Workers may be unlike: a request whose prefix must cross the link goes to the fastest link, one that
+must be computed to the fastest device, one whose prefix a worker holds to that worker if that saves
+more than its queue costs. The prediction is a closed form (`splitpoint.costs.first_token`), made
+anew for each decision: microseconds for each worker.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from scheduler_service.api.request import Request
+from scheduler_service.api.selection import followed_by
+from scheduler_service.placement.charging import device_tokens
+from scheduler_service.placement.fetch_plan import copy_seconds, remote_rate
+from scheduler_service.placement.footprint import Fits
+from scheduler_service.placement.ledger import Ledger
+from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.costs.first_token import IDLE, Backlog
+from splitpoint.speculation import DraftMethod
+from splitpoint.transport.convert import speculation_from_proto
+
 # A worker with less than this part of the freest worker's free share is loaded: what its device
 # holds does not count then, so that a prefix of many requests spreads over the workers.
 _LOADED = 0.5
+# Predictions within so much of the least one are taken for equal: they leave out tiles, chunks and
+# the steps of requests that decode.
+_ALIKE_SHARE = 1.1
+_ALIKE_SECONDS = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,45 +36,89 @@ class Candidate:
     """A worker that could start the request now."""
 
     worker_id: str
-    # Tokens of the request's prefix in the worker's own store. Other stores do not count:
-    # every worker can fetch from them.
-    cached_tokens: int
+    # Predicted seconds to the first token there; the same without what its device holds.
+    seconds: float
+    seconds_off_device: float
     # Part of its cache that no request is charged for, between 0 and 1.
     free_share: float
     running_count: int
-    # Leading tokens that are on the worker's device, as far as is known.
-    device_tokens: int = 0
     # False if tokens of the answer have come from a worker that computes other bits.
     is_alike: bool = True
+    # False if it cannot follow the selection, or has not the drafter, that the request asks for.
+    can_serve: bool = True
 
 
 def choose_worker(candidates: Iterable[Candidate]) -> Candidate:
-    """Prefer alike workers, so that an answer has one worker's bits; then most tokens that need
-    not be computed, then most that need not be restored either.
+    """Prefer alike workers, so that an answer has one worker's bits; then those that serve all
+    that the request asks for; then the earliest first token.
 
-    Then the largest free share, then fewest running requests. What the device of a loaded
-    worker holds does not count.
+    Of first tokens that come about equally early: the largest free share, then fewest running
+    requests. What the device of a loaded worker holds does not count.
 
     Needs at least one candidate. The free share and not bytes: by bytes, the smaller of
     two workers would idle until the larger one has less left than the smaller has in all.
-
-    A busy worker that holds the prefix is not waited for: recomputing now beats reusing
-    later for all but extreme kappa.
     """
     workers = list(candidates)
+    if len(workers) == 1:
+        return workers[0]
+    best = min((not worker.is_alike, not worker.can_serve) for worker in workers)
+    workers = [w for w in workers if (not w.is_alike, not w.can_serve) == best]
     least_share = _LOADED * max(worker.free_share for worker in workers)
-
-    def device_tokens(worker: Candidate) -> int:
-        return worker.device_tokens if worker.free_share >= least_share else 0
-
+    seconds = [w.seconds if w.free_share >= least_share else w.seconds_off_device for w in workers]
+    most = _ALIKE_SHARE * min(seconds) + _ALIKE_SECONDS
     return min(
-        workers,
-        key=lambda worker: (
-            not worker.is_alike,
-            -max(worker.cached_tokens, device_tokens(worker)),
-            -device_tokens(worker),
-            -worker.free_share,
-            worker.running_count,
-            worker.worker_id,
-        ),
+        (worker for worker, each in zip(workers, seconds, strict=True) if each <= most),
+        key=lambda worker: (-worker.free_share, worker.running_count, worker.worker_id),
     )
+
+
+def candidate_of(
+    request: Request, ledger: Ledger, fits: Fits, backlog: Backlog = IDLE
+) -> Candidate:
+    """Return a worker as a candidate. `backlog`: what is queued there before the request."""
+    worker = ledger.facts
+    device = device_tokens(request, ledger, fits)
+    off_device = _seconds_there(request, ledger, 0, backlog)
+    return Candidate(
+        worker.worker_id,
+        _seconds_there(request, ledger, device, backlog) if device else off_device,
+        off_device,
+        ledger.free_share,
+        ledger.running_count,
+        is_alike=request.numerics_digest in (None, worker.numerics_digest),
+        can_serve=_can_serve(request, worker),
+    )
+
+
+def _seconds_there(request: Request, ledger: Ledger, device: int, backlog: Backlog) -> float:
+    """Return the predicted seconds to the first token. `device`: tokens that need no restore."""
+    worker, costs = ledger.facts, ledger.first_token
+    # The last token is always computed: its logits are needed.
+    total, most = request.known_count, request.known_count - 1
+    device = min(device, most)
+    cached = max(min(request.cached.own.get(worker.worker_id, 0), most), device)
+    best = costs.seconds(cached, total - cached, device=device, backlog=backlog)
+    for source in request.cached.sources.get(worker.worker_id, ()):
+        longer = min(source.cached_tokens, most)
+        if longer <= cached:
+            continue
+        chunks = longer // worker.chunk_tokens - cached // worker.chunk_tokens
+        rate = remote_rate(worker.profile, source.address)
+        with_fetch = costs.seconds(
+            longer,
+            total - longer,
+            device=device,
+            backlog=backlog,
+            fetch_seconds=copy_seconds(chunks * worker.slot_bytes, rate),
+        )
+        best = min(best, with_fetch)
+    return best
+
+
+def _can_serve(request: Request, worker: WorkerFacts) -> bool:
+    """Return True if the worker can do all that the request asks for, besides its tokens."""
+    selection = request.selection
+    if not selection.reads_all and followed_by(worker, selection).reads_all:
+        return False
+    asked = speculation_from_proto(request.speculation, worker.speculation).method
+    return asked in (DraftMethod.OFF, DraftMethod.AUTO) or asked in worker.draft_methods

@@ -265,6 +265,8 @@ class RequestManager:
         if response.telemetry.HasField("device_chunk_marks"):
             marks = ChunkMarks(response.telemetry.device_chunk_marks)
             self.admission.set_device_marks(worker.worker_id, marks)
+        if response.HasField("profile") and worker.ready is not None:
+            self.admission.set_facts(worker.ready.facts)
         for report in response.restores:
             attempt = self.attempts.find(report.request_id, report.attempt)
             if attempt is not None:

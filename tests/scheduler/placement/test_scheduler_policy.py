@@ -1,4 +1,4 @@
-"""The pure policy: footprint, routing, admission, plans."""
+"""The pure policy: footprint, admission, plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footpr
 from scheduler_service.placement.ledger import Charge, Ledger
 from scheduler_service.placement.plan_report import actual_plan
 from scheduler_service.placement.planning import check_split, explain, plan_attempt
-from scheduler_service.placement.routing import Candidate, choose_worker
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument
@@ -110,48 +109,6 @@ def test_what_fits_is_within_the_capacity(
             assert whole > facts.cache_capacity_bytes  # resident would not have fitted
     else:
         assert verdict.needed_bytes > verdict.capacity_bytes
-
-
-# -- routing ---------------------------------------------------------------------------
-
-
-@given(
-    st.lists(
-        st.builds(
-            Candidate,
-            worker_id=st.text("0123", min_size=1, max_size=2),
-            cached_tokens=st.integers(0, 2),
-            free_share=st.sampled_from((0.0, 0.5, 1.0)),
-            running_count=st.integers(0, 2),
-            device_tokens=st.integers(0, 2),
-        ),
-        min_size=1,
-    )
-)
-def test_no_candidate_is_better_than_the_chosen_one(candidates: list[Candidate]) -> None:
-    chosen = choose_worker(candidates)
-    freest = max(worker.free_share for worker in candidates)
-
-    def claims(worker: Candidate) -> tuple[int, int, float, int]:
-        on_device = worker.device_tokens if worker.free_share >= freest / 2 else 0
-        reused = max(worker.cached_tokens, on_device)
-        return reused, on_device, worker.free_share, -worker.running_count
-
-    assert claims(chosen) == max(map(claims, candidates))
-
-
-def test_what_the_device_holds_decides_unless_its_worker_is_loaded() -> None:
-    idle = Candidate("idle", 100, 1.0, 0)
-    holder = Candidate("holder", 100, 0.5, 7, device_tokens=96)
-    assert choose_worker([idle, holder]) is holder
-    loaded = replace(holder, free_share=0.49)
-    assert choose_worker([idle, loaded]) is idle
-    # What need not be computed counts more than what need not be restored.
-    assert choose_worker([replace(idle, cached_tokens=200), holder]).worker_id == "idle"
-    # Without any store the device alone spares the computation.
-    assert choose_worker([replace(idle, cached_tokens=0), replace(holder, cached_tokens=0)]) == (
-        replace(holder, cached_tokens=0)
-    )
 
 
 # -- admission ---------------------------------------------------------------------------
