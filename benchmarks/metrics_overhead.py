@@ -101,7 +101,7 @@ class Subject:
         """Run and return the steps in which the whole batch decodes."""
         self.watch(watched)
         runtime = self.worker.runtime
-        listener = runtime.listen()
+        listener = runtime.streams.open()
         generator = torch.Generator().manual_seed(0)
         vocabulary = self.worker.engine.model.shape.vocabulary_size
         for index in range(BATCH):
@@ -128,7 +128,7 @@ class Subject:
             if begun is None and len(first) == BATCH:
                 begun = time.perf_counter(), time.process_time()
             finishes += len(output.finishes)
-        runtime.unlisten(listener)
+        runtime.streams.close(listener)
         if begun is None:
             raise RuntimeError("the batch never decoded as one")
         return Step((ended[0] - begun[0]) / steps, (ended[1] - begun[1]) / steps)

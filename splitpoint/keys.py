@@ -99,15 +99,19 @@ def request_seed(server_key: bytes, tenant: str, request_id: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def private_salt(salt: bytes, request_id: str, attempt: int, parent_key: bytes) -> bytes:
+def private_salt(
+    salt: bytes, request_id: str, attempt: int, stream: int, parent_key: bytes
+) -> bytes:
     """Return the salt of chunks that one attempt of a request stores for itself alone.
 
     Nothing is looked up by it: what a selection computed is no one else's prefix. The first
     chunk under it has no parent, since a parent has the same salt; `parent_key` is the one
-    that it follows.
+    that it follows. `stream`: random number of the Run stream, since schedulers count their
+    attempts alike.
     """
     name = request_id.encode()
-    parts = (salt, name, attempt.to_bytes(8, "little"), parent_key)
+    numbers = attempt.to_bytes(8, "little") + stream.to_bytes(8, "little")
+    parts = (salt, name, numbers, parent_key)
     sized = (len(part).to_bytes(4, "little") + part for part in parts)
     return hashlib.sha256(b"".join((b"splitpoint private v1\0", *sized))).digest()
 

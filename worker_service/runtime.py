@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from splitpoint.costs.profile import Profile
@@ -40,25 +40,16 @@ from worker_service.prefix_lookup import PrefixLookup
 from worker_service.store.client import Match, StoreClient
 from worker_service.store.fetch import FetchResult, PrefixFetcher
 from worker_service.store.write_back import SequenceKey, WriteBack
+from worker_service.streams import Listener, RunStreams
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Number of queued step outputs at which the worker closes the Run stream.
-OUTPUT_LIMIT = 10_000
 # Message to callers and requests after the engine's thread has failed.
 ENGINE_FAILED = "the engine failed; the worker restarts"
 # Time limit of one engine step: more than a long prefill on a slow device takes.
 STEP_TIMEOUT_SECONDS = 120.0
-
-
-@dataclass(slots=True)
-class Listener:
-    """The worker's end of a Run stream. `closed` is set if the scheduler reads no outputs."""
-
-    outputs: asyncio.Queue[StepOutput] = field(default_factory=asyncio.Queue)
-    closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Runtime:
@@ -67,6 +58,7 @@ class Runtime:
     Attributes:
         account: totals of what was done, with or without a Run stream.
         observers: called with each output of the engine, after the account.
+        streams: the open Run streams.
         live: requests from `admit` until their finish.
         failed: set when the engine's thread has failed.
     """
@@ -76,6 +68,7 @@ class Runtime:
         self.store = store
         self.account = Account()
         self.observers: list[Callable[[StepOutput], None]] = []
+        self.streams = RunStreams(self.idle_output)
         self.live: set[SequenceKey] = set()
         self.failed = asyncio.Event()
         self.write_back: WriteBack | None = None
@@ -83,8 +76,6 @@ class Runtime:
         self._prefixes: PrefixLookup | None = None
         # Bytes per second from other hosts' stores, by address.
         self._remote_rates: Mapping[str, float] = {}
-        # None while no Run stream is open.
-        self._listener: Listener | None = None
         self._lookups: dict[SequenceKey, asyncio.Task[None]] = {}
         # Fetches under way, and results that are not reported yet.
         self._fetches: dict[SequenceKey, asyncio.Task[FetchResult]] = {}
@@ -133,29 +124,17 @@ class Runtime:
         if self.store is not None:
             await self.store.close()
 
-    # -- the Run stream ---------------------------------------------------------------
-
-    def listen(self) -> Listener:
-        """Return a new listener, which replaces the one before."""
-        self._listener = Listener()
-        return self._listener
-
-    def unlisten(self, listener: Listener) -> None:
-        if self._listener is listener:
-            self._listener = None
+    # -- the Run streams ----------------------------------------------------------------
 
     def emit(self, output: StepOutput) -> None:
-        """Give the listener an output; without a listener it is dropped."""
-        listener = self._listener
-        if listener is None:
-            return
-        if listener.outputs.qsize() >= OUTPUT_LIMIT:
-            log.error("the scheduler does not read step outputs: closing the Run stream")
-            listener.closed.set()
-            self._listener = None
-            self.cancel_all()
-            return
-        listener.outputs.put_nowait(output)
+        """Give each Run stream its part of an output; what no stream takes is dropped."""
+        for listener in self.streams.emit(output, {key[2] for key in self.live}):
+            self.cancel_stream(listener.stream)
+
+    def end_stream(self, listener: Listener) -> None:
+        """Forget a Run stream and cancel its requests; those of others go on."""
+        self.streams.close(listener)
+        self.cancel_stream(listener.stream)
 
     def idle_output(self) -> StepOutput:
         """Return the present state as an output, without waking the engine."""
@@ -207,11 +186,17 @@ class Runtime:
         for key in list(self.live):
             self.cancel(key)
 
-    def set_paused(self, request_id: str, paused: bool) -> None:
+    def cancel_stream(self, stream: int) -> None:
+        """Cancel the requests of one Run stream."""
+        for key in list(self.live):
+            if key[2] == stream:
+                self.cancel(key)
+
+    def set_paused(self, request_id: str, stream: int, paused: bool) -> None:
         """Leave a request out of the steps, its memory kept, or include it again."""
         for key in list(self.live):
-            if key[0] == request_id:
-                self._post_after_lookup(key, SetPaused(request_id, paused))
+            if key[0] == request_id and key[2] == stream:
+                self._post_after_lookup(key, SetPaused(key, paused))
 
     def _post_after_lookup(self, key: SequenceKey, command: Command) -> None:
         """Post a command for a request after the request itself."""

@@ -13,7 +13,6 @@ import grpc
 
 from splitpoint.errors import (
     Aborted,
-    FailedPrecondition,
     Internal,
     InvalidArgument,
     SplitpointError,
@@ -37,10 +36,17 @@ from worker_service.drafting import WorkerSpeculation
 from worker_service.engine.messages import StepOutput
 from worker_service.profiling.profiler import measure
 from worker_service.retrieval.screen_source import ScreenSource
-from worker_service.runtime import ENGINE_FAILED, Listener
+from worker_service.runtime import ENGINE_FAILED
 from worker_service.startup import LoadedWorker
+from worker_service.streams import Listener
 from worker_service.telemetry import TELEMETRY_SECONDS, Telemeter
-from worker_service.wire import admission_from, refusal, response_from
+from worker_service.wire import (
+    admission_from,
+    charges_from_proto,
+    others_to_proto,
+    refusal,
+    response_from,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +64,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     worker: LoadedWorker | None = None
     health: HealthReporter | None = None
     draining: bool = False
-    _stream_is_open: bool = field(default=False, init=False)
-    _ending: asyncio.Task[None] | None = field(default=None, init=False)
     _closing: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: _Context) -> pb.GetInfoResponse:
@@ -114,12 +118,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise Unavailable("the worker is draining", reason="DRAINING")
         if worker.runtime.failed.is_set():
             raise Unavailable(ENGINE_FAILED, reason="ENGINE_FAILED")
-        if self._stream_is_open:
-            raise FailedPrecondition("another Run stream is open", reason="STREAM_OPEN")
-        self._stream_is_open = True
-        listener = worker.runtime.listen()
+        listener = worker.runtime.streams.open()
         ends = [
-            asyncio.create_task(self._read_commands(worker, request_iterator)),
+            asyncio.create_task(self._read_commands(worker, listener, request_iterator)),
             asyncio.create_task(self._closing.wait()),
             asyncio.create_task(_closed(listener)),
         ]
@@ -135,26 +136,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 step += 1
                 if output is None:
                     output = worker.runtime.idle_output()
-                telemetry = telemeter.message() if timer.restart_if_due() else None
-                yield response_from(output, step, telemetry)
+                response = response_from(
+                    output, step, telemeter.message() if timer.restart_if_due() else None
+                )
+                others = worker.runtime.streams.others_to_tell(listener)
+                if others is not None:
+                    now = worker.runtime.streams.clock()
+                    response.others.CopyFrom(others_to_proto(others, now))
+                yield response
         finally:
-            # A task of its own: a killed scheduler cancels this call at any moment, and the
-            # worker must be ready for the next scheduler all the same.
-            self._ending = asyncio.create_task(self._end_stream(worker, listener, ends))
-            await asyncio.shield(self._ending)
-
-    async def _end_stream(
-        self, worker: LoadedWorker, listener: Listener, ends: Sequence[asyncio.Task[Any]]
-    ) -> None:
-        worker.runtime.unlisten(listener)
-        for end in ends:
-            end.cancel()
-        # _outputs_until has raised their errors.
-        await asyncio.gather(*ends, return_exceptions=True)
-        worker.runtime.cancel_all()
-        # The next stream starts on an empty engine.
-        await worker.runtime.wait_idle(DRAIN_SECONDS)
-        self._stream_is_open = False
+            # A killed scheduler cancels this call at any moment, so nothing is awaited before
+            # its requests are cancelled. No command is read any more.
+            for end in ends:
+                end.cancel()
+            worker.runtime.end_stream(listener)
+            # _outputs_until has raised their errors.
+            await asyncio.gather(*ends, return_exceptions=True)
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
         grace = DRAIN_SECONDS
@@ -183,7 +180,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return cancelled
 
     def close(self) -> None:
-        """End the Run stream; after `drain`, right before the server stops."""
+        """End the Run streams; after `drain`, right before the server stops."""
         self._closing.set()
 
     # -- below the calls ------------------------------------------------------------
@@ -194,24 +191,29 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return self.worker
 
     async def _read_commands(
-        self, worker: LoadedWorker, requests: AsyncIterator[pb.RunRequest]
+        self, worker: LoadedWorker, listener: Listener, requests: AsyncIterator[pb.RunRequest]
     ) -> None:
         """Carry out commands in order until the scheduler closes its side."""
-        runtime = worker.runtime
+        runtime, stream = worker.runtime, listener.stream
         async for request in requests:
             match request.WhichOneof("command"):
                 case "admit":
-                    self._admit(worker, request.admit)
+                    self._admit(worker, request.admit, stream)
                 case "cancel":
-                    runtime.cancel((request.cancel.request_id, request.cancel.attempt))
+                    runtime.cancel((request.cancel.request_id, request.cancel.attempt, stream))
                 case "pause":
-                    runtime.set_paused(request.pause.request_id, True)
+                    runtime.set_paused(request.pause.request_id, stream, True)
                 case "resume":
-                    runtime.set_paused(request.resume.request_id, False)
+                    runtime.set_paused(request.resume.request_id, stream, False)
+                case "charge":
+                    now = runtime.streams.clock()
+                    runtime.streams.charge(
+                        listener, charges_from_proto(request.charge.charges, now)
+                    )
                 case _:
                     raise InvalidArgument("no command is set", field="command")
 
-    def _admit(self, worker: LoadedWorker, command: pb.AdmitCommand) -> None:
+    def _admit(self, worker: LoadedWorker, command: pb.AdmitCommand, stream: int) -> None:
         """Admit a request, or finish it with its error; the stream goes on."""
         try:
             if self.draining:
@@ -223,11 +225,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 has_activations=layout.has_activations,
                 speculation=worker.speculation.defaults,
                 numerics_digest=worker.numerics.digest,
+                stream=stream,
             )
             if admission.key in worker.runtime.live:
                 raise InvalidArgument("this attempt is running already", field="admit.request_id")
         except SplitpointError as error:
-            worker.runtime.emit(StepOutput(finishes=[refusal(command, error)]))
+            worker.runtime.emit(StepOutput(finishes=[refusal(command, stream, error)]))
         else:
             worker.runtime.admit(admission)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT, numerics_salt
@@ -25,6 +26,7 @@ from worker_service.engine.messages import DraftEvent, FinishEvent, StepOutput, 
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
 from worker_service.store.fetch import FetchSource
+from worker_service.streams import Charges, OtherStreams
 
 ADDRESS_LIMIT = 255
 
@@ -42,12 +44,14 @@ def admission_from(
     has_activations: bool,
     speculation: Speculation = PLAIN,
     numerics_digest: str = "",
+    stream: int = 0,
 ) -> Admission:
     """Return the admission of a command. Raises InvalidArgument naming the field.
 
     Args:
         speculation: the worker's, for what the command leaves open.
         numerics_digest: the worker's, which its chunk keys depend on.
+        stream: number of the Run stream that the command came through.
     """
     sampling = Sampling.from_proto(command.sampling)
     _check_tokens(command, sampling, shape)
@@ -95,6 +99,7 @@ def admission_from(
         traceparent=command.traceparent,
         speculation=speculation_beside(selection, asked),
         selection=selection,
+        stream=stream,
     )
 
 
@@ -184,7 +189,7 @@ def response_from(
 
 def _tokens_from(events: list[TokenEvent], draft: DraftEvent | None) -> worker_pb2.TokenResult:
     """Return the message of one request's tokens. `draft`: what the step verified for it."""
-    request_id, attempt = events[0].key
+    request_id, attempt, _ = events[0].key
     result = worker_pb2.TokenResult(
         request_id=request_id,
         attempt=attempt,
@@ -209,7 +214,7 @@ def _tokens_from(events: list[TokenEvent], draft: DraftEvent | None) -> worker_p
 
 def finish_from(event: FinishEvent) -> worker_pb2.RequestFinish:
     """Return the message of a request's end."""
-    request_id, attempt = event.key
+    request_id, attempt, _ = event.key
     finish = worker_pb2.RequestFinish(request_id=request_id, attempt=attempt)
     if event.error is not None:
         finish.error_code = event.error.code
@@ -224,6 +229,38 @@ def finish_from(event: FinishEvent) -> worker_pb2.RequestFinish:
     return finish
 
 
-def refusal(command: worker_pb2.AdmitCommand, error: SplitpointError) -> FinishEvent:
-    """Return the end of a request that was never admitted."""
-    return FinishEvent((command.request_id, command.attempt), error=error)
+def refusal(command: worker_pb2.AdmitCommand, stream: int, error: SplitpointError) -> FinishEvent:
+    """Return the end of a request of a Run stream that was never admitted."""
+    return FinishEvent((command.request_id, command.attempt, stream), error=error)
+
+
+def charges_from_proto(message: worker_pb2.Charges, now: float) -> Charges:
+    """Return what a scheduler charges. Raises InvalidArgument for what cannot be."""
+    numbers = {
+        "cache_bytes": message.cache_bytes,
+        "request_count": message.request_count,
+        "slot_count": message.slot_count,
+        "wanted_bytes": message.wanted_bytes,
+    }
+    for field, value in (*numbers.items(), ("waited_seconds", message.waited_seconds)):
+        if not 0 <= value < math.inf:
+            raise InvalidArgument("must be at least 0", field=f"charge.charges.{field}")
+    since = now - message.waited_seconds if message.wanted_bytes else None
+    return Charges(**numbers, waiting_since=since)
+
+
+def others_to_proto(others: OtherStreams, now: float) -> worker_pb2.OtherStreams:
+    """Return the message of what other streams charge and want."""
+    charges = others.charges
+    waited = 0.0 if charges.waiting_since is None else max(0.0, now - charges.waiting_since)
+    return worker_pb2.OtherStreams(
+        stream_count=others.stream_count,
+        busy_count=others.busy_count,
+        charges=worker_pb2.Charges(
+            cache_bytes=charges.cache_bytes,
+            request_count=charges.request_count,
+            slot_count=charges.slot_count,
+            wanted_bytes=charges.wanted_bytes,
+            waited_seconds=waited,
+        ),
+    )

@@ -182,7 +182,7 @@ async def test_distributions_see_what_the_account_sees(folder: Path, tmp_path: P
         [worker] = stack.workers
         meters = Meters(Service.WORKER)
         observed = WorkerMetrics(meters, worker)
-        key = ("a", 0)
+        key = ("a", 0, 0)
         restores = [
             RestoreEvent(
                 key, 64, 0, RestoreMethod.LOAD, 0.5, predicted_restore_seconds=0.4, loaded_tokens=64

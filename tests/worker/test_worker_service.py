@@ -23,6 +23,7 @@ from worker_service.device.memory import STAGING_PAGES
 from worker_service.engine.messages import Call
 from worker_service.server import WorkerServicer
 from worker_service.startup import WorkerOptions, load_worker
+from worker_service.streams import STREAM_LIMIT
 
 REFERENCE = build_tiny("llama")
 PROMPT, ANSWER = clear_prompt(REFERENCE, 20, 12)
@@ -174,43 +175,168 @@ async def test_a_bad_admission_fails_alone(folder: Path, case: str) -> None:
 async def test_schedulers_that_go_at_any_moment_leave_the_worker_to_the_next(
     folder: Path,
 ) -> None:
-    async with serving(folder) as (_, address), open_channel(address) as channel:
+    async with serving(folder) as (servicer, address), open_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         for attempt in range(40):
             stream = stub.Run()
             if attempt % 2:
-                # Refused while the worker has not seen the end of the stream before.
+                # Refused if too many streams end at the same time.
                 with suppress(grpc.aio.AioRpcError):
                     await stream.write(admit(f"lost {attempt}"))
             await asyncio.sleep(attempt % 8 * 0.001)
             stream.cancel()
+        assert servicer.worker is not None
         async with asyncio.timeout(20):
-            while True:
-                stream = stub.Run()
-                await stream.write(admit("a"))
-                try:
-                    response = await stream.read()
-                except grpc.aio.AioRpcError as error:
-                    if "another Run stream is open" not in str(error.details()):
-                        raise
-                    await asyncio.sleep(0.05)
-                    continue
-                assert response is not grpc.aio.EOF
-                stream.cancel()
-                return
+            while len(servicer.worker.runtime.streams):
+                await asyncio.sleep(0.01)
+        stream = stub.Run()
+        await stream.write(admit("a"))
+        assert (await next_finish(stream)).reason == types_pb2.FINISH_REASON_LENGTH
+        stream.cancel()
 
 
-async def test_one_stream_at_a_time_and_its_end_cancels(folder: Path) -> None:
+async def read_answer(
+    stream: grpc.aio.StreamStreamCall[worker_pb2.RunRequest, worker_pb2.RunResponse],
+) -> dict[tuple[str, int], list[int]]:
+    """Return the tokens by request and attempt, up to the first end of a request.
+
+    Each stream counts its own messages.
+    """
+    tokens: dict[tuple[str, int], list[int]] = {}
+    before = 0
+    while True:
+        response = await stream.read()
+        assert isinstance(response, worker_pb2.RunResponse), "the stream ended"
+        assert before in (0, response.step - 1)
+        before = response.step
+        for result in response.tokens:
+            held = tokens.setdefault((result.request_id, result.attempt), [])
+            assert result.first_index == len(held)
+            held += result.token_ids
+        if response.finishes:
+            return tokens
+
+
+async def test_streams_run_equal_ids_beside_each_other_and_end_alone(folder: Path) -> None:
+    async with serving(folder) as (servicer, address), open_channel(address) as channel:
+        assert servicer.worker is not None
+        runtime = servicer.worker.runtime
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        long = types_pb2.SamplingParams(max_tokens=400, ignore_eos=True)
+        first = stub.Run()
+        await first.write(admit("same", attempt=1, sampling=long))
+        await first.read()
+        second, third = stub.Run(), stub.Run()
+        await second.write(admit("same", attempt=1))
+        await third.write(admit("same", attempt=1, prompt_token_ids=SHORT))
+        # An unknown request of this stream, which is another stream's.
+        await third.write(
+            worker_pb2.RunRequest(cancel=worker_pb2.CancelCommand(request_id="other", attempt=1))
+        )
+        await third.write(worker_pb2.RunRequest(pause=worker_pb2.PauseCommand(request_id="other")))
+        one, other = await asyncio.gather(read_answer(second), read_answer(third))
+        assert (one, other) == ({("same", 1): ANSWER}, {("same", 1): SHORT_ANSWER})
+        # The engine is busy for the first stream all the while.
+        assert len(runtime.live) == 1
+        await second.write(admit("same", attempt=2))
+        first.cancel()
+        assert await read_answer(second) == {("same", 2): ANSWER}
+        assert await runtime.wait_idle(10)
+        assert servicer.worker.engine.cache.pages.used_count == 0
+        second.cancel()
+        third.cancel()
+
+
+async def test_pause_and_cancel_reach_only_the_streams_own_request(folder: Path) -> None:
     async with serving(folder) as (servicer, address), open_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        stream = stub.Run()
+        first, second = stub.Run(), stub.Run()
+        long = types_pb2.SamplingParams(max_tokens=200, ignore_eos=True)
+        await first.write(admit("same", sampling=long))
+        await second.write(admit("same", sampling=long))
+        await first.read()
+        await first.write(worker_pb2.RunRequest(pause=worker_pb2.PauseCommand(request_id="same")))
+        ((_, tokens),) = (await read_answer(second)).items()
+        assert len(tokens) == 200
+        assert servicer.worker is not None
+        assert [key[0] for key in servicer.worker.runtime.live] == ["same"]
+        await second.write(
+            worker_pb2.RunRequest(cancel=worker_pb2.CancelCommand(request_id="same"))
+        )
+        await first.write(worker_pb2.RunRequest(resume=worker_pb2.ResumeCommand(request_id="same")))
+        finish = await next_finish(first)
+        assert finish.reason == types_pb2.FINISH_REASON_LENGTH
+        first.cancel()
+        second.cancel()
+
+
+async def test_more_streams_than_the_limit_are_refused(folder: Path) -> None:
+    async with serving(folder) as (_, address), open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        streams = [stub.Run() for _ in range(STREAM_LIMIT)]
+        for stream in streams:
+            await stream.initial_metadata()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Run().read()
+        error = error_of(caught.value)
+        assert (error.reason, caught.value.code()) == (
+            "STREAM_LIMIT",
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+        )
+        assert "8 schedulers have a Run stream" in error.message
+        for stream in streams:
+            stream.cancel()
+
+
+async def test_streams_hear_what_the_others_charge_and_want(folder: Path) -> None:
+    async with serving(folder) as (_, address), open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        first, second = stub.Run(), stub.Run()
+        for stream in (first, second):
+            others = await others_of(stream, lambda others: others.stream_count == 1)
+            assert others.charges == worker_pb2.Charges()
+        charges = worker_pb2.Charges(
+            cache_bytes=5000, request_count=2, slot_count=7, wanted_bytes=900, waited_seconds=3.0
+        )
+        await first.write(worker_pb2.RunRequest(charge=worker_pb2.ChargeCommand(charges=charges)))
+        heard = await others_of(second, lambda others: others.busy_count == 1)
+        assert heard.charges.waited_seconds >= 3.0
+        heard.charges.waited_seconds = 3.0
+        assert heard.charges == charges
+        first.cancel()
+        gone = await others_of(second, lambda others: others.stream_count == 0)
+        assert gone.charges == worker_pb2.Charges()
+        second.cancel()
+
+
+async def others_of(
+    stream: grpc.aio.StreamStreamCall[worker_pb2.RunRequest, worker_pb2.RunResponse],
+    is_it: Callable[[worker_pb2.OtherStreams], bool],
+) -> worker_pb2.OtherStreams:
+    """Read until a message about the other streams says so."""
+    while True:
+        response = await stream.read()
+        assert isinstance(response, worker_pb2.RunResponse), "the stream ended"
+        if response.HasField("others") and is_it(response.others):
+            return response.others
+
+
+async def test_a_charge_that_cannot_be_ends_the_stream(folder: Path) -> None:
+    async with serving(folder) as (_, address), open_channel(address) as channel:
+        stream = worker_pb2_grpc.WorkerServiceStub(channel).Run()
+        charges = worker_pb2.Charges(cache_bytes=-1)
+        await stream.write(worker_pb2.RunRequest(charge=worker_pb2.ChargeCommand(charges=charges)))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_end_of_a_stream_cancels_its_requests(folder: Path) -> None:
+    async with serving(folder) as (servicer, address), open_channel(address) as channel:
+        stream = worker_pb2_grpc.WorkerServiceStub(channel).Run()
         long = types_pb2.SamplingParams(max_tokens=400, ignore_eos=True)
         await stream.write(admit("long", sampling=long))
         await stream.read()
-        second = stub.Run()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await second.read()
-        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         stream.cancel()
         assert servicer.worker is not None
         assert await servicer.worker.runtime.wait_idle(10)

@@ -34,7 +34,7 @@ from worker_service.lanes.timeline import StepTimes
 from worker_service.metrics import selection_readings
 from worker_service.wire import admission_from, response_from
 
-ONE, TWO = ("one", 1), ("two", 4)
+ONE, TWO = ("one", 1, 7), ("two", 4, 7)
 CONFIGURED = Speculation(DraftMethod.SUFFIX, 4, 3)
 SHAPE = shape_from_config(read_config(resolve_model(None)), name="stdlib-llama")
 

@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 from splitpoint.selection import Selection
 from splitpoint.speculation import DraftMethod, Speculation
 
-# The request's id and its attempt.
-TargetKey = tuple[str, int]
+# The request's id, its attempt, and its Run stream.
+TargetKey = tuple[str, int, int]
 
 
 class DraftTarget(Protocol):

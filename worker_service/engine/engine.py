@@ -275,8 +275,8 @@ class Engine:
                 self.queues.add(command)
             case Cancel(key):
                 self.queues.cancel(key)
-            case SetPaused(request_id, paused):
-                self.queues.set_paused(request_id, paused)
+            case SetPaused(key, paused):
+                self.queues.set_paused(key, paused)
             case ChunksStored(key):
                 owner = self.queues.find(key)
                 if owner is not None:

@@ -47,7 +47,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class SetPaused:
-    request_id: str
+    key: SequenceKey
     paused: bool
 
 

@@ -155,9 +155,9 @@ class SequenceQueues:
         if match is not None:
             self.output.flushes.append(key)  # cancelled meanwhile
 
-    def set_paused(self, request_id: str, paused: bool) -> None:
+    def set_paused(self, key: SequenceKey, paused: bool) -> None:
         for sequence in (*self.running, *self.waiting, *self._flushed()):
-            if sequence.admission.request_id == request_id:
+            if sequence.key == key:
                 sequence.paused = paused
                 return
 

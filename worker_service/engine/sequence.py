@@ -23,6 +23,7 @@ from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Match
 from worker_service.store.fetch import FetchSource
 from worker_service.store.session import Connection
+from worker_service.store.write_back import SequenceKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Admission:
         traceparent: W3C trace context; empty if the request is not traced.
         speculation: how its next tokens are guessed.
         selection: which of its stored tokens each decode step reads.
+        stream: number of the Run stream that it came through.
     """
 
     request_id: str
@@ -69,10 +71,11 @@ class Admission:
     traceparent: str = ""
     speculation: Speculation = PLAIN
     selection: Selection = FULL
+    stream: int = 0
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.request_id, self.attempt
+    def key(self) -> SequenceKey:
+        return self.request_id, self.attempt, self.stream
 
     @property
     def tokens(self) -> list[int]:
@@ -196,7 +199,7 @@ class Sequence:
         self.chain_is_open = self.match is not None
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> SequenceKey:
         return self.admission.key
 
     @property

@@ -57,7 +57,8 @@ RESERVE_SECONDS = 30.0
 # Time to store what is queued when the worker stops.
 CLOSE_SECONDS = 5.0
 
-SequenceKey = tuple[str, int]
+# Request id, attempt, and the number of the Run stream.
+SequenceKey = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ class _Watched:
         self._seen: set[SequenceReads] = set()
         self._before: RowSums | None = None
         self._last = RowSums()
-        self._chosen: dict[tuple[tuple[str, int], int], torch.Tensor] = {}
+        self._chosen: dict[tuple[tuple[str, int, int], int], torch.Tensor] = {}
         self._shared = self._adjacent = 0
 
     @property
@@ -204,7 +204,7 @@ class _Watched:
                 self._compare(key, each)
                 each.forget_rows()
 
-    def _compare(self, key: tuple[str, int], reads: SequenceReads) -> None:
+    def _compare(self, key: tuple[str, int, int], reads: SequenceReads) -> None:
         """Count the rows that this step and the one before chose; all that are there."""
         if not reads.is_built:
             return

@@ -150,7 +150,7 @@ def _store_sequence(
     engine.admit(admission, store.match(admission.key, token_ids))
     for _ in outputs_until_idle(engine, store):
         pass
-    found = store.match(("stored", pages.start), token_ids)
+    found = store.match(("stored", pages.start, 0), token_ids)
     if found.cached_tokens != len(token_ids):
         raise Internal("the benchmark's store did not take all chunks")
     return StoredSequence(token_ids, found.chunks, pages)

@@ -145,7 +145,7 @@ class Simulated:
         )
         steps, decoded = 0.0, 0
         for request in range(requests):
-            target = TargetDouble((str(request), 0), [1], speculation=self.wanted)
+            target = TargetDouble((str(request), 0, 0), [1], speculation=self.wanted)
             while len(target.tokens) < tokens:
                 drafted = speculator.propose([(target, 15)], mix=1, sequence_count=1, budget=64)
                 count = accepted = 0

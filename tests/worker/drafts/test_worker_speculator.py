@@ -34,7 +34,7 @@ class Finds:
 
 
 def fixed(name: str, method: DraftMethod, count: int = 32) -> TargetDouble:
-    return TargetDouble((name, 0), [1, 2, 3], speculation=Speculation(method, count))
+    return TargetDouble((name, 0, 0), [1, 2, 3], speculation=Speculation(method, count))
 
 
 def drafted(
@@ -94,7 +94,7 @@ def test_requests_begin_with_what_others_that_select_alike_have_found() -> None:
 
     def drafts(name: str, selection: Selection) -> int:
         """Return how many of 12 steps of a new request had drafts."""
-        target = TargetDouble((name, 0), [1], is_streamed=True, selection=selection)
+        target = TargetDouble((name, 0, 0), [1], is_streamed=True, selection=selection)
         target.speculation = Speculation(SELF)
         count = 0
         for _ in range(12):

@@ -75,7 +75,7 @@ def test_a_cursor_follows_another_text_while_the_automaton_grows(seed: int) -> N
 def test_a_repeated_passage_is_drafted_as_far_as_the_evidence_goes() -> None:
     drafter = SuffixDrafter()
     passage = list(range(10, 30))
-    target = TargetDouble(("a", 0), [1, 2, *passage, 3, 4, 10])
+    target = TargetDouble(("a", 0, 0), [1, 2, *passage, 3, 4, 10])
     assert drafter.propose([(target, 8)]) == [[]]  # a single token is less than the least
     target.tokens.append(11)
     assert drafter.propose([(target, 8)]) == [[12, 13]]
@@ -88,13 +88,13 @@ def test_a_repeated_passage_is_drafted_as_far_as_the_evidence_goes() -> None:
 
 def test_the_latest_of_several_occurrences_goes_on() -> None:
     drafter = SuffixDrafter()
-    target = TargetDouble(("a", 0), [5, 6, 7, 1, 5, 6, 8, 2, 5, 6])
+    target = TargetDouble(("a", 0, 0), [5, 6, 7, 1, 5, 6, 8, 2, 5, 6])
     assert drafter.propose([(target, 8)]) == [[8, 2]]
 
 
 def test_a_text_that_repeats_itself_is_drafted_round_and_round() -> None:
     drafter = SuffixDrafter()
-    target = TargetDouble(("a", 0), [9, *[1, 2, 3] * 4])
+    target = TargetDouble(("a", 0, 0), [9, *[1, 2, 3] * 4])
     assert drafter.propose([(target, 7)]) == [[1, 2, 3, 1, 2, 3, 1]]
 
 
@@ -102,7 +102,7 @@ def test_the_least_length_is_the_requests_own() -> None:
     drafter = SuffixDrafter()
     for least, drafted in ((1, [7]), (2, [])):
         speculation = Speculation(DraftMethod.SUFFIX, prompt_lookup_min=least)
-        key = (str(least), 0)
+        key = (str(least), 0, 0)
         target = TargetDouble(key, [6, 7, 8, 6], speculation=speculation)
         assert drafter.propose([(target, 4)]) == [drafted]
 
@@ -110,14 +110,14 @@ def test_the_least_length_is_the_requests_own() -> None:
 def test_answers_are_drafted_to_their_tenant_only() -> None:
     drafter = SuffixDrafter()
     answer = list(range(50, 60))
-    first = TargetDouble(("a", 0), [1, 2, *answer], prompt_length=2, salt=b"one")
+    first = TargetDouble(("a", 0, 0), [1, 2, *answer], prompt_length=2, salt=b"one")
     drafter.propose([(first, 4)])
     first.tokens.append(60)
     drafter.forget(first.key, has_ended=True)
     drafter.propose([])  # reads the answer in
-    mine = TargetDouble(("b", 0), [7, 50, 51, 52, 53], prompt_length=1, salt=b"one")
-    other = TargetDouble(("c", 0), [7, 50, 51, 52, 53], prompt_length=1, salt=b"two")
-    prompt = TargetDouble(("d", 0), [9, 9, 8, 1, 2], prompt_length=1, salt=b"one")
+    mine = TargetDouble(("b", 0, 0), [7, 50, 51, 52, 53], prompt_length=1, salt=b"one")
+    other = TargetDouble(("c", 0, 0), [7, 50, 51, 52, 53], prompt_length=1, salt=b"two")
+    prompt = TargetDouble(("d", 0, 0), [9, 9, 8, 1, 2], prompt_length=1, salt=b"one")
     assert drafter.propose([(mine, 8), (other, 8), (prompt, 8)]) == [[54, 55, 56, 57], [], []]
     # A draft ends with the answer that it comes from.
     mine.tokens += [54, 55, 56, 57, 58]
@@ -126,7 +126,7 @@ def test_answers_are_drafted_to_their_tenant_only() -> None:
 
 def test_a_long_prompt_is_read_in_over_several_steps() -> None:
     drafter = SuffixDrafter(tokens_at_once=100)
-    target = TargetDouble(("a", 0), [*range(300), 0, 1])
+    target = TargetDouble(("a", 0, 0), [*range(300), 0, 1])
     drafts = [drafter.propose([(target, 4)])[0] for _ in range(4)]
     assert drafts == [[], [], [], [2, 3]]
 
@@ -147,7 +147,7 @@ def test_a_corpus_is_bounded_and_forgets_the_oldest_answers() -> None:
 
 def ended(drafter: SuffixDrafter, name: str, answer: Sequence[int], salt: bytes) -> None:
     """Let a request end with an answer."""
-    target = TargetDouble((name, 0), [1, 2, *answer], prompt_length=2, salt=salt)
+    target = TargetDouble((name, 0, 0), [1, 2, *answer], prompt_length=2, salt=salt)
     drafter.propose([(target, 2)])
     drafter.forget(target.key, has_ended=True)
 
@@ -170,22 +170,22 @@ def test_answers_are_read_in_beside_long_prompts() -> None:
     """Prompts leave nothing of each call for longer than the answer takes."""
     drafter = SuffixDrafter(tokens_at_once=100)
     ended(drafter, "a", range(50, 150), b"one")
-    long = TargetDouble(("long", 0), [5] * 16_000, prompt_length=16_000)
+    long = TargetDouble(("long", 0, 0), [5] * 16_000, prompt_length=16_000)
     for _ in range(5):
         drafter.propose([(long, 2)])
-    mine = TargetDouble(("b", 0), [7, 50, 51, 52], prompt_length=1, salt=b"one")
+    mine = TargetDouble(("b", 0, 0), [7, 50, 51, 52], prompt_length=1, salt=b"one")
     assert drafter.propose([(mine, 8), (long, 2)]) == [[53, 54, 55], []]
 
 
 def test_a_sequence_that_leaves_the_device_is_read_in_once_and_answers_once() -> None:
     drafter = SuffixDrafter(tokens_at_once=100)
-    target = TargetDouble(("a", 0), [*range(80), 3, 4], prompt_length=80, salt=b"one")
+    target = TargetDouble(("a", 0, 0), [*range(80), 3, 4], prompt_length=80, salt=b"one")
     assert drafter.propose([(target, 4)]) == [[5, 6]]
     for _ in range(5):
         drafter.forget(target.key, has_ended=False)
         target.tokens.append(len(target.tokens))
         # All of the prompt is there: 100 tokens would not read it in again besides.
-        other = TargetDouble(("b", len(target.tokens)), [9] * 99)
+        other = TargetDouble(("b", len(target.tokens), 0), [9] * 99)
         assert drafter.propose([(target, 4), (other, 1)])[1] == [9]
     drafter.forget(target.key, has_ended=True)
     for _ in range(9):
@@ -195,7 +195,7 @@ def test_a_sequence_that_leaves_the_device_is_read_in_once_and_answers_once() ->
 
 def test_a_text_that_has_grown_too_long_is_begun_anew() -> None:
     drafter = SuffixDrafter(most_text_tokens=100)
-    target = TargetDouble(("a", 0), [1, 2, 3])
+    target = TargetDouble(("a", 0, 0), [1, 2, 3])
     for token in range(1000):
         target.tokens.append(token % 30)
         [draft] = drafter.propose([(target, 4)])

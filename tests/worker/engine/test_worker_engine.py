@@ -152,8 +152,8 @@ def test_cancel_and_pause_touch_only_their_request(llama: Path) -> None:
     transcript = Transcript()
     for _ in range(5):
         transcript.add(engine.step())
-    engine.post(Cancel(("cancelled", 0)))
-    engine.post(SetPaused("paused", True))
+    engine.post(Cancel(("cancelled", 0, 0)))
+    engine.post(SetPaused(("paused", 0, 0), True))
     before = len(transcript.tokens["paused"])
     for _ in range(100):
         transcript.add(engine.step())
@@ -161,7 +161,7 @@ def test_cancel_and_pause_touch_only_their_request(llama: Path) -> None:
     assert len(transcript.tokens["cancelled"]) <= 5
     assert len(transcript.tokens["paused"]) == before
     assert transcript.finishes["kept"].reason == "length"
-    engine.post(SetPaused("paused", False))
+    engine.post(SetPaused(("paused", 0, 0), False))
     while not engine.is_idle:
         transcript.add(engine.step())
     for name, (_, wanted) in clear.items():

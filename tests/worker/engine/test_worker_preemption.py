@@ -91,7 +91,7 @@ def _live_through(world: World, rng: random.Random) -> None:
         if luck < 0.1:
             world.queues.cancel(one.key)
         elif luck < 0.4:
-            world.queues.set_paused(one.key[0], not one.paused)
+            world.queues.set_paused(one.key, not one.paused)
         elif luck < 0.45:
             world.fail_a_write()
         elif luck < 0.47 and world.has_store:
@@ -102,7 +102,7 @@ def _live_through(world: World, rng: random.Random) -> None:
         for sequence in world.live():
             world.queues.cancel(sequence.key)
     for sequence in world.live():
-        world.queues.set_paused(sequence.key[0], False)
+        world.queues.set_paused(sequence.key, False)
     for _ in range(20_000):
         if world.queues.is_empty:
             break
@@ -127,7 +127,7 @@ def test_paused_requests_leave_for_one_that_could_run() -> None:
         world.admit(str(number), 3, Sampling(max_tokens=4, ignore_eos=True))
     world.step(prompt_store=True)
     for sequence in world.live():
-        world.queues.set_paused(sequence.key[0], True)
+        world.queues.set_paused(sequence.key, True)
     world.admit("late", 3, Sampling(max_tokens=2, ignore_eos=True))
     for _ in range(10):
         world.step(prompt_store=True)
@@ -298,12 +298,12 @@ def _run_disturbed(
         luck = rng.random()
         if luck < 0.01:
             cancelled.add(name)
-            engine.post(Cancel((name, 0)))
+            engine.post(Cancel((name, 0, 0)))
         elif luck < 0.1 and number < 100:
-            engine.post(SetPaused(name, True))
+            engine.post(SetPaused((name, 0, 0), True))
             paused.add(name)
         elif luck < 0.3 or number >= 100:
             for each_name in paused:
-                engine.post(SetPaused(each_name, False))
+                engine.post(SetPaused((each_name, 0, 0), False))
             paused.clear()
     raise AssertionError("a deadlock")

@@ -177,7 +177,7 @@ def test_a_paused_request_is_restored_and_then_waits(
     case.runner.admit(engine, case.restored("back", method, split))
     step(case, engine, transcript)
     [sequence] = engine.queues.running
-    engine.post(SetPaused("back", True))
+    engine.post(SetPaused(("back", 0, 0), True))
     gate.is_open.set()
     until_restored(case, engine, transcript, sequence)
     for _ in range(5):
@@ -185,7 +185,7 @@ def test_a_paused_request_is_restored_and_then_waits(
     assert transcript.tokens == {}
     # Others may have its pages now.
     assert engine.queues._last_to_leave(engine.queues.running) is sequence
-    engine.post(SetPaused("back", False))
+    engine.post(SetPaused(("back", 0, 0), False))
     to_the_end(case, engine, transcript)
     assert transcript.tokens["back"] == case.wanted[0]
     lanes.close()
@@ -209,7 +209,7 @@ def test_a_paused_restore_gives_the_staging_memory_to_the_next(case: Case) -> No
     runs = {s.key[0]: s.restoring.run for s in engine.queues.running if s.restoring is not None}
     holders = [name for name, run in runs.items() if run is engine.restorer._slot_holder]
     assert len(holders) == 1
-    engine.post(SetPaused(holders[0], True))
+    engine.post(SetPaused((holders[0], 0, 0), True))
     step(case, engine, transcript)
     gate.is_open.set()
     other = next(name for name in runs if name not in holders)
@@ -218,7 +218,7 @@ def test_a_paused_restore_gives_the_staging_memory_to_the_next(case: Case) -> No
         if other in transcript.finishes:
             break
     assert transcript.tokens == {other: case.wanted[0]}
-    engine.post(SetPaused(holders[0], False))
+    engine.post(SetPaused((holders[0], 0, 0), False))
     to_the_end(case, engine, transcript)
     assert transcript.tokens[holders[0]] == case.wanted[0]
     lanes.close()

@@ -221,7 +221,7 @@ def test_every_screen_reads_what_it_is_to_read(llama: Case, lanes: Lanes, text: 
 def test_the_mean_of_the_steps_is_of_all_of_them(llama: Case, lanes: Lanes) -> None:
     """Also of the seven that select: they are what the answer took."""
     engine = llama.engine(lanes)
-    running, found = engine.queues.running, dict[tuple[str, int], Sequence]()
+    running, found = engine.queues.running, dict[tuple[str, int, int], Sequence]()
     llama.runner.after_step = lambda _: found.update({each.key: each for each in running})
     transcript = llama.runner.run(engine, [streamed("2", llama.prompts[2], GREEDY, selection=SOME)])
     (sequence,) = found.values()

@@ -135,7 +135,7 @@ def test_a_request_takes_over_if_the_one_it_waits_for_ends_or_pauses(model: Deco
         output = engine.step()
         assert [event.request_id for event in output.restores] == ["first"]
         assert len(engine.queues.running) == 2
-        engine.post(Cancel(("first", 0)) if how == "ends" else SetPaused("first", True))
+        engine.post(Cancel(("first", 0, 0)) if how == "ends" else SetPaused(("first", 0, 0), True))
         transcript, taken = Transcript(), -1
         while not transcript.finishes.get("second"):
             output = engine.step()
@@ -145,7 +145,7 @@ def test_a_request_takes_over_if_the_one_it_waits_for_ends_or_pauses(model: Deco
         assert transcript.tokens["second"] == wanted
         # What the first one had computed until then is taken all the same.
         assert taken == 64
-        engine.post(SetPaused("first", False))
+        engine.post(SetPaused(("first", 0, 0), False))
         while not engine.is_idle:
             transcript.add(engine.step())
         assert transcript.tokens.get("first", wanted) == wanted
@@ -175,7 +175,7 @@ def test_any_history_of_requests_has_the_twins_texts_and_conserves_pages(
         if waiting and rng.random() < 0.4:
             engine.admit(waiting.pop(0))
         if rng.random() < 0.1:
-            engine.post(Cancel((rng.choice(sorted(cancelled)), 0)))
+            engine.post(Cancel((rng.choice(sorted(cancelled)), 0, 0)))
         transcript.add(engine.step())
         check(engine)
         step += 1

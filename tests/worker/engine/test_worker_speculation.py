@@ -104,7 +104,7 @@ def test_rows_that_do_not_speculate_run_beside_those_that_do(llama: Decoder) -> 
     found = run_all(make_engine(llama, drafters={DraftMethod.MODEL: double}), mixed)
     same(found, plain)
     assert {event.key[0] for event in found.drafts} == {"0", "1", "2"}
-    assert sorted(double.forgotten) == [("0", 0), ("1", 0), ("2", 0)]
+    assert sorted(double.forgotten) == [("0", 0, 0), ("1", 0, 0), ("2", 0, 0)]
 
 
 def test_rows_of_sequences_that_share_a_prefix_read_its_pages_together(llama: Decoder) -> None:
@@ -254,7 +254,7 @@ def test_cancelling_in_the_middle_touches_no_other_request(llama: Decoder) -> No
     found = Transcript()
     for _ in range(6):
         found.add(engine.step())
-    engine.post(Cancel(("2", 0)))
+    engine.post(Cancel(("2", 0, 0)))
     while not engine.is_idle:
         found.add(engine.step())
     assert found.finishes["2"].reason == "cancelled"

@@ -141,7 +141,7 @@ def test_cancelled_requests_leave_the_others_as_they_are(served: Decoder) -> Non
     for step in range(2000):
         found.add(engine.step())
         if step in (4, 9, 13):
-            engine.post(Cancel((str(step // 2), 0)))
+            engine.post(Cancel((str(step // 2), 0, 0)))
         if step > 20 and engine.is_idle:
             break
     cancelled = {str(step // 2) for step in (4, 9, 13)}

@@ -102,7 +102,7 @@ class LateDrafter:
         assert self.drafter is not None
         return self.drafter.propose(wanted)
 
-    def forget(self, key: tuple[str, int], *, has_ended: bool) -> None:
+    def forget(self, key: tuple[str, int, int], *, has_ended: bool) -> None:
         assert self.drafter is not None
         self.drafter.forget(key, has_ended=has_ended)
 

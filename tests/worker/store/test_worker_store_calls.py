@@ -232,7 +232,7 @@ async def test_chains_are_closed_at_once_and_not_for_ever(
         write_back = WriteBack(client, cache, posted.append, SerialLanes(torch.device("cpu")))
         for number in range(3):
             match = await client.match(SALT, [*FIRST, 5])
-            write_back.open((f"r{number}", 0), SALT, match, 4, must_store=False)
+            write_back.open((f"r{number}", 0, 0), SALT, match, 4, must_store=False)
         setup.servicer.carried_out.clear()
         setup.servicer.held = {"release"}  # as of a store that is frozen
         with contextlib.suppress(TimeoutError):
@@ -242,9 +242,9 @@ async def test_chains_are_closed_at_once_and_not_for_ever(
         assert setup.servicer.carried_out["release"] == 3
         await until(lambda: len(posted) == 3)
         assert {flushed.key for flushed in posted if isinstance(flushed, Flushed)} == {
-            ("r0", 0),
-            ("r1", 0),
-            ("r2", 0),
+            ("r0", 0, 0),
+            ("r1", 0, 0),
+            ("r2", 0, 0),
         }
 
 
@@ -274,8 +274,8 @@ async def test_chunks_that_are_not_exact_are_stored_for_their_writer_alone(
         ]
         for name, sealed in (("a", 4), ("b", 2)):
             match = await client.match(SALT, tokens)
-            write_back.open((name, 0), SALT, match, match.cached_tokens, must_store=True)
-            write_back.submit((name, 0), jobs[match.cached_tokens // 4 :])
+            write_back.open((name, 0, 0), SALT, match, match.cached_tokens, must_store=True)
+            write_back.submit((name, 0, 0), jobs[match.cached_tokens // 4 :])
             await until(partial(has_sealed, posted, name, sealed))
             # Only the exact ones are found, also by the one that wrote the others.
             assert (await client.match(SALT, tokens)).cached_tokens == 8
@@ -286,7 +286,7 @@ async def test_chunks_that_are_not_exact_are_stored_for_their_writer_alone(
 
 def has_sealed(posted: list[Any], name: str, count: int) -> bool:
     """Return True if the store has sealed so many chunks of a request."""
-    return sum(len(each.chunks) for each in posted if each.key == (name, 0)) == count
+    return sum(len(each.chunks) for each in posted if each.key == (name, 0, 0)) == count
 
 
 async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
@@ -302,14 +302,14 @@ async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
         async def open_chain(name: str) -> None:
             match = await client.match(SALT + name.encode(), list(FIRST))
             wanted = replace(match, storable_tokens=8)
-            write_back.open((name, 0), SALT + name.encode(), wanted, 0, must_store=False)
+            write_back.open((name, 0, 0), SALT + name.encode(), wanted, 0, must_store=False)
 
         write_back.copy = fill
         await open_chain("a")
-        write_back.submit(("a", 0), jobs(0, 1, 2))
+        write_back.submit(("a", 0, 0), jobs(0, 1, 2))
         await until(lambda: any(isinstance(each, StoreLimitReached) for each in posted))
         # What was on its way to a chain that has ended meanwhile is wanted no more.
-        write_back.submit(("a", 0), jobs(3, 4))
+        write_back.submit(("a", 0, 0), jobs(3, 4))
         assert totals.chunks == {
             WriteResult.STORED: 2,
             WriteResult.FAILED: 0,
@@ -323,9 +323,9 @@ async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
 
         write_back.copy = broken
         await open_chain("b")
-        write_back.submit(("b", 0), jobs(0))
+        write_back.submit(("b", 0, 0), jobs(0))
         await until(lambda: any(isinstance(each, WriteFailed) for each in posted))
-        write_back.submit(("b", 0), jobs(1))
+        write_back.submit(("b", 0, 0), jobs(1))
         assert totals.chunks[WriteResult.FAILED] == 2
         assert totals.chunks[WriteResult.STORED] == 2
         assert totals.bytes == 2 * LAYOUT.chunk_bytes
