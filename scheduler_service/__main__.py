@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from scheduler_service.limits import Limits
 from scheduler_service.options import SchedulerOptions, ServedModel
+from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.service import Scheduler
 from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import eos_token_ids, resolve_model
@@ -25,7 +26,7 @@ from splitpoint.config import check_address
 from splitpoint.errors import InvalidArgument, PermissionDenied
 from splitpoint.observe.metrics_server import metrics_served
 from splitpoint.options.option import parser_of
-from splitpoint.options.scheduler import SECTIONS, AnswerCharge
+from splitpoint.options.scheduler import SECTIONS, AnswerCharge, Policy
 from splitpoint.planning.plan import Objective, Residency
 from splitpoint.service import Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import DataType
@@ -75,6 +76,11 @@ def _options(arguments: argparse.Namespace, setup: Setup) -> SchedulerOptions:
         default_residency=residency,
         objective=Objective(arguments.objective),
         answer_charge=AnswerCharge(arguments.answer_charge),
+        policy=PolicySettings(
+            Policy(arguments.policy),
+            aging_seconds=arguments.policy_aging_seconds,
+            lead_requests=arguments.policy_lead_requests,
+        ),
         reflection=arguments.reflection,
         identity=setup.identity,
         access=setup.access,

@@ -47,14 +47,15 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
         admission = self._manager.admission
         response = pb.GetQueueResponse(capacity=admission.capacity)
         now = self._clock()
-        for position, waiting in enumerate(admission.queue()):
+        for position, waiting in enumerate(admission.in_turn()):
+            explained = admission.explain(waiting)
             response.requests.add(
                 request_id=waiting.client_request_id,
                 tenant=waiting.tenant,
                 position=position,
-                footprint_bytes=admission.footprint_bytes(waiting),
+                footprint_bytes=explained.footprint_bytes,
                 waited_duration=_duration(now - waiting.times.arrived),
-                reason=admission.reason_to_wait(waiting),
+                reason=explained.reason,
             )
         return response
 
@@ -65,7 +66,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
         return pb.GetSchedulerStatusResponse(
             uptime_seconds=self._clock() - accounts.started,
             running_count=admission.running_count,
-            waiting_count=len(admission.queue()),
+            waiting_count=admission.waiting_count,
             completed_count=accounts.completed_count,
             failed_count=accounts.failed_count,
             cancelled_count=accounts.cancelled_count,

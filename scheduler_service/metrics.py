@@ -59,7 +59,7 @@ def _counts(accounts: Accounts) -> Iterator[Reading]:
 
 def _queue(admission: AdmissionQueue) -> Iterator[Reading]:
     yield Reading(metrics.REQUESTS_RUNNING, admission.running_count)
-    yield Reading(metrics.REQUESTS_WAITING, len(admission.queue()))
+    yield Reading(metrics.REQUESTS_WAITING, admission.waiting_count)
     yield Reading(metrics.QUEUE_CAPACITY, admission.capacity)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler_service.limits import Limits
+from scheduler_service.policy.settings import PolicySettings
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.discovery.redis_options import RedisOptions
 from splitpoint.options.scheduler import AnswerCharge
@@ -40,6 +41,8 @@ class SchedulerOptions:
     objective: Objective = Objective.LATENCY
     # The answer for which requests are charged at their start.
     answer_charge: AnswerCharge = AnswerCharge.EXPECTED
+    # The order in which waiting requests start.
+    policy: PolicySettings = field(default_factory=PolicySettings)
     reflection: bool = False
     # Certificate and token that the scheduler shows to clients, workers and stores.
     identity: Identity = PLAIN

@@ -84,6 +84,10 @@ class Request:
     # As sent, with max_tokens and seed filled in.
     sampling: types_pb2.SamplingParams
     cache_salt: bytes = b""
+    # Larger first within its tenant.
+    priority: int = 0
+    # The tenant's weight, above 0.
+    weight: float = 1.0
     # The only worker that may run it. Empty: any.
     worker_id: str = ""
     # None: as planned.

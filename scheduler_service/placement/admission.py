@@ -1,8 +1,11 @@
-"""Decides which requests start, wait, or are rejected: FIFO over each worker's ledger.
+"""Decides which requests start, wait, or are rejected, by the ledgers of the workers.
 
-Pure: no clock, no I/O. No later request starts on a worker that a waiting request could run on, so
-none takes memory that an earlier one waits for and nothing starves. A
-request pinned to a busy worker holds up only that worker. Requests that may have ended an engine
+`policy/queue.py` chooses the next request; this module tells it what each would take of which
+worker, and keeps the accounts of memory. Pure: no I/O, and the clock is passed in.
+
+Under fifo and fair, no later request starts on a worker that a waiting request could run on, so
+none takes memory that an earlier one waits for and nothing starves. A request pinned to a
+busy worker holds up only that worker. Requests that may have ended an engine
 run apart from each other (`trial.py`). A paused request, whose reader is behind, is passed over: it
 would hold memory, or a trial's worker, for as long as it does not run.
 
@@ -16,22 +19,31 @@ better (`residency.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
 from scheduler_service.api.selection import followed_by
 from scheduler_service.placement.answer_lengths import AnswerLengths
-from scheduler_service.placement.charging import Charging
+from scheduler_service.placement.charging import Charging, Way
 from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of
 from scheduler_service.placement.ledger import Ledger, SlotLedger
+from scheduler_service.placement.reasons import Explanation, Place, explain
 from scheduler_service.placement.residency import streamed_instead
 from scheduler_service.placement.routing import candidate_of, choose_worker
+from scheduler_service.policy.owner import Start
+from scheduler_service.policy.queue import PolicyQueue
+from scheduler_service.policy.rooms import WorkerLimits
+from scheduler_service.policy.settings import PolicySettings
+from scheduler_service.policy.waiting import Need, Waiting
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.config import format_size
+from splitpoint.costs.first_token import Backlog
 from splitpoint.planning.plan import Objective, Residency
 from splitpoint.shapes import chunks_of
 from splitpoint.words import counted
+
+_FIFO = PolicySettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,8 @@ class AdmissionQueue:
     """The queue of requests, and the ledgers of the ready workers.
 
     `lengths` predicts answers. None: each is charged for its longest possible answer, so that
-    no charge ever grows. `objective`: what waiting and streaming are compared by.
+    no charge ever grows. `objective`: what waiting and streaming are compared by. `clock`: seconds,
+    by which waiting and held memory count.
     """
 
     def __init__(
@@ -68,34 +81,47 @@ class AdmissionQueue:
         capacity: int,
         lengths: AnswerLengths | None = None,
         objective: Objective = Objective.LATENCY,
+        policy: PolicySettings = _FIFO,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.capacity = capacity
+        self.policy: PolicyQueue[Request] = PolicyQueue(self, policy)
         self._objective = objective
+        self._clock = clock
         self._running: dict[int, Admitted] = {}  # by arrival
         self._charging = Charging(lengths)
         self._ledgers: dict[str, Ledger] = {}
         self._slots: dict[str, SlotLedger] = {}  # by the store's address
-        self._queue: list[Request] = []  # by arrival
+        # What waiting requests would take, by arrival and worker: it does not change.
+        self._verdicts: dict[int, dict[str, Fits | NeverFits]] = {}
 
     # -- workers ------------------------------------------------------------------
 
     def add_worker(self, facts: WorkerFacts) -> None:
         """Add a worker that became ready; nothing runs on it."""
         self._ledgers[facts.worker_id] = Ledger(facts)
+        for verdicts in self._verdicts.values():
+            verdicts.pop(facts.worker_id, None)
+        limits = WorkerLimits(
+            facts.cache_capacity_bytes, facts.page_bytes, facts.max_batched_tokens
+        )
+        self.policy.add_worker(facts.worker_id, limits)
 
     def close_worker(self, worker_id: str) -> None:
         """Place nothing new on this worker; what runs there goes on."""
         ledger = self._ledgers.get(worker_id)
         if ledger is not None:
             ledger.is_closed = True
+            self.policy.close_worker(worker_id)
 
     def remove_worker(self, worker_id: str) -> None:
         """Remove a lost worker with all its grants."""
         ledger = self._ledgers.pop(worker_id, None)
         if ledger is not None:
             for arrival in ledger.arrivals:
-                self._slots_of(ledger).release(arrival)
+                self.slots_of(ledger).release(arrival)
                 self._running.pop(arrival, None)
+            self.policy.remove_worker(worker_id, self._clock())
 
     def ledger(self, worker_id: str) -> Ledger | None:
         return self._ledgers.get(worker_id)
@@ -128,53 +154,50 @@ class AdmissionQueue:
     def slots_promised_on(self, worker_id: str) -> int:
         """Return the slots that streamed requests on this worker may still fill."""
         ledger = self._ledgers[worker_id]
-        return self._slots_of(ledger).promised_to(ledger.arrivals)
+        return self.slots_of(ledger).promised_to(ledger.arrivals)
 
     # -- requests -----------------------------------------------------------------
 
     def submit(self, request: Request) -> Queued | Rejected:
         """Queue a new request; `admit` then takes it out, perhaps at once."""
-        verdicts = self._verdicts(request)
-        misfits = [verdict for verdict in verdicts.values() if isinstance(verdict, NeverFits)]
+        verdicts = [self._verdict(request, ledger) for ledger in self._open(request)]
+        misfits = [verdict for verdict in verdicts if isinstance(verdict, NeverFits)]
         if misfits and len(misfits) == len(verdicts):
             largest = max(misfits, key=lambda misfit: misfit.capacity_bytes)
             return Rejected(f"can never fit: {largest.reason}", numbers=largest)
-        if len(self._queue) >= self.capacity and not self._would_start(request):
+        most = self.capacity + self._held_back()
+        if len(self.policy) >= most and not self._would_start(request):
             waiting = counted(self.capacity, "request waits", "requests wait")
             return Rejected(f"the queue is full ({waiting})")
         return self.resubmit(request)
 
     def resubmit(self, request: Request) -> Queued:
         """Queue a request that was admitted before, at its old place, whatever the capacity."""
-        position = sum(waiting.arrival < request.arrival for waiting in self._queue)
-        self._queue.insert(position, request)
-        return Queued(position)
+        began = request.times.queued
+        waiting = Waiting(
+            request,
+            request.arrival,
+            request.tenant,
+            request.weight,
+            request.priority,
+            self._clock() if began is None else began,
+        )
+        self._verdicts[request.arrival] = {}
+        return Queued(self.policy.push(waiting))
+
+    def resumed(self, request: Request) -> None:
+        """Note that a waiting request is not paused any more."""
+        self.policy.freshen(request.arrival)
 
     def withdraw(self, request: Request) -> None:
         """Take a request out of the queue, if it is there."""
-        self._queue = [waiting for waiting in self._queue if waiting is not request]
+        self.policy.withdraw(request.arrival)
+        self._verdicts.pop(request.arrival, None)
 
     def admit(self) -> Admitted | None:
-        """Grant memory to the first request that may start now; None if there is none."""
-        claimed: set[str] = set()
-        open_count = sum(not ledger.is_closed for ledger in self._ledgers.values())
-        for index, request in enumerate(self._queue):
-            if request.is_paused or request.worker_id in claimed:
-                continue
-            # What is claimed here stays so: no worker is compared for streaming twice.
-            fitting = self._fitting(request, claimed)
-            worker_id = self._choose(request, fitting)
-            if worker_id is None:
-                streamed = self._streamed_instead(request, fitting)
-                worker_id = self._choose(request, streamed)
-                fitting |= streamed
-            if worker_id is not None:
-                del self._queue[index]
-                return self._grant(request, worker_id, fitting[worker_id])
-            claimed |= fitting.keys()
-            if len(claimed) >= open_count:
-                break
-        return None
+        """Grant memory to the next request that may start now; None if there is none."""
+        start = self.policy.next(self._clock())
+        return self._grant(start) if start is not None else None
 
     def tokens_came(self, admitted: Admitted) -> bool:
         """Note new tokens of a running request. Return True if another one may start now."""
@@ -182,10 +205,17 @@ class AdmissionQueue:
         if ledger is None:
             return False
         request.numerics_digest = ledger.facts.numerics_digest
+        grown = 0
         if admitted.grant.residency is Residency.RESIDENT:
             pages = chunks_of(request.known_count, ledger.facts.chunk_tokens)
-            ledger.grow(request.arrival, pages)
-        return ledger.trial.got_tokens(request.arrival, is_suspect=request.is_suspect)
+            grown = ledger.grow(request.arrival, pages) * ledger.facts.page_bytes
+        more = self.policy.tokens_came(request.arrival, grown, self._clock())
+        is_cleared = ledger.trial.got_tokens(request.arrival, is_suspect=request.is_suspect)
+        return more or is_cleared
+
+    def computed(self, worker_id: str, token_count: int) -> bool:
+        """Note that a worker's step prefilled so many tokens. Return True if more may start."""
+        return self.policy.computed(worker_id, token_count)
 
     def completed(self, request: Request) -> None:
         """Learn from the length of an answer that ended."""
@@ -196,184 +226,223 @@ class AdmissionQueue:
         ledger = self._ledgers.get(admitted.worker_id)
         if ledger is not None:
             ledger.release(admitted.request.arrival)
-            self._slots_of(ledger).release(admitted.request.arrival)
+            self.slots_of(ledger).release(admitted.request.arrival)
             self._running.pop(admitted.request.arrival, None)
+            self.policy.ended(admitted.request.arrival, self._clock())
 
     # -- questions ----------------------------------------------------------------
 
     def queue(self) -> list[Request]:
         """Return the waiting requests in order of arrival."""
-        return list(self._queue)
+        return [waiting.item for waiting in self.policy]
 
     def is_placeable(self, request: Request) -> bool:
         """Return True if a ready worker could run it, now or later."""
-        return bool(self._fitting(request))
+        return any(isinstance(self._verdict(request, each), Fits) for each in self._open(request))
 
-    def reason_to_wait(self, request: Request) -> str:
-        """Return one sentence for people."""
-        if request.is_paused:
-            return "its reader is behind; it starts again once that has caught up"
-        fitting = self._fitting(request)
-        if not fitting:
-            return "no worker that could run it is ready"
-        return "; ".join(
-            self._reason_to_wait_for(self._ledgers[worker_id], request, fits)
-            for worker_id, fits in fitting.items()
-        )
+    @property
+    def waiting_count(self) -> int:
+        return len(self.policy)
+
+    def in_turn(self) -> list[Request]:
+        """Return the waiting requests in the order in which their turn comes, as far as it is
+        known: sets that fill a device better may go before."""
+        return [waiting.item for waiting in self.policy.in_turn()]
+
+    def explain(self, request: Request) -> Explanation:
+        """Return why a request waits."""
+        places = []
+        for ledger in self._open(request):
+            way = self.way(request, ledger)
+            if way is not None:
+                places.append(self._place(request, ledger, way))
+        return explain(places, is_paused=request.is_paused)
 
     def first_waiting(self, worker_id: str) -> tuple[Request, int] | None:
         """Return the first request that could run on this worker, and the pages it needs there.
 
         None if none waits.
         """
-        for request in self._queue:
-            fits = None if request.is_paused else self._fitting(request).get(worker_id)
-            if fits is not None:
-                ledger = self._ledgers[worker_id]
-                return request, ledger.pages_of(self._charging.charge(request, ledger, fits))
+        for waiting in self.policy.in_turn():
+            way = self.need(waiting.item, worker_id)
+            if way is not None:
+                return waiting.item, way.pages
         return None
-
-    def footprint_bytes(self, request: Request) -> int:
-        """Return its smallest charge on any ready worker; 0 if there is none."""
-        sizes = []
-        for worker_id, fits in self._fitting(request).items():
-            ledger = self._ledgers[worker_id]
-            pages = ledger.pages_of(self._charging.charge(request, ledger, fits))
-            sizes.append(pages * ledger.facts.page_bytes)
-        return min(sizes, default=0)
 
     def check_integrity(self) -> list[str]:
         """Return one line per violated invariant; empty if all hold."""
         problems = [line for ledger in self._ledgers.values() for line in ledger.check_integrity()]
-        arrivals = [request.arrival for request in self._queue]
-        if arrivals != sorted(set(arrivals)):
-            problems.append(f"the queue is out of order: {arrivals}")
+        problems += self.policy.check_integrity()
         charged = {arrival for ledger in self._ledgers.values() for arrival in ledger.arrivals}
         if charged != self._running.keys():
             problems.append(f"{sorted(charged)} are charged, {sorted(self._running)} are running")
+        if charged != self.policy.started():
+            problems.append(f"{sorted(charged)} are charged, others have started")
+        if self._verdicts.keys() != {waiting.arrival for waiting in self.policy}:
+            problems.append("verdicts are kept of requests that do not wait")
         return problems
+
+    # -- what the policy asks ---------------------------------------------------------------
+
+    @property
+    def selects(self) -> bool:
+        return False
+
+    def workers_for(self, item: Request) -> Iterable[str]:
+        return [ledger.facts.worker_id for ledger in self._open(item)]
+
+    def need(self, item: Request, worker_id: str) -> Way | None:
+        ledger = self._ledgers[worker_id]
+        if item.is_paused or ledger.is_closed or item.worker_id not in ("", worker_id):
+            return None
+        return self.way(item, ledger)
+
+    def room(self, worker_id: str) -> tuple[int, int]:
+        ledger = self._ledgers[worker_id]
+        return ledger.free_pages, ledger.free_places
+
+    def prefer(self, item: Request, needs: Mapping[str, Need]) -> str:
+        if len(needs) == 1:
+            return next(iter(needs))
+        return choose_worker(
+            candidate_of(item, self._ledgers[worker_id], _way(need).fits, self._backlog(worker_id))
+            for worker_id, need in needs.items()
+        ).worker_id
+
+    def instead(self, item: Request, needs: Mapping[str, Need]) -> dict[str, Need]:
+        """Return the workers where it had better be streamed now than wait for memory."""
+        found: dict[str, Need] = {}
+        for worker_id, need in needs.items():
+            ledger = self._ledgers[worker_id]
+            running = [self._running[arrival] for arrival in ledger.arrivals]
+            streamed = streamed_instead(
+                item,
+                ledger,
+                _way(need).fits,
+                self._charging,
+                [(each.request, each.grant.residency) for each in running],
+                self._objective,
+            )
+            if streamed is not None:
+                found[worker_id] = self._way_of(item, ledger, streamed)
+        return found
 
     # -- inside -------------------------------------------------------------------
 
-    def _slots_of(self, ledger: Ledger) -> SlotLedger:
+    def _open(self, request: Request) -> list[Ledger]:
+        """Return the workers that take new requests and that it is not pinned away from."""
+        return [
+            ledger
+            for worker_id, ledger in self._ledgers.items()
+            if not ledger.is_closed and request.worker_id in ("", worker_id)
+        ]
+
+    def _verdict(self, request: Request, ledger: Ledger) -> Fits | NeverFits:
+        """Return the footprint of a request on an empty worker."""
+        known = self._verdicts.get(request.arrival, {})
+        verdict = known.get(ledger.facts.worker_id)
+        if verdict is None:
+            verdict = known[ledger.facts.worker_id] = footprint_of(
+                request.token_count,
+                request.residency,
+                ledger.facts,
+                followed_by(ledger.facts, request.selection),
+            )
+        return verdict
+
+    def way(self, request: Request, ledger: Ledger) -> Way | None:
+        """Return what a request would take of a worker; None if it could never run there."""
+        verdict = self._verdict(request, ledger)
+        return self._way_of(request, ledger, verdict) if isinstance(verdict, Fits) else None
+
+    def _way_of(self, request: Request, ledger: Ledger, fits: Fits) -> Way:
+        way = self._charging.way(request, ledger, fits)
+        way.can_start = (
+            ledger.trial.may_start(is_suspect=request.is_suspect)
+            and ledger.has_room(way.charge)
+            and self.has_slots(ledger, fits)
+        )
+        return way
+
+    def _place(self, request: Request, ledger: Ledger, way: Way) -> Place:
+        worker_id = ledger.facts.worker_id
+        return Place(
+            ledger,
+            way,
+            promised_slots=self.slots_of(ledger).promised_count,
+            has_slots=self.has_slots(ledger, way.fits),
+            may_start=ledger.trial.may_start(is_suspect=request.is_suspect),
+            hold=self.policy.hold(request.arrival, worker_id, way),
+            bound_tokens=self.policy.rooms.bound_tokens(worker_id),
+            restoring_bytes=self.policy.rooms.restoring_bytes(worker_id),
+        )
+
+    def _backlog(self, worker_id: str) -> Backlog:
+        """Return what is queued on a worker before its next request."""
+        rooms = self.policy.rooms
+        return Backlog(rooms.bound_tokens(worker_id), rooms.link_bytes(worker_id))
+
+    def _held_back(self) -> int:
+        """Return the places on workers that have room, but enough prefill work for now."""
+        return sum(
+            max(0, self._ledgers[worker_id].free_places) for worker_id in self.policy.busy_workers()
+        )
+
+    def _would_start(self, request: Request) -> bool:
+        """Return True if a worker that no waiting request could use has room for it."""
+        free = []
+        for ledger in self._open(request):
+            way = self.way(request, ledger)
+            if way is not None and way.can_start:
+                free.append(ledger)
+        for waiting in self.policy:
+            if not free:
+                break
+            if not waiting.item.is_paused:
+                theirs = self._open(waiting.item)
+                free = [
+                    ledger
+                    for ledger in free
+                    if ledger not in theirs
+                    or isinstance(self._verdict(waiting.item, ledger), NeverFits)
+                ]
+        return bool(free)
+
+    def _grant(self, start: Start[Request]) -> Admitted:
+        request, way = start.waiting.item, _way(start.need)
+        ledger = self._ledgers[start.worker_id]
+        del self._verdicts[request.arrival]
+        # Spare memory is given only while no other request waits for it.
+        free_bytes = 0 if len(self.policy) else ledger.free_bytes
+        grant, charge = self._charging.grant(request, ledger, way.fits, free_bytes)
+        ledger.grant(request.arrival, charge)
+        ledger.trial.start(request.arrival, is_suspect=request.is_suspect)
+        self.slots_of(ledger).grant(request.arrival, way.fits.slot_count)
+        admitted = Admitted(request, start.worker_id, grant)
+        self._running[request.arrival] = admitted
+        return admitted
+
+    def slots_of(self, ledger: Ledger) -> SlotLedger:
+        """Return the promised slots of a worker's store."""
         return self._slots.setdefault(ledger.facts.kvstore_address, SlotLedger())
 
-    def _has_slots(self, ledger: Ledger, fits: Fits) -> bool:
+    def has_slots(self, ledger: Ledger, fits: Fits) -> bool:
+        """Return True if the worker's store has the slots that a streamed request fills."""
+        if not fits.slot_count:
+            return True
         address = ledger.facts.kvstore_address
         others_slots = sum(
             each.others.slot_count
             for each in self._ledgers.values()
             if each.facts.kvstore_address == address
         )
-        return self._slots_of(ledger).has_room(
+        return self.slots_of(ledger).has_room(
             fits.slot_count, ledger.facts.store_slot_count, others_slots=others_slots
         )
 
-    def _has_room(self, request: Request, ledger: Ledger, fits: Fits) -> bool:
-        charge = self._charging.charge(request, ledger, fits)
-        return ledger.has_room(charge) and self._has_slots(ledger, fits)
 
-    def _verdicts(
-        self, request: Request, claimed: Collection[str] = frozenset()
-    ) -> dict[str, Fits | NeverFits]:
-        return {
-            worker_id: footprint_of(
-                request.token_count,
-                request.residency,
-                ledger.facts,
-                followed_by(ledger.facts, request.selection),
-            )
-            for worker_id, ledger in self._ledgers.items()
-            if not ledger.is_closed
-            and request.worker_id in ("", worker_id)
-            and worker_id not in claimed
-        }
-
-    def _fitting(self, request: Request, claimed: Collection[str] = frozenset()) -> dict[str, Fits]:
-        """Return the workers that could run it when empty, without those that are claimed."""
-        return {
-            worker_id: verdict
-            for worker_id, verdict in self._verdicts(request, claimed).items()
-            if isinstance(verdict, Fits)
-        }
-
-    def _would_start(self, request: Request) -> bool:
-        """Return True if a worker that no waiting request could use has room for it."""
-        claimed: set[str] = set()
-        for waiting in self._queue:
-            if not waiting.is_paused:
-                claimed |= self._fitting(waiting, claimed).keys()
-        return self._choose(request, self._fitting(request, claimed)) is not None
-
-    def _choose(self, request: Request, fitting: Mapping[str, Fits]) -> str | None:
-        """Return the best of these workers that has room."""
-        candidates = []
-        for worker_id, fits in fitting.items():
-            ledger = self._ledgers[worker_id]
-            is_open = ledger.trial.may_start(is_suspect=request.is_suspect)
-            if is_open and self._has_room(request, ledger, fits):
-                candidates.append(candidate_of(request, ledger, fits))
-        return choose_worker(candidates).worker_id if candidates else None
-
-    def _streamed_instead(self, request: Request, fitting: Mapping[str, Fits]) -> dict[str, Fits]:
-        """Return the workers where it had better be streamed now than wait for memory."""
-        found = {}
-        for worker_id, fits in fitting.items():
-            ledger = self._ledgers[worker_id]
-            running = [self._running[arrival] for arrival in ledger.arrivals]
-            streamed = streamed_instead(
-                request,
-                ledger,
-                fits,
-                self._charging,
-                [(each.request, each.grant.residency) for each in running],
-                self._objective,
-            )
-            if streamed is not None:
-                found[worker_id] = streamed
-        return found
-
-    def _grant(self, request: Request, worker_id: str, fits: Fits) -> Admitted:
-        ledger = self._ledgers[worker_id]
-        # Spare memory is given only while no other request waits for it.
-        free_bytes = 0 if self._queue else ledger.free_bytes
-        grant, charge = self._charging.grant(request, ledger, fits, free_bytes)
-        ledger.grant(request.arrival, charge)
-        ledger.trial.start(request.arrival, is_suspect=request.is_suspect)
-        self._slots_of(ledger).grant(request.arrival, fits.slot_count)
-        admitted = Admitted(request, worker_id, grant)
-        self._running[request.arrival] = admitted
-        return admitted
-
-    def _reason_to_wait_for(self, ledger: Ledger, request: Request, fits: Fits) -> str:
-        worker_id = ledger.facts.worker_id
-        if not ledger.trial.may_start(is_suspect=request.is_suspect):
-            return (
-                f"worker {worker_id} finds out which request ended an engine: suspects start one "
-                "after the other"
-            )
-        if self._has_room(request, ledger, fits):
-            return f"earlier requests come first on worker {worker_id}"
-        if not self._has_slots(ledger, fits):
-            return (
-                f"streamed requests hold {self._slots_of(ledger).promised_count:,} of the "
-                f"store's {counted(ledger.facts.store_slot_count or 0, 'slot')}, "
-                f"{fits.slot_count:,} are needed"
-            )
-        needed = (
-            ledger.pages_of(self._charging.charge(request, ledger, fits)) * ledger.facts.page_bytes
-        )
-        if ledger.free_bytes < 0:
-            return (
-                f"worker {worker_id} is overcommitted by {format_size(-ledger.free_bytes)}: "
-                "answers became longer than expected"
-            )
-        if needed > ledger.free_bytes:
-            return (
-                f"worker {worker_id} has {format_size(ledger.free_bytes)} free of the "
-                f"{format_size(needed)} needed"
-            )
-        if ledger.free_places > 0:
-            return f"the rest of worker {worker_id} is kept for requests of other schedulers"
-        running = ledger.running_count + ledger.others.request_count
-        return f"worker {worker_id} runs {counted(running, 'request')}, its batch limit"
+def _way(need: Need) -> Way:
+    """Return a need that this module made as what it is."""
+    if not isinstance(need, Way):
+        raise TypeError(f"{need} is no way to run a request")
+    return need

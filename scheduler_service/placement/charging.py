@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
 from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.placement.footprint import Fits, Grant, grant_of
 from scheduler_service.placement.ledger import Charge, Ledger
+from scheduler_service.policy.waiting import Need
 from splitpoint.planning.plan import Residency
 from splitpoint.shapes import chunks_of
 from splitpoint.words import counted
+
+
+@dataclass(slots=True, kw_only=True)
+class Way(Need):
+    """What a request would take of a worker, and how it would run there.
+
+    Attributes:
+        fits: its residency.
+        charge: its pages by chunk.
+        device_tokens: leading tokens that the worker's device holds, as far as is known.
+    """
+
+    fits: Fits
+    charge: Charge
+    device_tokens: int = 0
 
 
 class Charging:
@@ -37,6 +54,29 @@ class Charging:
         pages = chunks_of(max(request.known_count, expected), worker.chunk_tokens)
         marks = _marks(request, ledger)
         return Charge(marks, pages - len(marks))
+
+    def way(self, request: Request, ledger: Ledger, fits: Fits) -> Way:
+        """Return what a request would take now. `can_start` is left to the caller."""
+        worker, charge = ledger.facts, self.charge(request, ledger, fits)
+        known = request.known_count
+        device = device_tokens(request, ledger, fits)
+        # The last token is always computed: its logits are needed.
+        cached = max(min(request.cached.own.get(worker.worker_id, 0), known - 1), 0)
+        cached = max(cached, min(device, known - 1))
+        restored = max(0, cached - device)
+        pages = ledger.pages_of(charge)
+        return Way(
+            pages=pages,
+            cached_tokens=cached,
+            new_tokens=known - cached,
+            shared_tokens=(len(charge.marks) + charge.own_pages - pages) * worker.chunk_tokens,
+            answer_tokens=self.steps_left(request),
+            link_bytes=restored * ledger.stored_bytes_per_token,
+            is_link_bound=restored > ledger.kappa_crit * (known - cached) > 0,
+            fits=fits,
+            charge=charge,
+            device_tokens=device,
+        )
 
     def grant(
         self, request: Request, ledger: Ledger, fits: Fits, spare_bytes: int

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from scheduler_service.placement.trial import Trial
 from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.costs.kappa import kappa_crit
 from splitpoint.words import counted
 
 
@@ -79,6 +80,8 @@ class Ledger:
         """Note what is known of the worker now; only its measured costs may have changed."""
         self.facts = facts
         self.first_token = facts.first_token()
+        self.kappa_crit = kappa_crit(facts.shape, facts.profile, facts.encoding)
+        self.stored_bytes_per_token = facts.shape.stored_kv_bytes_per_token(facts.encoding)
 
     @property
     def charged_pages(self) -> int:
@@ -190,18 +193,19 @@ class Ledger:
         self._holders.update(charge.marks)
         self._own_pages += charge.own_pages
 
-    def grow(self, arrival: int, page_count: int) -> None:
+    def grow(self, arrival: int, page_count: int) -> int:
         """Charge a request for so many pages, shared ones included, if that is more than before.
 
-        Does nothing for a request that is not charged.
+        Return the pages that were added; 0 for a request that is not charged.
         """
         charge = self._grants.get(arrival)
         if charge is None:
-            return
-        own_pages = page_count - len(charge.marks)
-        if own_pages > charge.own_pages:
-            self._own_pages += own_pages - charge.own_pages
-            self._grants[arrival] = Charge(charge.marks, own_pages)
+            return 0
+        added = max(0, page_count - len(charge.marks) - charge.own_pages)
+        if added:
+            self._own_pages += added
+            self._grants[arrival] = Charge(charge.marks, charge.own_pages + added)
+        return added
 
     def release(self, arrival: int) -> None:
         """End a request's charge, if it has one."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import math
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Generic
@@ -30,6 +31,15 @@ class WaitingOrder(Generic[R]):
     def of_tenant(self, tenant: str) -> list[Waiting[R]]:
         """Return a tenant's requests: highest priority, then earliest arrival first."""
         return self._by_tenant.get(tenant, [])
+
+    def heads(self, tenant: str) -> list[Waiting[R]]:
+        """Return the earliest request of each of a tenant's priorities."""
+        theirs = self.of_tenant(tenant)
+        found, index = [], 0
+        while index < len(theirs):
+            found.append(theirs[index])
+            index = bisect_right(theirs, (-theirs[index].priority, math.inf), key=_RANK)
+        return found
 
     def find(self, arrival: int) -> Waiting[R] | None:
         index = bisect_left(self._by_arrival, arrival, key=_ARRIVAL)

@@ -1,6 +1,6 @@
 """The queue that decides: which waiting request starts next, and on which worker.
 
-    push -> next -> (the owner grants memory and starts it) -> first_token -> ended
+    push -> next -> (the owner grants memory and starts it) -> tokens_came -> ended
 
 The scheduler's admission queue and `splitpoint simulate` drive this class. What a worker's memory
 holds and which worker suits a request is the owner's business (`Owner`). Times are told by the
@@ -9,83 +9,20 @@ caller, in seconds of any clock that never goes back.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Generic
 
-from scheduler_service.policy.choice import Offer, choose
+from scheduler_service.policy.best_sets import BestSets
+from scheduler_service.policy.hold import Hold
+from scheduler_service.policy.in_order import fair_order, first_in_order, prefixes_first
 from scheduler_service.policy.order import WaitingOrder
-from scheduler_service.policy.rooms import WorkerLimits, WorkerRoom
+from scheduler_service.policy.owner import Owner, Start
+from scheduler_service.policy.rooms import WorkerLimits, WorkerRooms
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.policy.tenants import TenantShares
+from scheduler_service.policy.usage import Usage
 from scheduler_service.policy.waiting import Need, R, Waiting
 from splitpoint.options.scheduler import Policy
-
-# Weight of the newest sample in the mean seconds that requests hold memory.
-_NEWEST = 0.1
-
-
-R_contra = TypeVar("R_contra", contravariant=True)
-
-
-class Owner(Protocol[R_contra]):
-    """What the queue asks about the owner's requests and workers."""
-
-    def workers_for(self, item: R_contra) -> Iterable[str]:
-        """Return the workers on which it could start, the one that it is pinned to alone.
-
-        Of thousands of workers, a selection of those with room is enough (see `selects`).
-        """
-
-    @property
-    def selects(self) -> bool:
-        """True if `workers_for` returns a selection. A request that finds no room there then
-        holds up every later one, under fifo and fair."""
-
-    def need(self, item: R_contra, worker_id: str) -> Need | None:
-        """Return what it would take there now. None if it could not run there even alone, is
-        pinned elsewhere or paused, or if the worker takes nothing new."""
-
-    def room(self, worker_id: str) -> tuple[int, int]:
-        """Return the worker's free pages and free places in its batch."""
-
-    def prefer(self, item: R_contra, needs: Mapping[str, Need]) -> str:
-        """Return the best of these workers; it can start on each of them."""
-
-    def instead(self, item: R_contra, needs: Mapping[str, Need]) -> Mapping[str, Need]:
-        """Return other needs with which it starts at once on workers that lack memory for it.
-
-        Empty if it had better wait. The owner remembers what it returned until the start.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Start(Generic[R]):
-    """A request that starts now. The owner grants it the memory that `need` names."""
-
-    waiting: Waiting[R]
-    worker_id: str
-    need: Need
-
-
-@dataclass(slots=True)
-class _Bound:
-    """A request that started: what it holds, and what its tenant was charged."""
-
-    tenant: str
-    worker_id: str
-    size_bytes: int
-    started: float
-    # Byte-seconds that were charged, and that it has used up to `counted`.
-    charged: float
-    used: float
-    counted: float
-
-    def use_until(self, now: float) -> float:
-        self.used += self.size_bytes * max(0.0, now - self.counted)
-        self.counted = max(now, self.counted)
-        return self.used
 
 
 class PolicyQueue(Generic[R]):
@@ -94,24 +31,41 @@ class PolicyQueue(Generic[R]):
     def __init__(self, owner: Owner[R], settings: PolicySettings) -> None:
         self.settings = settings
         self.shares = TenantShares()
-        self.rooms: dict[str, WorkerRoom] = {}
+        self.rooms = WorkerRooms(settings)
         self._owner = owner
         self._order: WaitingOrder[R] = WaitingOrder()
-        self._bound: dict[int, _Bound] = {}
-        # Mean seconds for which requests held their memory.
-        self._mean_seconds = 1.0
+        self._usage = Usage(self.shares)
+        self._sets = BestSets(owner, settings, self._order, self.shares, self.rooms)
 
     # -- workers ------------------------------------------------------------------
 
     def add_worker(self, worker_id: str, limits: WorkerLimits) -> None:
         """Add a worker that takes requests; nothing is bound to it."""
-        self.rooms[worker_id] = WorkerRoom(limits)
+        self.rooms.add(worker_id, limits)
+        self._sets.touch(worker_id)
+
+    def close_worker(self, worker_id: str) -> None:
+        """Bind nothing more to a worker."""
+        self.rooms.close(worker_id)
+        self._sets.forget_worker(worker_id)
 
     def remove_worker(self, worker_id: str, now: float) -> None:
         """End everything that is bound to a worker, and forget it."""
-        for arrival in [a for a, each in self._bound.items() if each.worker_id == worker_id]:
+        for arrival in self._usage.on(worker_id):
             self.ended(arrival, now)
-        self.rooms.pop(worker_id, None)
+        self.rooms.remove(worker_id)
+        self._sets.forget_worker(worker_id)
+
+    def touch(self, worker_id: str) -> None:
+        """Note that a worker may have more room, by something that this queue does not see.
+
+        Without it, that is found out within half a second of calls.
+        """
+        self._sets.touch(worker_id)
+
+    def busy_workers(self) -> list[str]:
+        """Return the workers to which enough prefill work is bound. None under fifo."""
+        return self.rooms.busy() if self.settings.policy is not Policy.FIFO else []
 
     # -- requests -----------------------------------------------------------------
 
@@ -122,6 +76,12 @@ class PolicyQueue(Generic[R]):
         """Iterate over the waiting requests in order of arrival."""
         return iter(self._order)
 
+    def in_turn(self) -> Iterator[Waiting[R]]:
+        """Iterate over the waiting requests in the order that decides, sets aside."""
+        if self.settings.policy is Policy.FIFO:
+            return iter(self._order)
+        return fair_order(self._order, self.shares)
+
     def find(self, arrival: int) -> Waiting[R] | None:
         """Return the waiting request of this arrival; None if it does not wait."""
         return self._order.find(arrival)
@@ -129,158 +89,119 @@ class PolicyQueue(Generic[R]):
     def push(self, waiting: Waiting[R]) -> int:
         """Queue a request. Return how many waiting ones arrived before it."""
         self.shares.waits(waiting.tenant, waiting.weight)
+        self._sets.freshen(waiting.arrival)
         return self._order.add(waiting)
+
+    def freshen(self, arrival: int) -> None:
+        """Note that a waiting request could start where it could not before: it is not paused."""
+        waiting = self._order.find(arrival)
+        if waiting is not None:
+            self._sets.freshen(waiting.arrival)
 
     def withdraw(self, arrival: int) -> None:
         """Take a request out of the queue, if it waits."""
         waiting = self._order.find(arrival)
         if waiting is not None:
-            self._order.remove(waiting)
-            self.shares.waits_no_more(waiting.tenant)
+            self._leave(waiting)
 
     def next(self, now: float) -> Start[R] | None:
         """Return the next request that starts, which waits no more; None if there is none now.
 
         Call it until it returns None, after each event that may free anything.
         """
+        if not len(self._order):
+            return None
+        owner, order, shares = self._owner, self._order, self.shares
         match self.settings.policy:
             case Policy.FIFO:
-                start = self._next_in_order(self._order, is_free=True)
+                start = first_in_order(owner, order, None, self.rooms.open_count)
             case Policy.FAIR:
-                start = self._next_in_order(self._fair_order(), is_free=False)
+                turn = prefixes_first(owner, order, shares, self.lead)
+                start = first_in_order(owner, turn, self.rooms, self.rooms.open_count)
             case Policy.UTILISATION:
-                start = self._next_of_best_set(now)
+                start = self._sets.next(now, self.lead)
         if start is not None:
             self._bind(start, now)
         return start
 
-    def computed(self, worker_id: str, token_count: int) -> None:
-        """Note that a worker's step prefilled so many tokens."""
-        room = self.rooms.get(worker_id)
-        if room is not None:
-            room.computed(token_count)
+    def computed(self, worker_id: str, token_count: int) -> bool:
+        """Note that a step prefilled so many tokens. Return True if more may start now."""
+        if not self.rooms.computed(worker_id, token_count):
+            return False
+        self._sets.touch(worker_id)
+        return bool(len(self._order)) and self.settings.policy is not Policy.FIFO
 
-    def first_token(self, arrival: int) -> bool:
-        """Note the first token of a request that started. Return True if more may start now."""
-        bound = self._bound.get(arrival)
-        room = self.rooms.get(bound.worker_id) if bound is not None else None
-        return room is not None and room.prefilled(arrival) and bool(self._order)
+    def tokens_came(self, arrival: int, more_bytes: int, now: float) -> bool:
+        """Note tokens of a request that started, and bytes that it holds more from now on.
 
-    def grew(self, arrival: int, size_bytes: int, now: float) -> None:
-        """Note that a request that started holds so many bytes from now on."""
-        bound = self._bound.get(arrival)
-        if bound is not None:
-            used = bound.use_until(now)
-            bound.size_bytes = size_bytes
-            if used > bound.charged:  # it runs for longer than was estimated
-                self.shares.charge(bound.tenant, used - bound.charged)
-                bound.charged = used
+        Return True if more may start now, since its first token came.
+        """
+        self._usage.runs(arrival, more_bytes, now)
+        if not self.rooms.is_prefilling(arrival):
+            return False
+        worker_id = self._usage.worker_of(arrival)
+        if worker_id is None:
+            return False
+        self.rooms.prefilled(arrival)
+        self._sets.touch(worker_id)
+        return bool(len(self._order)) and self.settings.policy is not Policy.FIFO
 
     def ended(self, arrival: int, now: float) -> None:
         """End a request that started, and correct its tenant's charge. Unknown ones are ignored."""
-        bound = self._bound.pop(arrival, None)
-        if bound is None:
-            return
-        room = self.rooms.get(bound.worker_id)
-        if room is not None:
-            room.prefilled(arrival)
-        self.shares.charge(bound.tenant, bound.use_until(now) - bound.charged)
-        self.shares.ends(bound.tenant)
-        self._mean_seconds += _NEWEST * (now - bound.started - self._mean_seconds)
+        worker_id = self._usage.end(arrival, now)
+        if worker_id is not None:
+            self.rooms.prefilled(arrival)
+            self._sets.touch(worker_id)
 
-    def used(self, arrival: int, now: float) -> float:
-        """Return the byte-seconds that a request which started has used until now."""
-        bound = self._bound.get(arrival)
-        return bound.use_until(now) if bound is not None else 0.0
+    # -- questions ----------------------------------------------------------------
 
-    # -- in order: fifo and fair --------------------------------------------------------
+    def started(self) -> set[int]:
+        """Return the requests that started and have not ended, by arrival."""
+        return self._usage.arrivals
 
-    def _fair_order(self) -> Iterator[Waiting[R]]:
-        for tenant in list(self.shares):
-            yield from self._order.of_tenant(tenant)
+    def hold(self, arrival: int, worker_id: str, need: Need) -> Hold:
+        """Return what keeps a waiting request from starting on a worker that has room for it."""
+        waiting = self._order.find(arrival)
+        if waiting is None or self.settings.policy is Policy.FIFO:
+            return Hold.TURN
+        room_hold = self.rooms.hold(worker_id, need)
+        if room_hold is not None:
+            return room_hold
+        if self.settings.policy is Policy.UTILISATION:
+            return self._sets.hold(waiting, worker_id, self.lead)
+        return Hold.TURN
 
-    def _next_in_order(self, order: Iterable[Waiting[R]], *, is_free: bool) -> Start[R] | None:
-        """Return the first request that can start. One that cannot holds up the later ones on
-        every worker that could run it. `is_free`: nothing but memory holds a request back."""
-        claimed: set[str] = set()
-        for waiting in order:
-            needs = self._needs(waiting, claimed)
-            start = self._start_in(waiting, needs, is_free=is_free)
-            if start is None and needs:
-                others = self._owner.instead(waiting.item, needs)
-                start = self._start_in(waiting, others, is_free=is_free)
-            if start is not None:
-                return start
-            claimed |= needs.keys()
-            if len(claimed) >= len(self.rooms) or (needs and self._owner.selects):
-                break
-        return None
+    def is_reserved(self, arrival: int) -> bool:
+        """Return True if memory of a worker is kept free for this request."""
+        return self._sets.reservations.worker_of(arrival) is not None
 
-    def _needs(self, waiting: Waiting[R], without: Container[str] = ()) -> dict[str, Need]:
-        """Return the needs on all workers that could run it."""
-        item, need_on = waiting.item, self._owner.need
-        found = {}
-        for worker_id in self._owner.workers_for(item):
-            if worker_id not in without:
-                need = need_on(item, worker_id)
-                if need is not None:
-                    found[worker_id] = need
-        return found
+    def check_integrity(self) -> list[str]:
+        """Return one line per violated invariant; empty if all hold."""
+        arrivals = [waiting.arrival for waiting in self._order]
+        problems = self.rooms.check_integrity() + self.shares.check_integrity()
+        if arrivals != sorted(set(arrivals)):
+            problems.append(f"the queue is out of order: {arrivals}")
+        both = self._usage.arrivals & set(arrivals)
+        if both:
+            problems.append(f"{sorted(both)} wait and have started")
+        return problems + self._sets.reservations.check_integrity()
 
-    def _start_in(
-        self, waiting: Waiting[R], needs: Mapping[str, Need], *, is_free: bool = False
-    ) -> Start[R] | None:
-        open_needs = {
-            worker_id: need
-            for worker_id, need in needs.items()
-            if need.can_start and (is_free or self._may_bind(worker_id, need))
-        }
-        if not open_needs:
-            return None
-        worker_id = self._owner.prefer(waiting.item, open_needs)
-        return Start(waiting, worker_id, open_needs[worker_id])
-
-    # -- the best set: utilisation -----------------------------------------------------------
-
-    def _next_of_best_set(self, now: float) -> Start[R] | None:
-        by_worker: dict[str, list[tuple[Waiting[R], Need]]] = {}
-        for waiting in islice(self._fair_order(), self.settings.window):
-            needs = self._needs(waiting)
-            open_needs = {w: n for w, n in needs.items() if n.can_start and self._may_bind(w, n)}
-            if open_needs:
-                worker_id = self._owner.prefer(waiting.item, open_needs)
-                by_worker.setdefault(worker_id, []).append((waiting, open_needs[worker_id]))
-        for worker_id, found in by_worker.items():
-            pages, places = self._owner.room(worker_id)
-            offers = [
-                Offer(self._value(waiting, need, now), need.pages, need.new_tokens)
-                for waiting, need in found
-            ]
-            tokens = self.rooms[worker_id].token_room(self.settings.ahead_steps)
-            chosen = choose(offers, pages, max(1.0, tokens), places)
-            if chosen:
-                waiting, need = found[chosen[0]]
-                return Start(waiting, worker_id, need)
-        return None
-
-    def _value(self, waiting: Waiting[R], need: Need, now: float) -> float:
-        return need.density + self.settings.gamma * (now - waiting.since)
+    @property
+    def lead(self) -> float:
+        """Largest lead of a tenant over its share, in byte-seconds of weight 1."""
+        return self.settings.lead_requests * self._usage.mean_cost
 
     # -- inside -------------------------------------------------------------------
 
-    def _may_bind(self, worker_id: str, need: Need) -> bool:
-        room, settings = self.rooms[worker_id], self.settings
-        return room.may_bind(need, settings.ahead_steps, settings.restoring_share)
+    def _leave(self, waiting: Waiting[R]) -> None:
+        self._order.remove(waiting)
+        self._sets.forget(waiting.arrival)
+        self.shares.waits_no_more(waiting.tenant)
 
     def _bind(self, start: Start[R], now: float) -> None:
-        waiting, need = start.waiting, start.need
-        room = self.rooms[start.worker_id]
-        size = need.pages * room.limits.page_bytes
-        cost = size * self._mean_seconds
-        self._order.remove(waiting)
-        self.shares.starts(waiting.tenant, cost)
-        self.shares.waits_no_more(waiting.tenant)
-        room.bind(waiting.arrival, need)
-        self._bound[waiting.arrival] = _Bound(
-            waiting.tenant, start.worker_id, size, now, cost, 0.0, now
-        )
+        waiting, need, worker_id = start.waiting, start.need, start.worker_id
+        size = need.pages * self.rooms.limits(worker_id).page_bytes
+        self._sets.reservations.started(now - waiting.since)
+        self._usage.start(waiting.arrival, waiting.tenant, worker_id, size, now)
+        self.rooms.bind(worker_id, waiting.arrival, need)
+        self._leave(waiting)

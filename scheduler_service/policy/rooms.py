@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from scheduler_service.policy.hold import Hold
+from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.policy.waiting import Need
 
 
@@ -22,63 +25,175 @@ class WorkerLimits:
     step_tokens: int = 0
 
 
-class WorkerRoom:
-    """Prefill work and restores that are bound to one worker, by arrival of the request."""
+class WorkerRooms:
+    """Prefill work and restores that are bound to each worker, by arrival of the request."""
 
-    __slots__ = ("_new_tokens", "_restoring", "limits", "new_tokens", "restoring_bytes")
+    def __init__(self, settings: PolicySettings) -> None:
+        self._settings = settings
+        self._rooms: dict[str, _Room] = {}
+        self._closed: set[str] = set()
+        # Where the requests are that have no first token yet.
+        self._prefilling: dict[int, str] = {}
 
-    def __init__(self, limits: WorkerLimits) -> None:
-        self.limits = limits
-        # Tokens that are bound and not prefilled yet.
-        self.new_tokens = 0
-        # Bytes of link-bound requests that have no first token yet.
-        self.restoring_bytes = 0
-        self._new_tokens: dict[int, int] = {}
-        self._restoring: dict[int, int] = {}
+    @property
+    def open_count(self) -> int:
+        """Workers to which requests may be bound."""
+        return len(self._rooms) - len(self._closed)
 
-    def token_room(self, ahead_steps: float) -> float:
-        """Return how many new tokens may still be bound; at most 0: none."""
-        step = self.limits.step_tokens
-        return ahead_steps * step - self.new_tokens if step else float("inf")
+    def __contains__(self, worker_id: str) -> bool:
+        """Return True if requests may be bound to this worker."""
+        return worker_id in self._rooms and worker_id not in self._closed
 
-    def may_bind(self, need: Need, ahead_steps: float, restoring_share: float) -> bool:
-        """Return True unless enough is bound already. One request is always let through."""
-        if self._new_tokens and self.token_room(ahead_steps) <= 0:
-            return False
-        if not need.is_link_bound or not self._restoring:
-            return True
-        most = restoring_share * self.limits.memory_bytes
-        return self.restoring_bytes + need.link_bytes <= most
+    def add(self, worker_id: str, limits: WorkerLimits) -> None:
+        """Add a worker, or replace one of this name."""
+        self.remove(worker_id)
+        self._rooms[worker_id] = _Room(limits)
 
-    def bind(self, arrival: int, need: Need) -> None:
-        self._new_tokens[arrival] = need.new_tokens
-        self.new_tokens += need.new_tokens
+    def close(self, worker_id: str) -> None:
+        """Let nothing more be bound to a worker."""
+        if worker_id in self._rooms:
+            self._closed.add(worker_id)
+
+    def remove(self, worker_id: str) -> None:
+        room = self._rooms.pop(worker_id, None)
+        self._closed.discard(worker_id)
+        if room is not None:
+            for arrival in room.new_tokens:
+                del self._prefilling[arrival]
+
+    def limits(self, worker_id: str) -> WorkerLimits:
+        return self._rooms[worker_id].limits
+
+    def token_room(self, worker_id: str) -> float:
+        """Return the new tokens that may still be bound to a worker: at least 1 if none are."""
+        room = self._rooms[worker_id]
+        step = room.limits.step_tokens
+        if not step:
+            return math.inf
+        left = self._settings.ahead_steps * step - room.new_token_count
+        return left if room.new_tokens else max(1.0, left)
+
+    def bound_tokens(self, worker_id: str) -> int:
+        """Return the tokens that are bound to a worker and not prefilled yet."""
+        return self._rooms[worker_id].new_token_count
+
+    def link_bytes(self, worker_id: str) -> int:
+        """Return the bytes that requests without a first token bring over a worker's link."""
+        return self._rooms[worker_id].link_byte_count
+
+    def restoring_bytes(self, worker_id: str) -> int:
+        """Return the bytes of link-bound requests without a first token on a worker."""
+        return self._rooms[worker_id].restoring_byte_count
+
+    def is_full(self, worker_id: str) -> bool:
+        """Return True if enough prefill work is bound to a worker."""
+        return self.token_room(worker_id) < 1
+
+    def open(self) -> list[str]:
+        """Return the workers to which requests may be bound."""
+        return [name for name in self._rooms if name not in self._closed]
+
+    def busy(self) -> list[str]:
+        """Return the workers that are full."""
+        return [name for name in self.open() if self.is_full(name)]
+
+    def hold(self, worker_id: str, need: Need) -> Hold | None:
+        """Return what holds a request back there; None if nothing does.
+
+        One request is always let through, and so is one that is link-bound.
+        """
+        if self.is_full(worker_id):
+            return Hold.PREFILL
+        room = self._rooms[worker_id]
+        if need.is_link_bound and room.restoring:
+            most = self._settings.restoring_share * room.limits.memory_bytes
+            if room.restoring_byte_count + need.link_bytes > most:
+                return Hold.RESTORES
+        return None
+
+    def bind(self, worker_id: str, arrival: int, need: Need) -> None:
+        """Add the work of a request that starts on a worker."""
+        room = self._rooms[worker_id]
+        self._prefilling[arrival] = worker_id
+        room.new_tokens[arrival] = need.new_tokens
+        room.new_token_count += need.new_tokens
+        room.link_bytes[arrival] = need.link_bytes
+        room.link_byte_count += need.link_bytes
         if need.is_link_bound:
-            self._restoring[arrival] = need.link_bytes
-            self.restoring_bytes += need.link_bytes
+            room.restoring.add(arrival)
+            room.restoring_byte_count += need.link_bytes
 
-    def computed(self, token_count: int) -> None:
-        """Note that a step prefilled so many tokens, of the earliest requests first."""
-        for arrival, tokens in self._new_tokens.items():
+    def computed(self, worker_id: str, token_count: int) -> bool:
+        """Note that a step prefilled so many tokens, of the earliest requests first.
+
+        Return True if the worker is no longer full.
+        """
+        room = self._rooms.get(worker_id)
+        if room is None:
+            return False
+        was_full = self.is_full(worker_id)
+        for arrival, tokens in room.new_tokens.items():
             if token_count <= 0:
                 break
-            done = min(tokens, token_count)
-            self._new_tokens[arrival] -= done
-            self.new_tokens -= done
+            # The last one is computed with the first token.
+            done = min(tokens - 1, token_count)
+            room.new_tokens[arrival] -= done
+            room.new_token_count -= done
             token_count -= done
+        return was_full and not self.is_full(worker_id)
 
-    def prefilled(self, arrival: int) -> bool:
-        """Note a request's first token, or its end. Return True if it was not noted before."""
-        tokens = self._new_tokens.pop(arrival, None)
-        self.restoring_bytes -= self._restoring.pop(arrival, 0)
-        self.new_tokens -= tokens or 0
-        return tokens is not None
+    def is_prefilling(self, arrival: int) -> bool:
+        """Return True if a request was bound and has no first token yet."""
+        return arrival in self._prefilling
+
+    def prefilled(self, arrival: int) -> None:
+        """Note a request's first token, or its end."""
+        worker_id = self._prefilling.pop(arrival, None)
+        if worker_id is not None:
+            room = self._rooms[worker_id]
+            room.new_token_count -= room.new_tokens.pop(arrival)
+            size = room.link_bytes.pop(arrival)
+            room.link_byte_count -= size
+            if arrival in room.restoring:
+                room.restoring.discard(arrival)
+                room.restoring_byte_count -= size
 
     def check_integrity(self) -> list[str]:
         """Return one line per violated invariant."""
         problems = []
-        if self.new_tokens != sum(self._new_tokens.values()):
-            problems.append(f"{self.new_tokens} unprefilled tokens are miscounted")
-        if self.restoring_bytes != sum(self._restoring.values()):
-            problems.append(f"{self.restoring_bytes} restoring bytes are miscounted")
+        for name, room in self._rooms.items():
+            if room.new_token_count != sum(room.new_tokens.values()):
+                problems.append(f"worker {name}: {room.new_token_count} tokens are miscounted")
+            restoring = sum(room.link_bytes[arrival] for arrival in room.restoring)
+            if room.link_byte_count != sum(room.link_bytes.values()):
+                problems.append(f"worker {name}: {room.link_byte_count} bytes are miscounted")
+            if room.restoring_byte_count != restoring:
+                problems.append(f"worker {name}: {room.restoring_byte_count} bytes are miscounted")
+        bound = {a: name for name, room in self._rooms.items() for a in room.new_tokens}
+        if bound != self._prefilling:
+            problems.append("requests without a first token are miscounted")
         return problems
+
+
+class _Room:
+    """Work of one worker: tokens to prefill, and bytes of link-bound requests, by arrival."""
+
+    __slots__ = (
+        "limits",
+        "link_byte_count",
+        "link_bytes",
+        "new_token_count",
+        "new_tokens",
+        "restoring",
+        "restoring_byte_count",
+    )
+
+    def __init__(self, limits: WorkerLimits) -> None:
+        self.limits = limits
+        self.new_tokens: dict[int, int] = {}
+        self.new_token_count = 0
+        self.link_bytes: dict[int, int] = {}
+        self.link_byte_count = 0
+        # Those among them that are link-bound.
+        self.restoring: set[int] = set()
+        self.restoring_byte_count = 0

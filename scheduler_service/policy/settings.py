@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from splitpoint.options.scheduler import POLICY_AGING_SECONDS, POLICY_LEAD_SECONDS, Policy
+from splitpoint.options.scheduler import POLICY_AGING_SECONDS, POLICY_LEAD_REQUESTS, Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,8 @@ class PolicySettings:
         aging_seconds: waiting for so long counts as much as the largest gain of another request;
             gamma of the paper is 1 / aging_seconds. A request that waited longer gets memory
             reserved. 0: waiting counts nothing, so that a request can starve.
-        lead_seconds: how far a tenant may get ahead of its share, in seconds of one worker's
-            whole memory: in favour of better sets, and of prefixes that are cached.
+        lead_requests: how far a tenant may get ahead of its share, in mean requests: in favour of
+            better sets, and of prefixes that are cached.
         ahead_steps: prefill work that is bound to a worker beforehand, in full steps of it.
         restoring_share: part of a worker's memory into which requests beyond its kappa_crit may be
             restored at a time. One such request is always let through.
@@ -26,7 +26,7 @@ class PolicySettings:
 
     policy: Policy = Policy.FIFO
     aging_seconds: float = POLICY_AGING_SECONDS.default
-    lead_seconds: float = POLICY_LEAD_SECONDS.default
+    lead_requests: float = POLICY_LEAD_REQUESTS.default
     ahead_steps: float = 2.0
     restoring_share: float = 0.5
     window: int = 128

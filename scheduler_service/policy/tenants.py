@@ -32,6 +32,10 @@ class TenantShares:
         # The largest minimum so far: where a tenant that was idle begins.
         self._floor = 0.0
 
+    def __len__(self) -> int:
+        """Return the number of tenants that wait."""
+        return len(self._order)
+
     def __iter__(self) -> Iterator[str]:
         """Iterate over the tenants that wait, the one that is furthest behind first."""
         return iter([name for _, name in self._order])
@@ -103,6 +107,17 @@ class TenantShares:
         """Note that a request that started has ended, after its charge was corrected."""
         self._tenants[name].running -= 1
         self._forget_idle(name)
+
+    def check_integrity(self) -> list[str]:
+        """Return one line per violated invariant."""
+        listed = sorted(
+            (each.virtual, name) for name, each in self._tenants.items() if each.waiting
+        )
+        problems = [] if listed == self._order else ["the order of the tenants is wrong"]
+        counts = [(each.waiting, each.running) for each in self._tenants.values()]
+        if any(min(pair) < 0 for pair in counts):
+            problems.append("a tenant has fewer than 0 requests")
+        return problems
 
     def _present(self) -> float:
         return max(self._floor, self._order[0][0]) if self._order else self._floor

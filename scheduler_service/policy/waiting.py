@@ -46,6 +46,7 @@ class Need:
             running requests hold already.
         cached_tokens: K, tokens that must be in device memory but need no compute.
         new_tokens: T, tokens that are prefilled; at least 1.
+        shared_tokens: tokens of those in chunks that running requests hold already.
         answer_tokens: expected tokens that are generated.
         link_bytes: bytes that cross the link before its first token.
         is_link_bound: K / T is above the worker's kappa_crit.
@@ -55,6 +56,7 @@ class Need:
     pages: int
     cached_tokens: int
     new_tokens: int
+    shared_tokens: int = 0
     answer_tokens: int = 0
     link_bytes: int = 0
     is_link_bound: bool = False
@@ -71,4 +73,4 @@ class Need:
         The answer counts, too: it is computed, and holds memory.
         """
         computed = self.new_tokens + self.answer_tokens
-        return computed / (self.cached_tokens + computed)
+        return computed / (max(0, self.cached_tokens - self.shared_tokens) + computed)

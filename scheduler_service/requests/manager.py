@@ -79,7 +79,9 @@ class RequestManager:
         self.accounts = accounts
         expects = options.answer_charge is AnswerCharge.EXPECTED
         lengths = AnswerLengths() if expects else None
-        self.admission = AdmissionQueue(options.limits.queue_capacity, lengths, options.objective)
+        self.admission = AdmissionQueue(
+            options.limits.queue_capacity, lengths, options.objective, options.policy, clock
+        )
         self.requests = RequestTable(options.limits)
         self.attempts = Attempts(registry, self.admission, accounts, options.objective, clock)
         self.sharing = Sharing(registry, self.admission, clock)
@@ -285,7 +287,8 @@ class RequestManager:
                     self._on_finish(attempt, finish)
         if response.HasField("others"):
             self.sharing.heard(worker.worker_id, response.others)
-        if response.finishes or response.HasField("others"):
+        has_room = self.admission.computed(worker.worker_id, _prefilled_count(response))
+        if response.finishes or response.HasField("others") or has_room:
             self._start_waiting()
 
     def _on_tokens(self, attempt: Attempt, result: worker_pb2.TokenResult) -> None:
@@ -443,6 +446,7 @@ class RequestManager:
     def on_pause(self, request: Request, paused: bool) -> None:
         attempt = self.attempts.of(request)
         if attempt is None:
+            self.admission.resumed(request)
             self._start_waiting()  # a paused one is not placed
         elif attempt.plan is None:
             if paused:
@@ -473,7 +477,7 @@ class RequestManager:
     def tick(self) -> None:
         """Forget old requests, and fail those that waited too long for a worker."""
         now = self._clock()
-        if self.sharing.tick():
+        if self.sharing.tick() or self.admission.waiting_count:
             self._start_waiting()
         self.requests.expire(now)
         for request in self.admission.queue():
@@ -516,3 +520,9 @@ class RequestManager:
         await self._tasks.close()
         for request in self.requests.running():
             self._fail(request, Unavailable("the scheduler stopped", reason="STOPPED"))
+
+
+def _prefilled_count(response: worker_pb2.RunResponse) -> int:
+    """Return about how many prompt tokens a step computed: all but those that it generated."""
+    generated = sum(len(result.token_ids) for result in response.tokens)
+    return max(0, response.scheduled_token_count - generated)

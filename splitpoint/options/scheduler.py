@@ -99,13 +99,13 @@ POLICY_AGING_SECONDS: Option[float] = Option(
     unit="SECONDS",
     least=0,
 )
-POLICY_LEAD_SECONDS: Option[float] = Option(
-    "policy-lead-seconds",
+POLICY_LEAD_REQUESTS: Option[float] = Option(
+    "policy-lead-requests",
     float,
-    2.0,
-    "Largest lead of a tenant over its share, in seconds of one worker's whole memory, in favour "
-    "of better sets and of cached prefixes (fair and utilisation).",
-    unit="SECONDS",
+    4.0,
+    "Largest lead of a tenant over its share, in mean requests of weight 1, in favour of better "
+    "sets and of cached prefixes (fair and utilisation).",
+    unit="N",
     least=0,
 )
 GRACE_SECONDS: Option[float] = Option(
@@ -128,6 +128,9 @@ SECTIONS = (
             RESIDENCY,
             OBJECTIVE,
             ANSWER_CHARGE,
+            POLICY,
+            POLICY_AGING_SECONDS,
+            POLICY_LEAD_REQUESTS,
             GRACE_SECONDS,
             SERVER_KEY_FILE,
         ),

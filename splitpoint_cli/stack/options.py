@@ -158,6 +158,9 @@ class StackOptions:
     no_device_prefix_cache: bool = of(worker.NO_DEVICE_PREFIX_CACHE, _LIMITS)
     enforce_eager: bool = of(worker.ENFORCE_EAGER, _LIMITS)
     answer_charge: str = of(scheduler.ANSWER_CHARGE, _LIMITS)
+    policy: str = of(scheduler.POLICY, _LIMITS)
+    policy_aging_seconds: float = of(scheduler.POLICY_AGING_SECONDS, _LIMITS)
+    policy_lead_requests: float = of(scheduler.POLICY_LEAD_REQUESTS, _LIMITS)
 
     serial: bool = of(worker.SERIAL, _LANES)
     link_rate: str | None = of(worker.LINK_RATE, _LANES)

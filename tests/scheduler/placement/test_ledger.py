@@ -153,7 +153,7 @@ def test_an_answer_grows_beyond_its_charge_and_then_nothing_starts() -> None:
         admission.tokens_came(one)
     assert ledger.free_pages == -2
     assert admission.admit() is None
-    assert "is overcommitted by" in admission.reason_to_wait(admission.queue()[0])
+    assert "is overcommitted by" in admission.explain(admission.queue()[0]).reason
     # Shorter answers are expected now than the first one became; its pages come back.
     admission.release(first)
     assert ledger.free_pages == 1

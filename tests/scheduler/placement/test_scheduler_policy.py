@@ -154,7 +154,7 @@ def test_batch_places_count_too() -> None:
     for arrival in range(3):
         admission.submit(request(arrival, 1))
     assert len(admit_all(admission)) == 2
-    assert "its batch limit" in admission.reason_to_wait(request(9, 1))
+    assert "its batch limit" in admission.explain(request(9, 1)).reason
 
 
 def test_a_smaller_worker_gets_its_part() -> None:
@@ -201,7 +201,7 @@ def test_a_request_placed_again_keeps_its_place() -> None:
     assert admission.resubmit(request(2, 1)).position == 0
     assert admission.resubmit(request(4, 1)).position == 1
     assert not admission.is_placeable(request(5, 1))
-    assert admission.reason_to_wait(request(5, 1)) == "no worker that could run it is ready"
+    assert admission.explain(request(5, 1)).reason == "no worker that could run it is ready"
     admission.add_worker(FACTS)
     assert [one.request.arrival for one in admit_all(admission)] == [2, 4, 5]
 

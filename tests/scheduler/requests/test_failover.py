@@ -87,7 +87,7 @@ def test_nothing_starts_beside_a_suspect_and_it_waits_for_what_starts() -> None:
     for one in (first, second, last):
         admission.submit(one)
     assert admission.admit() is None
-    assert "suspects start one after the other" in admission.reason_to_wait(first)
+    assert "suspects start one after the other" in admission.explain(first).reason
     fresh.output.append([5], [])
     assert admission.tokens_came(running)
     on_trial = admission.admit()
@@ -115,7 +115,7 @@ def test_a_paused_suspect_waits_and_holds_up_nobody() -> None:
     slow.is_paused = True
     admission.submit(slow)
     assert admission.admit() is None
-    assert "reader is behind" in admission.reason_to_wait(slow)
+    assert "reader is behind" in admission.explain(slow).reason
     admission.submit(other)
     running = admission.admit()
     assert running is not None

@@ -1,0 +1,332 @@
+"""Starts the set of requests that fills a worker best, within the tenants' shares (utilisation).
+
+Requests of the tenants within the lead are compared, by priority within each tenant. A set is
+chosen for each worker that has room; a request is a candidate only for the worker that suits it
+best. Memory is reserved for requests that have waited long: without that, small ones would take it
+for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from scheduler_service.policy.choice import Budget, Offer, choose
+from scheduler_service.policy.hold import Hold
+from scheduler_service.policy.in_order import start_in
+from scheduler_service.policy.order import WaitingOrder
+from scheduler_service.policy.owner import Owner, Start
+from scheduler_service.policy.reservations import Reservations
+from scheduler_service.policy.rooms import WorkerRooms
+from scheduler_service.policy.settings import PolicySettings
+from scheduler_service.policy.tenants import TenantShares
+from scheduler_service.policy.waiting import Need, R, Waiting
+
+# Seconds after which every worker is looked at again, whatever is known to have changed.
+_FULL_LOOK_SECONDS = 0.5
+# First requests in turn that may be streamed instead of waiting for memory.
+_STREAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen(Generic[R]):
+    """A member of a set that has not started yet."""
+
+    waiting: Waiting[R]
+    worker_id: str
+    # False if no tenant within the lead could use the worker.
+    is_within_lead: bool
+
+
+@dataclass(slots=True)
+class _Found(Generic[R]):
+    """What one look found: budgets of workers, candidates for them, and what lacks memory."""
+
+    # None: the worker has nothing for these requests.
+    budgets: dict[str, Budget | None]
+    candidates: dict[str, list[tuple[Waiting[R], Need]]]
+    lacking: list[tuple[Waiting[R], dict[str, Need]]]
+
+
+class BestSets(Generic[R]):
+    """Chooses among the waiting requests. Remembers what has changed since nothing could start."""
+
+    def __init__(
+        self,
+        owner: Owner[R],
+        settings: PolicySettings,
+        order: WaitingOrder[R],
+        shares: TenantShares,
+        rooms: WorkerRooms,
+    ) -> None:
+        self.reservations: Reservations[R] = Reservations(owner, settings, rooms)
+        self._owner = owner
+        self._settings = settings
+        self._order = order
+        self._shares = shares
+        self._rooms = rooms
+        self._chosen: deque[_Chosen[R]] = deque()
+        # Workers with news, requests that came, and the tenants within the lead, since the
+        # last time that nothing could start.
+        self._touched: set[str] = set()
+        self._fresh: set[int] = set()
+        self._eligible: list[str] = []
+        self._looked = -_FULL_LOOK_SECONDS
+
+    # -- events -------------------------------------------------------------------
+
+    def touch(self, worker_id: str) -> None:
+        """Note that a worker may have room."""
+        self._touched.add(worker_id)
+
+    def freshen(self, arrival: int) -> None:
+        """Note that a request may start on any worker."""
+        self._fresh.add(arrival)
+
+    def forget(self, arrival: int) -> None:
+        """Note that a request left the queue."""
+        self._fresh.discard(arrival)
+        worker_id = self.reservations.end(arrival)
+        if worker_id is not None:
+            self._touched.add(worker_id)
+
+    def forget_worker(self, worker_id: str) -> None:
+        """Note that a worker takes nothing more."""
+        self._touched.discard(worker_id)
+        self.reservations.end_on(worker_id)
+
+    # -- the decision -------------------------------------------------------------------
+
+    def next(self, now: float, lead: float) -> Start[R] | None:
+        """Return a member of a best set that can start; None if none can."""
+        start = self._next_chosen(lead)
+        if start is not None:
+            return start
+        eligible = self._look(now, lead)
+        if not self._touched and not self._fresh:
+            return None
+        window = list(self._window(eligible))
+        long_waiting = [waiting for name in eligible for waiting in self._order.heads(name)]
+        self.reservations.renew([*long_waiting, *(waiting for waiting, _ in window)], now)
+        start = self._next_reserved() or self._next_of(window, now, lead)
+        if start is None and len(eligible) < len(self._shares):
+            ahead = [name for name in self._shares if name not in set(eligible)]
+            start = self._next_of(self._window(ahead), now, lead, before=eligible)
+        if start is None:
+            self._touched.clear()
+            self._fresh.clear()
+        return start
+
+    def hold(self, waiting: Waiting[R], worker_id: str, lead: float) -> Hold:
+        """Return what keeps a request from a worker that has room for it."""
+        reserved = self.reservations.of(worker_id)
+        if reserved is not None and reserved is not waiting:
+            return Hold.RESERVATION
+        return Hold.SHARE if self._shares.lead_of(waiting.tenant) > lead else Hold.TURN
+
+    # -- inside -------------------------------------------------------------------
+
+    def _look(self, now: float, lead: float) -> list[str]:
+        """Return the tenants within the lead. Touch all workers if those are others than before,
+        and now and then."""
+        eligible = self._shares.within(lead)
+        is_due = now - self._looked >= _FULL_LOOK_SECONDS and not self._owner.selects
+        if is_due or set(eligible) - set(self._eligible):
+            self._looked = now
+            self._touched.update(self._rooms.open())
+        self._eligible = eligible
+        self._touched = {name for name in self._touched if self._has_room(name)}
+        return eligible
+
+    def _has_room(self, worker_id: str) -> bool:
+        """Return True if a worker may have room for any request."""
+        if worker_id not in self._rooms or self._rooms.is_full(worker_id):
+            return False
+        pages, places = self._owner.room(worker_id)
+        return pages >= 0 and places > 0
+
+    def _window(self, tenants: Sequence[str]) -> Iterator[tuple[Waiting[R], dict[str, Need]]]:
+        """Iterate over the requests that are compared, with what they need of the workers.
+
+        As many of each tenant. Those that could run on none of the workers do not count.
+        """
+        each = max(1, self._settings.window // max(1, len(tenants)))
+        for tenant in tenants[: self._settings.window]:
+            left = each
+            for waiting in self._order.of_tenant(tenant):
+                needs = {
+                    worker_id: need
+                    for worker_id in self._workers_for(waiting)
+                    if (need := self._need(waiting, worker_id)) is not None
+                }
+                if needs:
+                    yield waiting, needs
+                    left -= 1
+                    if not left:
+                        break
+
+    def _next_chosen(self, lead: float) -> Start[R] | None:
+        """Return the next member of the chosen sets that can still start."""
+        while self._chosen:
+            chosen = self._chosen.popleft()
+            waiting, worker_id = chosen.waiting, chosen.worker_id
+            if self._order.find(waiting.arrival) is not waiting:
+                continue
+            if chosen.is_within_lead and self._shares.lead_of(waiting.tenant) > lead:
+                self._chosen.clear()  # the tenants within the lead have changed
+                break
+            need = self._need(waiting, worker_id)
+            if need is not None and self._is_open(worker_id, need):
+                return Start(waiting, worker_id, need)
+        return None
+
+    def _next_reserved(self) -> Start[R] | None:
+        """Return the start of a request on the worker that is reserved for it."""
+        for worker_id, waiting in self.reservations.items():
+            need = self._need(waiting, worker_id)
+            if need is None:  # it could not run there any more
+                self.forget(waiting.arrival)
+            elif self._is_open(worker_id, need):
+                return Start(waiting, worker_id, need)
+        return None
+
+    def _next_of(
+        self,
+        window: Iterable[tuple[Waiting[R], dict[str, Need]]],
+        now: float,
+        lead: float,
+        before: Sequence[str] = (),
+    ) -> Start[R] | None:
+        """Choose sets of these, on workers that no request of the tenants `before` could use."""
+        found = _Found[R]({}, {}, [])
+        for waiting, needs in window:
+            self._collect(waiting, needs, found, before)
+        for worker_id, candidates in found.candidates.items():
+            budget = found.budgets[worker_id]
+            if budget is not None:
+                for waiting in self._best_set(candidates, budget, now):
+                    self._chosen.append(_Chosen(waiting, worker_id, not before))
+        return self._next_chosen(lead) or self._streamed(found)
+
+    def _collect(
+        self,
+        waiting: Waiting[R],
+        needs: Mapping[str, Need],
+        found: _Found[R],
+        before: Sequence[str],
+    ) -> None:
+        """Add a request to the candidates of the worker that suits it best."""
+        possible: dict[str, Need] = {}
+        lacking: dict[str, Need] = {}
+        for worker_id, need in needs.items():
+            if worker_id not in found.budgets:
+                found.budgets[worker_id] = self._budget(worker_id, before)
+            budget = found.budgets[worker_id]
+            if budget is None or self._rooms.hold(worker_id, need) is not None:
+                continue
+            if not need.can_start:
+                if self.reservations.of(worker_id) in (None, waiting):
+                    lacking[worker_id] = need
+            elif need.pages <= budget.pages:
+                possible[worker_id] = need
+        if possible:
+            worker_id = self._owner.prefer(waiting.item, possible)
+            found.candidates.setdefault(worker_id, []).append((waiting, possible[worker_id]))
+        elif lacking and len(found.lacking) < _STREAMED:
+            found.lacking.append((waiting, lacking))
+
+    def _workers_for(self, waiting: Waiting[R]) -> Iterable[str]:
+        """Return the workers on which a request may start, that it was not known of before."""
+        if waiting.arrival in self._fresh:
+            return self._owner.workers_for(waiting.item)
+        return self._touched
+
+    def _is_open(self, worker_id: str, need: Need) -> bool:
+        return need.can_start and self._rooms.hold(worker_id, need) is None
+
+    def _need(self, waiting: Waiting[R], worker_id: str) -> Need | None:
+        if worker_id not in self._rooms:
+            return None
+        return self._owner.need(waiting.item, worker_id)
+
+    def _budget(self, worker_id: str, before: Sequence[str]) -> Budget | None:
+        """Return what a worker has for a set; None if nothing, or if others could use it."""
+        if self._rooms.is_full(worker_id) or self._is_wanted(worker_id, before):
+            return None
+        pages, places = self._owner.room(worker_id)
+        reserved = self.reservations.of(worker_id)
+        need = self._need(reserved, worker_id) if reserved is not None else None
+        if need is not None:
+            pages, places = pages - need.pages, places - 1
+        if pages < 0 or places < 1:
+            return None
+        return Budget(pages, self._rooms.token_room(worker_id), places)
+
+    def _is_wanted(self, worker_id: str, tenants: Iterable[str]) -> bool:
+        """Return True if a waiting request of these tenants could run on a worker, now or later."""
+        return any(
+            self._need(waiting, worker_id) is not None
+            for tenant in tenants
+            for waiting in self._order.of_tenant(tenant)
+        )
+
+    def _best_set(
+        self, candidates: Sequence[tuple[Waiting[R], Need]], budget: Budget, now: float
+    ) -> list[Waiting[R]]:
+        """Return the best set: of each tenant's highest priorities first, then of the next ones."""
+        offers = self._offers(candidates, now)
+        levels = self._levels(candidates)
+        chosen: list[Waiting[R]] = []
+        pages, tokens, places = budget.pages, budget.tokens, budget.places
+        for level in sorted(set(levels)):
+            indices = [index for index, each in enumerate(levels) if each == level]
+            left = Budget(pages, tokens, places)
+            for index in choose([offers[index] for index in indices], left):
+                waiting, need = candidates[indices[index]]
+                chosen.append(waiting)
+                pages -= need.pages
+                tokens -= need.new_tokens
+                places -= 1
+        return chosen
+
+    def _offers(self, candidates: Sequence[tuple[Waiting[R], Need]], now: float) -> list[Offer]:
+        """Return what each is worth.
+
+        Waiting counts within a tenant: each tenant's oldest counts as much as the oldest of all,
+        since it is the shares that decide between tenants.
+        """
+        oldest: dict[str, float] = {}
+        for waiting, _ in candidates:
+            oldest[waiting.tenant] = min(waiting.since, oldest.get(waiting.tenant, now))
+        first = min(oldest.values())
+        return [
+            Offer(
+                gain=need.density,
+                age=self._settings.gamma * (now - waiting.since + oldest[waiting.tenant] - first),
+                pages=need.pages,
+                tokens=need.new_tokens,
+            )
+            for waiting, need in candidates
+        ]
+
+    def _levels(self, candidates: Sequence[tuple[Waiting[R], Need]]) -> list[int]:
+        """Return how many higher priorities of its tenant each has among the candidates."""
+        priorities: dict[str, set[int]] = {}
+        for waiting, _ in candidates:
+            priorities.setdefault(waiting.tenant, set()).add(waiting.priority)
+        return [
+            sum(priority > waiting.priority for priority in priorities[waiting.tenant])
+            for waiting, _ in candidates
+        ]
+
+    def _streamed(self, found: _Found[R]) -> Start[R] | None:
+        """Return the start of a request that had better be streamed than wait for memory."""
+        for waiting, lacking in found.lacking:
+            start = start_in(
+                self._owner, waiting, self._owner.instead(waiting.item, lacking), self._rooms
+            )
+            if start is not None:
+                return start
+        return None

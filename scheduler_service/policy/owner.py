@@ -1,0 +1,51 @@
+"""What the queue asks of its owner, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from scheduler_service.policy.waiting import Need, R, Waiting
+
+R_contra = TypeVar("R_contra", contravariant=True)
+
+
+class Owner(Protocol[R_contra]):
+    """Knows requests and workers: what each would take, and what is free."""
+
+    def workers_for(self, item: R_contra) -> Iterable[str]:
+        """Return the workers on which it could start, the one that it is pinned to alone.
+
+        Of thousands of workers, a selection of those with room is enough (see `selects`).
+        """
+
+    @property
+    def selects(self) -> bool:
+        """True if `workers_for` returns a selection. A request that finds no room there then
+        holds up every later one, under fifo and fair."""
+
+    def need(self, item: R_contra, worker_id: str) -> Need | None:
+        """Return what it would take there now. None if it could not run there even alone, is
+        pinned elsewhere or paused, or if the worker takes nothing new."""
+
+    def room(self, worker_id: str) -> tuple[int, int]:
+        """Return the worker's free pages and free places in its batch."""
+
+    def prefer(self, item: R_contra, needs: Mapping[str, Need]) -> str:
+        """Return the best of these workers; it can start on each of them."""
+
+    def instead(self, item: R_contra, needs: Mapping[str, Need]) -> Mapping[str, Need]:
+        """Return other needs with which it starts at once on workers that lack memory for it.
+
+        Empty if it had better wait.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Start(Generic[R]):
+    """A request that starts now. The owner grants it the memory that `need` names."""
+
+    waiting: Waiting[R]
+    worker_id: str
+    need: Need

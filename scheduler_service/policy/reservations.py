@@ -1,0 +1,101 @@
+"""Keeps memory of a worker free for a request that has waited long, until it fits there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Generic
+
+from scheduler_service.policy.in_order import needs_of
+from scheduler_service.policy.owner import Owner
+from scheduler_service.policy.rooms import WorkerRooms
+from scheduler_service.policy.settings import PolicySettings
+from scheduler_service.policy.waiting import Need, R, Waiting
+
+# A request has waited long that waited so many times as long as others usually do, since in a
+# deep queue all of them are old. Weight of the newest wait in what is usual.
+_TIMES_USUAL = 2.0
+_NEWEST = 0.1
+# Part of the workers that are reserved at most, and requests that are looked at for one.
+_MOST_WORKERS = 0.5
+_LOOKED_AT = 4
+
+
+class Reservations(Generic[R]):
+    """At most one request for each worker, and one worker for each request."""
+
+    def __init__(self, owner: Owner[R], settings: PolicySettings, rooms: WorkerRooms) -> None:
+        self._owner = owner
+        self._settings = settings
+        self._rooms = rooms
+        self._by_worker: dict[str, Waiting[R]] = {}
+        self._workers: dict[int, str] = {}
+        self._usual_wait = 0.0
+
+    def items(self) -> list[tuple[str, Waiting[R]]]:
+        """Return each reserved worker with its request."""
+        return list(self._by_worker.items())
+
+    def worker_of(self, arrival: int) -> str | None:
+        """Return the worker that is reserved for a request; None if none is."""
+        return self._workers.get(arrival)
+
+    def of(self, worker_id: str) -> Waiting[R] | None:
+        """Return the request for which a worker is reserved; None if it is not."""
+        return self._by_worker.get(worker_id)
+
+    def started(self, waited_seconds: float) -> None:
+        """Learn how long requests usually wait."""
+        self._usual_wait += _NEWEST * (waited_seconds - self._usual_wait)
+
+    def is_due(self, waiting: Waiting[R], now: float) -> bool:
+        """Return True if a request has waited so long that memory is reserved for it."""
+        if not self._settings.aging_seconds:
+            return False
+        most = max(self._settings.aging_seconds, _TIMES_USUAL * self._usual_wait)
+        return now - waiting.since >= most
+
+    def renew(self, candidates: Iterable[Waiting[R]], now: float) -> None:
+        """Reserve workers for the candidates that waited longest."""
+        most = max(1, int(_MOST_WORKERS * self._rooms.open_count))
+        if len(self._by_worker) >= most:
+            return
+        due = [
+            waiting
+            for waiting in candidates
+            if waiting.arrival not in self._workers and self.is_due(waiting, now)
+        ]
+        due.sort(key=lambda waiting: waiting.since)
+        for waiting in due[:_LOOKED_AT]:
+            if len(self._by_worker) < most:
+                self._reserve(waiting)
+
+    def end(self, arrival: int) -> str | None:
+        """End a request's reservation. Return its worker; None if it had none."""
+        worker_id = self._workers.pop(arrival, None)
+        if worker_id is not None:
+            del self._by_worker[worker_id]
+        return worker_id
+
+    def end_on(self, worker_id: str) -> None:
+        """End the reservation of a worker, if it has one."""
+        waiting = self._by_worker.pop(worker_id, None)
+        if waiting is not None:
+            del self._workers[waiting.arrival]
+
+    def check_integrity(self) -> list[str]:
+        """Return one line per violated invariant."""
+        named = {waiting.arrival: name for name, waiting in self._by_worker.items()}
+        return [] if named == self._workers else ["reservations are miscounted"]
+
+    def _reserve(self, waiting: Waiting[R]) -> None:
+        """Reserve the worker that lacks least for it: where it can start, if there is one."""
+        needs = needs_of(self._owner, waiting, self._by_worker)
+
+        def missing(entry: tuple[str, Need]) -> tuple[bool, int]:
+            worker_id, need = entry
+            return not need.can_start, need.pages - self._owner.room(worker_id)[0]
+
+        if needs:
+            worker_id = min(needs.items(), key=missing)[0]
+            self._by_worker[worker_id] = waiting
+            self._workers[waiting.arrival] = worker_id
