@@ -104,8 +104,14 @@ def format_size(size_bytes: int) -> str:
 
 
 def default_address() -> str:
-    """Return the scheduler's address for clients: $SPLITPOINT_ADDRESS, else DEFAULT_ADDRESS."""
+    """Return where clients find schedulers: $SPLITPOINT_ADDRESS, else DEFAULT_ADDRESS."""
     return os.environ.get("SPLITPOINT_ADDRESS") or DEFAULT_ADDRESS
+
+
+def check_addresses(text: str, *, field: str = "address") -> tuple[str, ...]:
+    """Return the addresses of a list with commas. Raises InvalidArgument, also without any."""
+    given = [part.strip() for part in text.split(",")]
+    return tuple(check_address(part, field=field) for part in dict.fromkeys(given))
 
 
 def check_address(text: str, *, field: str = "address") -> str:

@@ -9,7 +9,8 @@ import typer
 Address = Annotated[
     str,
     typer.Option(
-        help="Address of the scheduler: host:port or unix:/path.", envvar="SPLITPOINT_ADDRESS"
+        help="Address of the scheduler: host:port or unix:/path; several with commas.",
+        envvar="SPLITPOINT_ADDRESS",
     ),
 ]
 CaFile = Annotated[

@@ -119,13 +119,18 @@ class Completion:
 
 
 class CompletionBuilder:
-    """Join the messages of one Generate call and check that none is missing."""
+    """Join the messages of a generation's calls and check that none is missing."""
 
     def __init__(self) -> None:
-        self._token_ids: list[int] = []
+        self.token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[Logprobs] = []
         self._completion: Completion | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the final message has come."""
+        return self._completion is not None
 
     def events(self, message: scheduler_pb2.GenerateResponse) -> Iterator[Tokens]:
         """Yield the tokens of one message. Raises Internal for a gap in the token indices."""
@@ -134,7 +139,7 @@ class CompletionBuilder:
         elif message.HasField("complete"):
             if message.complete.text:
                 self._text.append(message.complete.text)
-                yield Tokens(len(self._token_ids), (), message.complete.text)
+                yield Tokens(len(self.token_ids), (), message.complete.text)
             self._completion = self._complete(message.complete)
 
     def completion(self) -> Completion:
@@ -144,9 +149,9 @@ class CompletionBuilder:
         return self._completion
 
     def _tokens(self, chunk: scheduler_pb2.GenerateChunk) -> Tokens:
-        if chunk.index != len(self._token_ids):
+        if chunk.index != len(self.token_ids):
             raise Internal(
-                f"the server sent token {chunk.index} where {len(self._token_ids)} was due",
+                f"the server sent token {chunk.index} where {len(self.token_ids)} was due",
                 reason="TOKEN_GAP",
             )
         tokens = Tokens(
@@ -160,7 +165,7 @@ class CompletionBuilder:
                 for entry in chunk.logprobs
             ),
         )
-        self._token_ids += tokens.token_ids
+        self.token_ids += tokens.token_ids
         self._text.append(tokens.text)
         self._logprobs += tokens.logprobs
         return tokens
@@ -172,7 +177,7 @@ class CompletionBuilder:
         return convert.from_message(
             Completion,
             message,
-            token_ids=tuple(self._token_ids),
+            token_ids=tuple(self.token_ids),
             text="".join(self._text),
             finish_reason=reason,
             matched_stop=message.matched_stop or None,

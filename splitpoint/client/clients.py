@@ -14,7 +14,10 @@ Token and certificates come from the arguments, else from the environment
 SPLITPOINT_KEY); see docs/security.md.
 
 Retries: gRPC repeats a call that failed with UNAVAILABLE before its first answer, at most
-twice, with back-off (`splitpoint.transport.channels`). Nothing else is ever repeated.
+twice, with back-off (`splitpoint.transport.channels`). With several addresses the clients do that
+themselves: the next call goes to the next address. A generation whose scheduler is lost goes on
+from its last token, at another address or, once it is back, at the same one
+(`splitpoint.client.tries`). Nothing else is ever repeated.
 """
 
 from __future__ import annotations
@@ -22,19 +25,17 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar, Unpack
 
-import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from splitpoint.client import answers, caller_spans, request_values, requests
+from splitpoint.client import answers, request_values, requests
 from splitpoint.client.answers import (
     Completion,
-    CompletionBuilder,
     Model,
     Queue,
     Tokenization,
@@ -43,14 +44,14 @@ from splitpoint.client.answers import (
     WorkerPlan,
 )
 from splitpoint.client.requests import ExplainOptions, GenerateOptions, Prompt
+from splitpoint.client.schedulers import ADMIN, HEALTH, INFERENCE, OnRetry, Round, Schedulers
 from splitpoint.client.telemetry import SchedulerStatus, scheduler_status
-from splitpoint.config import check_address, default_address
-from splitpoint.errors import DeadlineExceeded, Internal, Unavailable
+from splitpoint.client.tries import DEFAULT_RETRY_SECONDS, Tries
+from splitpoint.config import check_addresses, default_address
+from splitpoint.errors import DeadlineExceeded, Internal, SplitpointError, Unavailable
 from splitpoint.transport.channels import open_channel, open_sync_channel
-from splitpoint.transport.statuses import error_of
 from splitpoint.transport.tls import Identity, client_identity
 from splitpoint.v1 import scheduler_pb2 as pb
-from splitpoint.v1 import scheduler_pb2_grpc
 
 DEFAULT_TIMEOUT_SECONDS = 10.0
 INFERENCE_SERVICE = "splitpoint.v1.InferenceService"
@@ -61,24 +62,21 @@ _Result = TypeVar("_Result")
 
 
 class _Method(NamedTuple, Generic[_Result]):
-    """One unary call: its stub and name on the wire, and how its answer is read."""
+    """One unary call: its service and name on the wire, and how its answer is read."""
 
-    stub: Any
+    service: Any
     name: str
     read: Callable[[Any], _Result]
 
 
-_INFERENCE: Any = scheduler_pb2_grpc.InferenceServiceStub
-_ADMIN: Any = scheduler_pb2_grpc.AdminServiceStub
-_HEALTH: Any = health_pb2_grpc.HealthStub
-_TOKENIZE = _Method(_INFERENCE, "Tokenize", answers.tokenization)
-_GET_MODEL = _Method(_INFERENCE, "GetModel", answers.model)
-_LIST_MODELS = _Method(_INFERENCE, "ListModels", answers.models)
-_EXPLAIN_PLAN = _Method(_INFERENCE, "ExplainPlan", answers.worker_plans)
-_LIST_WORKERS = _Method(_ADMIN, "ListWorkers", answers.workers)
-_GET_QUEUE = _Method(_ADMIN, "GetQueue", answers.queue)
-_SCHEDULER_STATUS = _Method(_ADMIN, "GetSchedulerStatus", scheduler_status)
-_CHECK_HEALTH = _Method(_HEALTH, "Check", answers.is_serving)
+_TOKENIZE = _Method(INFERENCE, "Tokenize", answers.tokenization)
+_GET_MODEL = _Method(INFERENCE, "GetModel", answers.model)
+_LIST_MODELS = _Method(INFERENCE, "ListModels", answers.models)
+_EXPLAIN_PLAN = _Method(INFERENCE, "ExplainPlan", answers.worker_plans)
+_LIST_WORKERS = _Method(ADMIN, "ListWorkers", answers.workers)
+_GET_QUEUE = _Method(ADMIN, "GetQueue", answers.queue)
+_SCHEDULER_STATUS = _Method(ADMIN, "GetSchedulerStatus", scheduler_status)
+_CHECK_HEALTH = _Method(HEALTH, "Check", answers.is_serving)
 
 
 # -- generations -------------------------------------------------------------------------
@@ -87,52 +85,47 @@ _CHECK_HEALTH = _Method(_HEALTH, "Check", answers.is_serving)
 # These are functions, not methods. A generator method would refer to its Generation and
 # make a reference cycle; after `break` the request would then be cancelled only when the
 # garbage collector runs. The Completion is yielded after the call has ended without error.
-def _receive(call: Any, timeout: float | None) -> Iterator[Event]:
-    builder = CompletionBuilder()
-    with _cancel_at_end(call, timeout):
-        for message in call:
-            yield from builder.events(message)
-    yield builder.completion()
+def _receive(tries: Tries) -> Iterator[Event]:
+    with _closed_at_end(tries):
+        while True:
+            with tries.attempt():
+                for message in tries.call:
+                    yield from tries.events(message)
+            if tries.is_over:
+                break
+            time.sleep(tries.pause_seconds)
+            tries.restart()
+    yield tries.completion()
 
 
-async def _receive_async(call: Any, timeout: float | None) -> AsyncIterator[Event]:
-    builder = CompletionBuilder()
-    with _cancel_at_end(call, timeout):
-        async for message in call:
-            for event in builder.events(message):
-                yield event
-    yield builder.completion()
+async def _receive_async(tries: Tries) -> AsyncIterator[Event]:
+    with _closed_at_end(tries):
+        while True:
+            with tries.attempt():
+                async for message in tries.call:
+                    for event in tries.events(message):
+                        yield event
+            if tries.is_over:
+                break
+            await asyncio.sleep(tries.pause_seconds)
+            tries.restart()
+    yield tries.completion()
 
 
 @contextmanager
-def _cancel_at_end(call: Any, timeout: float | None) -> Iterator[None]:
-    """Cancel the call at the end of the block; translate its errors."""
-    try:
-        with _translate_errors(f"the generation did not end within {timeout or 0:g} s"):
-            yield
-    finally:
-        _cancel(call)
-
-
-@contextmanager
-def _translate_errors(deadline_message: str) -> Iterator[None]:
-    """Raise gRPC's errors as SplitpointErrors; `deadline_message` replaces gRPC's text."""
+def _closed_at_end(tries: Tries) -> Iterator[None]:
     try:
         yield
-    except grpc.RpcError as error:
-        result = error_of(error)
-        # gRPC's own text contains these words; the scheduler's texts do not.
-        if isinstance(result, DeadlineExceeded) and "deadline exceeded" in result.message.lower():
-            result = DeadlineExceeded(deadline_message)
-        raise result from error
+    finally:
+        _close(tries)
 
 
-def _cancel(call: Any) -> None:
-    """Cancel a call; no effect if it has ended."""
+def _close(tries: Tries) -> None:
+    """Cancel the open call; no effect if it has ended."""
     # At interpreter exit gRPC's threads may have died holding its locks. The
     # connection ends with the process anyway.
     if not sys.is_finalizing():
-        call.cancel()
+        tries.close()
 
 
 _READ_BEFORE = "this generation was already closed or read to its end"
@@ -145,9 +138,9 @@ class Generation:
     cancels the request; the worker stops within a step.
     """
 
-    def __init__(self, call: Any, timeout: float | None) -> None:
-        self._call = call
-        self._events = _receive(call, timeout)
+    def __init__(self, tries: Tries) -> None:
+        self._tries = tries
+        self._events = _receive(tries)
 
     def __iter__(self) -> Iterator[Event]:
         return self._events
@@ -164,7 +157,7 @@ class Generation:
 
     def close(self) -> None:
         """Cancel the request if it still runs. Any thread or signal handler may call this."""
-        _cancel(self._call)
+        _close(self._tries)
 
     def __enter__(self) -> Self:
         return self
@@ -176,9 +169,9 @@ class Generation:
 class AsyncGeneration:
     """`Generation` for asyncio: `async for`, `await complete()`, `async with`."""
 
-    def __init__(self, call: Any, timeout: float | None) -> None:
-        self._call = call
-        self._events = _receive_async(call, timeout)
+    def __init__(self, tries: Tries) -> None:
+        self._tries = tries
+        self._events = _receive_async(tries)
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self._events
@@ -195,7 +188,7 @@ class AsyncGeneration:
 
     async def close(self) -> None:
         """Cancel the request if it still runs."""
-        _cancel(self._call)
+        _close(self._tries)
 
     async def __aenter__(self) -> Self:
         return self
@@ -210,57 +203,72 @@ class AsyncGeneration:
 class _Connection:
     """What both clients share: arguments, channel, stubs, and how a call starts."""
 
-    _open: Callable[[str, Identity], Any]
+    _open: Callable[..., Any]
 
     def __init__(
         self,
-        address: str | None = None,
+        address: str | Iterable[str] | None = None,
         *,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        retry_seconds: float = DEFAULT_RETRY_SECONDS,
+        on_retry: OnRetry | None = None,
         token: str | None = None,
         ca: str | Path | None = None,
         certificate: str | Path | None = None,
         key: str | Path | None = None,
         identity: Identity | None = None,
     ) -> None:
-        self.address = check_address(address or default_address())
+        given = address if isinstance(address, str) else ",".join(address or ())
         self._timeout = timeout
         self.identity = identity or client_identity(
             token=token, ca=ca, certificate=certificate, key=key
         )
-        self._channel = self._open(self.address, self.identity)
-        self._stubs = {stub: stub(self._channel) for stub in (_INFERENCE, _ADMIN, _HEALTH)}
+        self._schedulers = Schedulers(
+            check_addresses(given or default_address()),
+            self._open,
+            self.identity,
+            retry_seconds=retry_seconds,
+            on_retry=on_retry,
+        )
 
-    def _start(self, prompt: Prompt, options: GenerateOptions) -> tuple[Any, float | None]:
-        """Start a generation; return the call and its time limit."""
+    @property
+    def address(self) -> str:
+        """The address that is called next: of several, the one that answered last."""
+        return self._schedulers.addresses[self._schedulers.current]
+
+    def _start(self, prompt: Prompt, options: GenerateOptions) -> Tries:
+        """Start a generation."""
         request = requests.generate_request(prompt, options)
         timeout = request_values.seconds("timeout", options.get("timeout"))
         requests.check_size(request)
-        method = self._stubs[_INFERENCE].Generate
-        return caller_spans.generate(method, request, timeout), timeout
+        return Tries(self._schedulers, request, timeout)
 
-    def _send(self, method: _Method[Any], request: Message) -> Any:
-        """Start a unary call."""
+    def _round(self, method: _Method[Any], request: Message) -> Round:
+        """Begin a unary call."""
         requests.check_size(request)
-        return getattr(self._stubs[method.stub], method.name)(request, timeout=self._timeout)
+        return Round(self._schedulers, method.service, method.name, request, self._timeout)
 
-    def _translate_unary_errors(self) -> AbstractContextManager[None]:
-        """Translate the errors of a unary call."""
-        return _translate_errors(f"{self.address} did not answer within {self._timeout:g} s")
+    def _stays_away(self, error: SplitpointError | None) -> str:
+        """Return why the scheduler is not ready; another one is asked next."""
+        self._schedulers.leave(self._schedulers.current)
+        return error.message if error is not None else "it answers, but has no ready worker"
 
     def _not_ready(self, seconds: float, obstacle: str) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{self.address} was not ready within {seconds:g} s: {obstacle}")
-
-
-_NOT_SERVING = "it answers, but has no ready worker"
+        where = " or ".join(self._schedulers.addresses)
+        return DeadlineExceeded(f"{where} was not ready within {seconds:g} s: {obstacle}")
 
 
 class Client(_Connection):
     """Blocking client of a scheduler. Threads may share one; close it, or use `with`.
 
     Args:
-        address: host:port or unix:/path. Default: $SPLITPOINT_ADDRESS, else 127.0.0.1:50050.
+        address: host:port or unix:/path of a scheduler; several, in a list or with commas, of
+            schedulers that serve the same workers. Default: $SPLITPOINT_ADDRESS, else
+            127.0.0.1:50050.
         timeout: seconds for every call but generate, which takes its own.
+        retry_seconds: how long a generation tries to go on, at all addresses in turn, after its
+            scheduler was lost. 0: not at all, and other calls try one address only.
+        on_retry: is called with the error and the next address when a generation goes on.
         token: bearer token. Never sent unencrypted beyond this host.
         ca: PEM file with the authority of the server's certificate; turns TLS on.
         certificate, key: PEM files for a server that demands them.
@@ -274,7 +282,7 @@ class Client(_Connection):
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Start generating and return at once. See GenerateOptions."""
-        return Generation(*self._start(prompt, options))
+        return Generation(self._start(prompt, options))
 
     def tokenize(self, text: str, *, model: str = "") -> Tokenization:
         """Return the token ids of a text, with the model's special tokens."""
@@ -309,8 +317,10 @@ class Client(_Connection):
         return self._call(_CHECK_HEALTH, health_pb2.HealthCheckRequest(service=service))
 
     def _call(self, method: _Method[_Result], request: Message) -> _Result:
-        with self._translate_unary_errors():
-            return method.read(self._send(method, request))
+        calls = self._round(method, request)
+        while True:
+            with calls.attempt():
+                return method.read(calls.send())
 
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Return once the scheduler serves. Raises DeadlineExceeded after `timeout` seconds."""
@@ -323,12 +333,13 @@ class Client(_Connection):
     def _obstacle(self) -> str | None:
         """Return why the scheduler is not ready; None if it is."""
         try:
-            return None if self.health() else _NOT_SERVING
+            return None if self.health() else self._stays_away(None)
         except (Unavailable, DeadlineExceeded) as error:
-            return error.message
+            return self._stays_away(error)
 
     def close(self) -> None:
-        self._channel.close()
+        for channel in self._schedulers.closing():
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -344,7 +355,7 @@ class AsyncClient(_Connection):
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGeneration:
         """Start generating and return at once. See GenerateOptions."""
-        return AsyncGeneration(*self._start(prompt, options))
+        return AsyncGeneration(self._start(prompt, options))
 
     async def tokenize(self, text: str, *, model: str = "") -> Tokenization:
         """Do the same as Client.tokenize."""
@@ -379,8 +390,10 @@ class AsyncClient(_Connection):
         return await self._call(_CHECK_HEALTH, health_pb2.HealthCheckRequest(service=service))
 
     async def _call(self, method: _Method[_Result], request: Message) -> _Result:
-        with self._translate_unary_errors():
-            return method.read(await self._send(method, request))
+        calls = self._round(method, request)
+        while True:
+            with calls.attempt():
+                return method.read(await calls.send())
 
     async def wait_ready(self, timeout: float = 60.0) -> None:
         """Return once the scheduler serves. Raises DeadlineExceeded after `timeout` seconds."""
@@ -392,12 +405,13 @@ class AsyncClient(_Connection):
 
     async def _obstacle(self) -> str | None:
         try:
-            return None if await self.health() else _NOT_SERVING
+            return None if await self.health() else self._stays_away(None)
         except (Unavailable, DeadlineExceeded) as error:
-            return error.message
+            return self._stays_away(error)
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._schedulers.closing():
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self

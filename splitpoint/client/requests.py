@@ -6,7 +6,7 @@ Knows no channel and no call.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from google.protobuf.message import Message
@@ -180,12 +180,27 @@ def model_request(name: str) -> pb.GetModelRequest:
     return request_values.filled(pb.GetModelRequest, {"name": name}, {"name": "model"})
 
 
+def resumed(request: pb.GenerateRequest, token_ids: Sequence[int]) -> pb.GenerateRequest:
+    """Return the request with the tokens that have come; itself if there are none."""
+    if not token_ids:
+        return request
+    again = pb.GenerateRequest()
+    again.CopyFrom(request)
+    again.resume.next_index = len(token_ids)
+    again.resume.token_ids.extend(token_ids)
+    return again
+
+
+def fits(request: Message) -> bool:
+    """Return True if a scheduler takes a message of this size."""
+    return request.ByteSize() <= MESSAGE_LIMIT_BYTES
+
+
 def check_size(request: Message) -> None:
     """Raise ResourceExhausted for a request that gRPC would refuse with a poorer message."""
-    size = request.ByteSize()
-    if size > MESSAGE_LIMIT_BYTES:
+    if not fits(request):
         raise ResourceExhausted(
-            f"the request has {format_size(size)}, and at most "
+            f"the request has {format_size(request.ByteSize())}, and at most "
             f"{format_size(MESSAGE_LIMIT_BYTES)} can be sent: shorten the prompt",
             reason="MESSAGE_TOO_LARGE",
             limit_bytes=MESSAGE_LIMIT_BYTES,

@@ -47,7 +47,11 @@ _CHANNEL_OPTIONS: Options = [
 
 
 def open_channel(
-    address: str, identity: Identity = PLAIN, *, is_fresh: bool = False
+    address: str,
+    identity: Identity = PLAIN,
+    *,
+    is_fresh: bool = False,
+    has_retries: bool = True,
 ) -> grpc.aio.Channel:
     """Return an asyncio channel to `host:port` or `unix:/path`; it connects on first use.
 
@@ -58,16 +62,20 @@ def open_channel(
     Args:
         is_fresh: use a separate connection. Otherwise the channels of one process to one
             address share their connection, and the pause after a failed connection attempt.
+        has_retries: gRPC repeats calls. If False, the caller does.
     """
-    options = _options_for(address, identity)
+    options = _options_for(address, identity, has_retries=has_retries)
     if is_fresh:
         options.append(("grpc.use_local_subchannel_pool", 1))
     return cast(grpc.aio.Channel, _open(grpc.aio, address, identity, options))
 
 
-def open_sync_channel(address: str, identity: Identity = PLAIN) -> grpc.Channel:
+def open_sync_channel(
+    address: str, identity: Identity = PLAIN, *, has_retries: bool = True
+) -> grpc.Channel:
     """Return a blocking channel with the same options."""
-    return cast(grpc.Channel, _open(grpc, address, identity, _options_for(address, identity)))
+    options = _options_for(address, identity, has_retries=has_retries)
+    return cast(grpc.Channel, _open(grpc, address, identity, options))
 
 
 def _open(api: Any, address: str, identity: Identity, options: Options) -> Any:
@@ -85,7 +93,7 @@ def _is_encrypted(address: str, identity: Identity) -> bool:
     return identity.expects_tls and not address.startswith("unix:")
 
 
-def _options_for(address: str, identity: Identity) -> Options:
+def _options_for(address: str, identity: Identity, *, has_retries: bool) -> Options:
     is_encrypted = _is_encrypted(address, identity)
     if identity.token and not is_encrypted and not is_local_address(address):
         raise InvalidArgument(
@@ -95,6 +103,8 @@ def _options_for(address: str, identity: Identity) -> Options:
             reason="TOKEN_WITHOUT_TLS",
         )
     options = list(_CHANNEL_OPTIONS)
+    if not has_retries:
+        options.append(("grpc.enable_retries", 0))
     if is_encrypted and identity.server_name:
         options.append(("grpc.ssl_target_name_override", identity.server_name))
     return options

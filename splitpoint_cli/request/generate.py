@@ -13,11 +13,12 @@ from rich.markup import escape
 from splitpoint.client import Client, Generation
 from splitpoint.client.answers import Completion
 from splitpoint.client.requests import GenerateOptions
+from splitpoint.client.tries import DEFAULT_RETRY_SECONDS
 from splitpoint.config import DEFAULT_ADDRESS
-from splitpoint.errors import Cancelled, Internal, SplitpointError
+from splitpoint.errors import Cancelled, Internal, SplitpointError, Unavailable
 from splitpoint.transport.tls import client_identity
 from splitpoint_cli.identity import Address, CaFile, TokenFile
-from splitpoint_cli.output import EXIT_HELP, err
+from splitpoint_cli.output import EXIT_HELP, err, plain_reason
 from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 from splitpoint_cli.request import options
 from splitpoint_cli.request.generate_output import (
@@ -60,6 +61,7 @@ def generate(
     model: options.ModelName = "",
     request_id: options.RequestId = None,
     timeout: options.Timeout = None,
+    retry_seconds: options.RetrySeconds = DEFAULT_RETRY_SECONDS,
     address: Address = DEFAULT_ADDRESS,
     ca: CaFile = None,
     token_file: TokenFile = None,
@@ -99,7 +101,9 @@ def generate(
     }
     text_or_ids = options.read_prompt(prompt, prompt_ids)
     identity = client_identity(ca=ca, token_file=token_file)
-    with Client(address, identity=identity) as client:
+    with Client(
+        address, identity=identity, retry_seconds=retry_seconds, on_retry=_tell_retry
+    ) as client:
         with client.generate(text_or_ids, **request) as generation:
             completion = _collect_until_interrupted(generation, stream=not as_json)
         spelling = _spelling(client, completion) if completion.logprobs and not as_json else {}
@@ -108,6 +112,12 @@ def generate(
 
 
 generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"
+
+
+def _tell_retry(error: Unavailable, address: str) -> None:
+    """Say on stderr that another scheduler goes on."""
+    cause = plain_reason(" ".join(error.message.split()))
+    err.print(escape(f"the scheduler was lost ({cause}): going on at {address}"))
 
 
 def _spelling(client: Client, completion: Completion) -> dict[int, str]:

@@ -214,6 +214,14 @@ RequestId = Annotated[
 Timeout = Annotated[
     float | None, typer.Option(help="Give up after this many seconds.", metavar="SECONDS")
 ]
+RetrySeconds = Annotated[
+    float,
+    typer.Option(
+        help="Try to go on for this long after the scheduler was lost. 0: not at all.",
+        metavar="SECONDS",
+        min=0,
+    ),
+]
 Explain = Annotated[
     bool,
     typer.Option(

@@ -48,7 +48,8 @@ def down(
     It signals the process of `up`, so it needs no token, and works on the same host for the
     same user only. A stack with a name of its own is found by its address, too.
     """
-    name = config.check_instance(instance or instance_of(config.check_address(listen)))
+    listen = config.check_addresses(listen, field="listen")[0]
+    name = config.check_instance(instance or instance_of(listen))
     if instance is None and not _is_here(listen):
         raise InvalidArgument(
             f"{listen} is not an address of this host: run `splitpoint down` there, as the user "

@@ -51,7 +51,10 @@ class Script:
     """What the fake does, and what it saw."""
 
     failures: list[SplitpointError] = field(default_factory=list)
+    # Ends the stream before the token of this index, so often; beyond the last token: after
+    # the final message.
     fail_after: int | None = None
+    fail_count: int = 1_000_000
     gap: bool = False
     endless: bool = False
     workers_ready: bool = True
@@ -93,10 +96,9 @@ class FakeScheduler(
             raise InvalidArgument("the prompt is empty", field="prompt")
         ids = list(request.token_ids.ids) or list(request.text.encode())
         try:
-            index = 0
+            index = request.resume.next_index
             while index < len(ids) or script.endless:
-                if index == script.fail_after:
-                    raise Unavailable("the worker is gone")
+                self._fail_at(index)
                 token = ids[index % len(ids)]
                 yield pb.GenerateResponse(
                     chunk=pb.GenerateChunk(
@@ -132,6 +134,12 @@ class FakeScheduler(
                 step_seconds=script.step_seconds,
             )
         )
+        self._fail_at(len(ids))
+
+    def _fail_at(self, index: int) -> None:
+        if index == self.script.fail_after and self.script.fail_count:
+            self.script.fail_count -= 1
+            raise Unavailable("the worker is gone")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         if self.script.failures:

@@ -144,9 +144,9 @@ def test_nothing_else_is_retried(script: Script) -> None:
     assert len(script.requests) == 1
 
 
-def test_nothing_is_retried_after_the_first_token(script: Script) -> None:
+def test_without_retries_nothing_goes_on_after_the_first_token(script: Script) -> None:
     script.fail_after = 1
-    with Client(script.address) as client:
+    with Client(script.address, retry_seconds=0) as client:
         generation = client.generate("abc")
         assert isinstance(next(generation), Tokens)
         with pytest.raises(errors.Unavailable, match="worker is gone"):

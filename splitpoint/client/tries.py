@@ -1,0 +1,147 @@
+"""The calls of one generation: the first, and those that go on after a scheduler was lost.
+
+Waits for nothing and knows neither API of gRPC: the clients read the calls and wait between them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from splitpoint.client import requests
+from splitpoint.client.answers import Completion, CompletionBuilder, Tokens
+from splitpoint.client.schedulers import Schedulers, is_late
+from splitpoint.errors import Cancelled, DeadlineExceeded, Unavailable
+from splitpoint.transport.statuses import error_of
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.words import counted
+
+DEFAULT_RETRY_SECONDS = 10.0
+# Pauses between rounds over all addresses: the first, and the longest.
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 1.0
+# UNAVAILABLE for these reasons is about the request: other schedulers would find the same.
+_FINAL_REASONS = frozenset({"TOO_MANY_MOVES"})
+
+
+class Tries:
+    """One generation. At most one of its calls is open.
+
+    `events` numbers the tokens through all calls, so each index comes once.
+    """
+
+    def __init__(
+        self, schedulers: Schedulers, request: pb.GenerateRequest, timeout: float | None
+    ) -> None:
+        self._schedulers = schedulers
+        self._request = request
+        self._timeout = timeout
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._builder = CompletionBuilder()
+        self._is_closed = False
+        # Failures since the last message, and when they are too many. None: no failure yet.
+        self._failures = 0
+        self._give_up_at: float | None = None
+        self.is_over = False
+        self.pause_seconds = 0.0
+        self._index = schedulers.current
+        self.call = schedulers.generate(self._index, request, timeout)
+
+    def events(self, message: pb.GenerateResponse) -> Iterator[Tokens]:
+        """Yield the tokens of one message. Raises Internal for a gap in the token indices."""
+        self._failures, self._give_up_at = 0, None
+        yield from self._builder.events(message)
+
+    def completion(self) -> Completion:
+        """Return the whole answer. Raises Internal if the final message is missing."""
+        return self._builder.completion()
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Read `call` in this block. Then `is_over` is set, or `restart` after `pause_seconds`.
+
+        Raises the call's error if no other scheduler may help, or the time for it is over.
+        """
+        try:
+            yield
+            self.is_over = True
+        except grpc.RpcError as error:
+            self._failed(error)
+
+    def restart(self) -> None:
+        """Start the next call. Raises Cancelled after `close`, DeadlineExceeded."""
+        if self._is_closed:
+            raise Cancelled("the generation was closed")
+        remaining = None if self._deadline is None else self._deadline - time.monotonic()
+        if remaining is not None and remaining <= 0:
+            raise self._too_late()
+        request = requests.resumed(self._request, self._builder.token_ids)
+        self.call = self._schedulers.generate(self._index, request, remaining)
+        if self._is_closed:  # by another thread meanwhile, which saw only the call before
+            self.call.cancel()
+
+    def close(self) -> None:
+        """Cancel the call, and start no other. Any thread may call this."""
+        self._is_closed = True
+        self.call.cancel()
+
+    def _failed(self, error: grpc.RpcError) -> None:
+        """Choose the next address, or raise the error of the call."""
+        result = error_of(error)
+        if is_late(result):
+            raise self._too_late() from error
+        if not isinstance(result, Unavailable):
+            raise result from error
+        if self._builder.is_complete:
+            self.is_over = True  # only the end of the call was lost
+            return
+        if self._is_closed or not self._may_retry(result):
+            raise result from error
+        now = time.monotonic()
+        if self._give_up_at is None:
+            self._give_up_at = now + self._schedulers.retry_seconds
+        self.pause_seconds = self._pause()
+        if now + self.pause_seconds >= self._give_up_at:
+            raise self._given_up(result) from error
+        self._index = self._schedulers.leave(self._index)
+        self._failures += 1
+        if self._schedulers.on_retry is not None:
+            self._schedulers.on_retry(result, self._schedulers.addresses[self._index])
+
+    def _may_retry(self, error: Unavailable) -> bool:
+        """Return True if another call may help.
+
+        A single address that never answered has been tried by gRPC as often as makes sense.
+        """
+        schedulers = self._schedulers
+        is_known = len(schedulers.addresses) > 1 or bool(self._builder.token_ids)
+        return (
+            schedulers.retry_seconds > 0
+            and is_known
+            and error.reason not in _FINAL_REASONS
+            and requests.fits(requests.resumed(self._request, self._builder.token_ids))
+        )
+
+    def _pause(self) -> float:
+        """Return the seconds before the next call: none until all addresses were tried."""
+        rounds, place = divmod(self._failures + 1, len(self._schedulers.addresses))
+        if place or not rounds:
+            return 0.0
+        longest: float = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** (rounds - 1))
+        return longest * random.uniform(0.5, 1.0)
+
+    def _too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the generation did not end within {self._timeout or 0:g} s")
+
+    def _given_up(self, error: Unavailable) -> Unavailable:
+        count = counted(len(self._schedulers.addresses), "scheduler was", "schedulers were")
+        return Unavailable(
+            f"{count} tried for {self._schedulers.retry_seconds:g} s: {error.message}",
+            reason=error.reason,
+            retry_after_seconds=error.retry_after_seconds,
+            **error.metadata,
+        )

@@ -1,0 +1,195 @@
+"""Clients with several schedulers: they go on elsewhere, and each token comes once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from fake_scheduler import Script, fake_scheduler
+from typer.testing import CliRunner
+
+from splitpoint import errors
+from splitpoint.client import AsyncClient, Client
+from splitpoint.client.answers import Completion, Tokens
+from splitpoint.client.requests import generate_request
+from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
+from splitpoint_cli.main import app
+
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.fixture
+def scripts() -> Iterator[list[Script]]:
+    """Two schedulers."""
+    with ExitStack() as running:
+        yield [running.enter_context(fake_scheduler("127.0.0.1:0")) for _ in range(2)]
+
+
+def both(scripts: list[Script]) -> list[str]:
+    return [script.address for script in scripts]
+
+
+def fail(script: Script, after: int, count: int = 1) -> None:
+    script.fail_after, script.fail_count = after, count
+
+
+def test_a_generation_goes_on_at_the_next_address(scripts: list[Script]) -> None:
+    fail(scripts[0], after=2)
+    told: list[tuple[str, str]] = []
+    with Client(
+        both(scripts), on_retry=lambda error, at: told.append((error.message, at))
+    ) as client:
+        events = list(client.generate("abcd", logprobs=0))
+        assert client.address == scripts[1].address  # later calls begin there
+        assert client.tokenize("ab").tokens == ("a", "b")
+    tokens = [event for event in events if isinstance(event, Tokens)]
+    assert [(event.index, event.token_ids) for event in tokens] == [
+        (index, (97 + index,)) for index in range(4)
+    ]
+    whole = events[-1]
+    assert isinstance(whole, Completion)
+    assert (whole.text, len(whole.logprobs)) == ("abcd", 4)
+    first, again = scripts[0].requests[0], scripts[1].requests[0]
+    assert not first.HasField("resume")
+    assert (again.resume.next_index, list(again.resume.token_ids)) == (2, [97, 98])
+    again.ClearField("resume")
+    assert again == first  # the same id and body
+    assert told == [("the worker is gone", scripts[1].address)]
+
+
+async def test_the_asyncio_client_goes_on_too(scripts: list[Script]) -> None:
+    fail(scripts[0], after=3)
+    fail(scripts[1], after=3, count=0)
+    async with AsyncClient(",".join(both(scripts))) as client:
+        events = [event async for event in client.generate("abcd")]
+        assert (await client.get_model()).name == "tiny"
+    assert [event.index for event in events if isinstance(event, Tokens)] == [0, 1, 2, 3]
+    assert scripts[1].requests[0].resume.next_index == 3
+
+
+def test_a_scheduler_that_is_away_is_passed_over(scripts: list[Script]) -> None:
+    with Client([NOWHERE, scripts[0].address]) as client:
+        assert client.generate("abc").complete().text == "abc"
+    with Client([NOWHERE, scripts[0].address]) as client:
+        assert client.get_model().name == "tiny"
+        client.wait_ready(5)
+        assert client.address == scripts[0].address
+    refusing, _ = scripts
+    refusing.failures = [errors.Unavailable("draining", reason="DRAINING", retry_after_seconds=60)]
+    with Client(both(scripts), timeout=5) as client:  # its hint to wait does not hold us up
+        assert client.generate("abc").complete().text == "abc"
+
+
+def test_one_address_goes_on_from_its_last_token(scripts: list[Script]) -> None:
+    fail(scripts[0], after=1)
+    with Client(scripts[0].address) as client:
+        assert client.generate("abc").complete().text == "abc"
+    assert [each.resume.next_index for each in scripts[0].requests] == [0, 1]
+
+
+def test_the_time_to_go_on_is_bounded(scripts: list[Script]) -> None:
+    for script in scripts:
+        fail(script, after=1, count=1_000_000)
+    many = pytest.raises(errors.Unavailable, match=r"2 schedulers were tried for 0\.5 s: the work")
+    with Client(both(scripts), retry_seconds=0.5) as client, many:
+        client.generate("abc").complete()
+    assert all(len(script.requests) > 1 for script in scripts)
+    asked = len(scripts[1].requests)
+    once = pytest.raises(errors.Unavailable, match=r"^the worker is gone")
+    with Client(both(scripts), retry_seconds=0) as client, once:
+        client.generate("abc").complete()
+    assert len(scripts[1].requests) == asked
+    away = Client([NOWHERE, scripts[0].address], retry_seconds=0)
+    with away as client, pytest.raises(errors.Unavailable):
+        client.get_model()
+
+
+def test_the_deadline_holds_over_all_tries(scripts: list[Script]) -> None:
+    for script in scripts:
+        fail(script, after=1, count=1_000_000)
+    late = pytest.raises(errors.DeadlineExceeded, match=r"did not end within 0\.7 s")
+    with Client(both(scripts), retry_seconds=60) as client, late:
+        client.generate("abc", timeout=0.7).complete()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.ResourceExhausted("full", retry_after_seconds=0.01),
+        errors.FailedPrecondition("no"),
+        errors.Internal("a bug"),
+        errors.Unavailable("it was moved too often", reason="TOO_MANY_MOVES"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_another_scheduler_would_repeat_is_final(
+    scripts: list[Script], error: errors.SplitpointError
+) -> None:
+    scripts[0].failures = [error]
+    with Client(both(scripts)) as client, pytest.raises(type(error)):
+        client.generate("abc").complete()
+    assert not scripts[1].requests
+
+
+def test_a_whole_answer_needs_no_end_of_its_call(scripts: list[Script]) -> None:
+    fail(scripts[0], after=3)
+    scripts[0].tail = "!"
+    with Client(both(scripts)) as client:
+        assert client.generate("abc").complete().text == "abc!"
+    assert not scripts[1].requests
+
+
+def test_tokens_that_no_message_holds_are_not_sent(scripts: list[Script]) -> None:
+    fail(scripts[0], after=1)
+    # The request is as large as a message may be, and its resume is larger.
+    ids = [1] * 1_000_000
+    spare = MESSAGE_LIMIT_BYTES - generate_request(ids, {"request_id": "r"}).ByteSize() - 6
+    salt = "s" * spare
+    gone = pytest.raises(errors.Unavailable, match="worker is gone")
+    with Client(both(scripts)) as client, gone:
+        client.generate(ids, request_id="r", cache_salt=salt).complete()
+    assert not scripts[1].requests
+
+
+def test_closing_ends_the_tries(scripts: list[Script]) -> None:
+    for script in scripts:
+        fail(script, after=1, count=1_000_000)
+    waits = threading.Event()
+    with Client(both(scripts), retry_seconds=60, on_retry=lambda *_: waits.set()) as client:
+        generation = client.generate("abc")
+
+        def close() -> None:
+            waits.wait(30)
+            generation.close()
+
+        closer = threading.Thread(target=close)
+        closer.start()
+        with pytest.raises((errors.Cancelled, errors.Unavailable)):
+            generation.complete()
+        closer.join()
+
+
+def test_generate_says_that_it_goes_on(scripts: list[Script]) -> None:
+    fail(scripts[0], after=2)
+    done = CliRunner().invoke(app, ["generate", "abcd", "--address", ",".join(both(scripts))])
+    assert (done.exit_code, done.stdout) == (0, "abcd\n")
+    assert "the worker is gone" in done.stderr
+    assert scripts[1].address in " ".join(done.stderr.split())
+    fail(scripts[1], after=2)
+    address = ",".join(reversed(both(scripts)))
+    failed = CliRunner().invoke(
+        app, ["generate", "abcd", "--address", address, "--retry-seconds", "0"]
+    )
+    assert isinstance(failed.exception, errors.Unavailable)
+
+
+@pytest.mark.parametrize("address", ["", "a,", "127.0.0.1:1,nonsense", ","])
+def test_a_bad_list_of_addresses_is_refused(address: str) -> None:
+    if address:
+        with pytest.raises(errors.InvalidArgument):
+            Client(address)
+    else:
+        with pytest.raises(errors.InvalidArgument):
+            Client(["", ""])
