@@ -29,6 +29,8 @@ class Limits:
     worker_wait_seconds: float = 10.0
     # A request is not retried after workers refused or ended it this many times.
     refusal_count: int = 2
+    # A request is moved to another worker at most this often after attempts that were lost.
+    move_count: int = 3
     # A store that does not answer a prefix lookup within this time counts as empty.
     lookup_seconds: float = 0.25
     # A prefix lookup older than this is repeated before a worker is told.

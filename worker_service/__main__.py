@@ -32,6 +32,7 @@ from splitpoint.progress import Progress
 from splitpoint.service import Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import DataType, WeightFormat
 from splitpoint.transport.calls import count_calls
+from splitpoint.transport.limits import WATCHER_SECONDS, answer_pings_within
 from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.transport.tls import Identity
 from splitpoint.v1 import worker_pb2_grpc
@@ -103,6 +104,11 @@ async def serve(arguments: argparse.Namespace) -> None:
         max_concurrent_rpcs=MAX_CALLS,
         access=setup.access,
         on_answer=count_calls(meters, [SERVICE_NAME]),
+        # A scheduler that is gone without a word must not hold memory for long.
+        options=[
+            ("grpc.keepalive_time_ms", round(WATCHER_SECONDS * 1000)),
+            *answer_pings_within(WATCHER_SECONDS),
+        ],
     )
     health = HealthReporter(server)
     servicer = WorkerServicer(health=health)

@@ -121,9 +121,11 @@ class Request:
     # Its name for workers and logs. Clients cannot choose a name that is another request's.
     request_id: str = field(init=False)
     cached: CachedPrefix = field(default_factory=CachedPrefix)
-    # Attempts that were lost, those among them that ended alone while their worker went on, and
-    # engines that failed with an unknown cause while they ran it.
+    # Attempts that were lost; those whose worker was lost, or drained, and not through another
+    # request; those that ended alone while their worker went on; and engines that failed with an
+    # unknown cause while they ran it.
     losses: int = 0
+    moves: int = 0
     refusals: int = 0
     engine_failures: int = 0
     # Of the worker that computed its latest tokens. None: none have come.

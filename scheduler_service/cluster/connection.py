@@ -179,6 +179,8 @@ class WorkerConnection:
         # The value of `ready` before the last stream ended; whether it ended without a drain.
         self.last_ready: ReadyWorker | None = None
         self.was_lost = False
+        # It was given up since it did not answer: it hangs, or is cut off.
+        self.is_silent = False
         self.is_draining = False
         # The latest telemetry. None: none yet, or the worker is lost.
         self.telemetry: types_pb2.Telemetry | None = None
@@ -202,7 +204,7 @@ class WorkerConnection:
     async def run(self, owner: ConnectionOwner) -> None:
         """Connect, serve, reconnect; until cancelled."""
         pause = _FIRST_PAUSE_SECONDS
-        async with channels.open_channel(self.address, self._identity) as channel:
+        async with channels.open_channel(self.address, self._identity, is_watched=True) as channel:
             while True:
                 was_ready = False
                 try:
@@ -236,7 +238,9 @@ class WorkerConnection:
             ended_cleanly = True
             self._note("the worker ended its stream")
         except grpc.RpcError as error:
-            self._note(statuses.error_of(error).message)
+            message = statuses.error_of(error).message
+            self.is_silent = message == statuses.NO_ANSWER
+            self._note(message)
         except asyncio.CancelledError:
             ended_cleanly = True  # the scheduler stops
             raise
@@ -251,7 +255,7 @@ class WorkerConnection:
         return was_ready
 
     def _became_ready(self, ready: ReadyWorker, owner: ConnectionOwner) -> None:
-        self.was_lost = False
+        self.was_lost = self.is_silent = False
         self.is_draining = ready.info.draining
         self.message = ""
         self.ready = ready

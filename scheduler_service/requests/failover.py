@@ -1,6 +1,8 @@
 """What follows when an attempt ends without its answer: mostly another attempt.
 
-Pure. Tokens that the client has are kept: the next worker is forced to repeat them.
+Pure. Tokens that the client has are kept: the next worker is forced to repeat them. A request is
+moved three times at most. Losses of an engine that another request is known to have ended do not
+count.
 
 A request whose content ends the engine that runs it (a poison request) would end one engine after
 another. So after the first failure every request that the engine ran is a suspect. Suspects are
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
-from splitpoint.errors import Internal, SplitpointError
+from splitpoint.errors import Internal, SplitpointError, Unavailable
 from splitpoint.v1 import types_pb2
 from splitpoint.words import counted
 
@@ -75,14 +77,21 @@ def suspect(request: Request) -> None:
 
 
 def after_lost_attempt(
-    request: Request, *, is_culprit: bool, cause: SplitpointError | None, most_refusals: int
+    request: Request,
+    *,
+    is_culprit: bool,
+    cause: SplitpointError | None,
+    most_refusals: int,
+    most_moves: int,
 ) -> Finished | Retry | GiveUp:
     """Decide what becomes of a request whose attempt was lost.
 
     Args:
         is_culprit: the request ended the engine, and another one before.
-        cause: why this attempt alone ended, if the worker goes on. None: the worker was lost.
+        cause: why this attempt alone ended, if the worker goes on. None: the worker was lost, or
+            was drained.
         most_refusals: number of attempts that end with a cause after which it is not tried again.
+        most_moves: number of lost attempts (`request.moves`) that may be followed by another one.
     """
     if (ending := finished(request)) is not None:
         return ending
@@ -97,4 +106,12 @@ def after_lost_attempt(
         )
     if cause is not None and request.refusals >= most_refusals:
         return GiveUp(cause)
+    if request.moves > most_moves:
+        moves = counted(most_moves, "move", "moves")
+        return GiveUp(
+            Unavailable(
+                f"the worker was lost again after {moves} to another one; send it again to go on",
+                reason="TOO_MANY_MOVES",
+            )
+        )
     return Retry()

@@ -244,13 +244,16 @@ class RequestManager:
         lost = self.attempts.on(worker.worker_id)
         if lost:
             _log.warning("worker %s was lost with %d requests", worker.worker_id, len(lost))
-        # A worker that ends its stream by itself has not failed.
-        cause = None if worker.was_lost else Unavailable(_ENDED, reason="WORKER_DRAINED")
-        culprit = self._blame(lost) if worker.was_lost else None
+        # A worker that ended its stream by itself has not failed, and one that hangs or is cut off
+        # is still there: no request ended it.
+        has_died = worker.was_lost and not worker.is_silent
+        culprit = self._blame(lost) if has_died else None
         for attempt in lost:
             attempt.span.end(error="WORKER_LOST")
             self.attempts.release(attempt)
-            self._retry(attempt, cause, is_culprit=attempt.request is culprit)
+            request = attempt.request
+            request.moves += int(attempt.plan is not None and culprit in (None, request))
+            self._retry(attempt, None, is_culprit=request is culprit)
         self._start_waiting()
         self._on_readiness()
 
@@ -365,6 +368,7 @@ class RequestManager:
             is_culprit=is_culprit,
             cause=cause,
             most_refusals=self.limits.refusal_count,
+            most_moves=self.limits.move_count,
         )
         if isinstance(outcome, Finished):
             self._complete(attempt, outcome.reason, outcome.matched_stop)

@@ -16,7 +16,13 @@ import grpc
 from splitpoint.config import is_local_address
 from splitpoint.errors import InvalidArgument
 from splitpoint.transport.access import METADATA_KEY
-from splitpoint.transport.limits import SHARED_OPTIONS, Options
+from splitpoint.transport.limits import (
+    SHARED_OPTIONS,
+    WATCH_ANSWER_SECONDS,
+    WATCH_SECONDS,
+    Options,
+    answer_pings_within,
+)
 from splitpoint.transport.tls import PLAIN, Identity
 
 _RETRYING_SERVICES = ("splitpoint.v1.InferenceService", "splitpoint.v1.AdminService")
@@ -44,6 +50,10 @@ _CHANNEL_OPTIONS: Options = [
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
 ]
+_WATCH_OPTIONS: Options = [
+    ("grpc.keepalive_time_ms", round(WATCH_SECONDS * 1000)),
+    *answer_pings_within(WATCH_ANSWER_SECONDS),
+]
 
 
 def open_channel(
@@ -52,6 +62,7 @@ def open_channel(
     *,
     is_fresh: bool = False,
     has_retries: bool = True,
+    is_watched: bool = False,
 ) -> grpc.aio.Channel:
     """Return an asyncio channel to `host:port` or `unix:/path`; it connects on first use.
 
@@ -63,8 +74,11 @@ def open_channel(
         is_fresh: use a separate connection. Otherwise the channels of one process to one
             address share their connection, and the pause after a failed connection attempt.
         has_retries: gRPC repeats calls. If False, the caller does.
+        is_watched: give the peer up, and fail all calls, within 3 s after it stopped answering.
     """
     options = _options_for(address, identity, has_retries=has_retries)
+    if is_watched:
+        options += _WATCH_OPTIONS
     if is_fresh:
         options.append(("grpc.use_local_subchannel_pool", 1))
     return cast(grpc.aio.Channel, _open(grpc.aio, address, identity, options))

@@ -12,7 +12,7 @@ from splitpoint.errors import Unavailable
 from splitpoint.host.descriptors import connection_limit
 from splitpoint.transport.access import Access
 from splitpoint.transport.guard import Guard, OnCallEnded, ignore_call_end
-from splitpoint.transport.limits import SHARED_OPTIONS, Options
+from splitpoint.transport.limits import SHARED_OPTIONS, WATCH_SECONDS, Options
 from splitpoint.transport.tls import PLAIN, Identity
 
 STREAMS_PER_CONNECTION = 256
@@ -22,8 +22,8 @@ _SERVER_OPTIONS: Options = [
     *SHARED_OPTIONS,
     ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
     ("grpc.keepalive_time_ms", 30_000),
-    # Shorter than the clients' keepalive time: a server closes connections that ping faster.
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Shorter than any client's keepalive time: a server closes connections that ping faster.
+    ("grpc.http2.min_ping_interval_without_data_ms", round(WATCH_SECONDS * 500)),
     # Peers that connect and send nothing more must give their descriptor back.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),

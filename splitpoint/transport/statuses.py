@@ -135,6 +135,8 @@ _FAILURES = (
 )
 
 
+# gRPC closed a connection whose peer left a ping unanswered.
+NO_ANSWER = "it stopped answering: the process hangs or is stopped, or the network to it is cut"
 # gRPC's text differs with its resolver.
 _UNRESOLVED = re.compile(r"(?:errors resolving|DNS resolution failed for) (\S+): ")
 # gRPC's text: a status that is not the call's, the address once or twice, then the reason.
@@ -153,6 +155,8 @@ def _explain_failure(text: str) -> str:
             if words in text:
                 details = f" ({text})" if words == _UNEXPLAINED else ""
                 return f"no TLS connection: {cause}{details}"
+    if text.endswith("(ping timeout)"):
+        return NO_ANSWER
     if match := _NOT_CONNECTED.match(text):
         return f"{CANNOT_CONNECT} {unquote(match['address'])}: {match['reason']}"
     return text

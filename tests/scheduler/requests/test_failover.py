@@ -39,7 +39,9 @@ def test_a_lost_attempt_is_retried_finished_or_given_up() -> None:
     cause = Unavailable("no memory")
 
     def outcome(*, is_culprit: bool, cause: Unavailable | None) -> Finished | Retry | GiveUp:
-        return after_lost_attempt(lost, is_culprit=is_culprit, cause=cause, most_refusals=2)
+        return after_lost_attempt(
+            lost, is_culprit=is_culprit, cause=cause, most_refusals=2, most_moves=3
+        )
 
     assert outcome(is_culprit=False, cause=None) == Retry()
     given_up = outcome(is_culprit=True, cause=None)
@@ -50,6 +52,12 @@ def test_a_lost_attempt_is_retried_finished_or_given_up() -> None:
     lost.refusals = 2
     assert outcome(is_culprit=False, cause=cause) == GiveUp(cause)
     assert outcome(is_culprit=False, cause=None) == Retry()
+    lost.moves = 3
+    assert outcome(is_culprit=False, cause=None) == Retry()
+    lost.moves = 4
+    moved = outcome(is_culprit=False, cause=None)
+    assert isinstance(moved, GiveUp)
+    assert (moved.error.reason, type(moved.error)) == ("TOO_MANY_MOVES", Unavailable)
     # The last token had come: nothing is left to retry, whatever was lost.
     lost.output.append([5, 9], [])
     stopped = Finished(types_pb2.FINISH_REASON_STOP)
@@ -191,8 +199,13 @@ class Engines:
             if culprit is None:
                 suspect(request)
             outcome = after_lost_attempt(
-                request, is_culprit=request is culprit, cause=None, most_refusals=2
+                request,
+                is_culprit=request is culprit,
+                cause=None,
+                most_refusals=2,
+                most_moves=3,
             )
+            request.moves += int(culprit in (None, request))
             if isinstance(outcome, GiveUp):
                 self.given_up.add(request.arrival)
             else:

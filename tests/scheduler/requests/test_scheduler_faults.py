@@ -163,6 +163,30 @@ async def test_a_request_that_loses_two_workers_is_not_tried_again() -> None:
         assert error.reason == "REQUEST_QUARANTINED"
 
 
+async def test_a_request_is_moved_three_times_and_then_given_up() -> None:
+    worker = WorkerDouble(capacity_pages=2000)
+    worker.pace = steps = Steps()
+    async with stack(worker) as running:
+        task = asyncio.create_task(running.error(ids_request(PROMPT, 900)))
+        # It gets far enough each time that it is no longer suspected of the loss.
+        for attempt, tokens in enumerate((0, 20, 100, 700)):
+            await running.until(partial(admitted, worker, attempt + 1))
+            request = running.manager.requests.running()[0]
+            steps.allow(tokens - len(request.output))
+            await running.until(lambda: len(request.output) == tokens)  # noqa: B023
+            assert not request.is_suspect or not tokens
+            assert request.moves == attempt
+            address = worker.address
+            await worker.kill()
+            await worker.start(address)
+        error = await task
+        assert isinstance(error, Unavailable)
+        assert error.reason == "TOO_MANY_MOVES"
+        assert "after 3 moves" in error.message
+        assert [len(admit.delivered_token_ids) for admit in worker.admits] == [0, 0, 20, 100]
+        await running.until(lambda: all_is_released(running))
+
+
 async def test_without_any_worker_it_waits_ten_seconds() -> None:
     clock = FakeClock()
     worker = WorkerDouble()
