@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from scheduler_service.cluster.connection import ReadyWorker, WorkerConnection
+from scheduler_service.requests.accounts import Limit
 from scheduler_service.requests.manager import RequestManager
 from splitpoint.costs.kappa import kappa_crit
 from splitpoint.transport.convert import profile_to_proto
@@ -80,6 +81,12 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
             itl_count=accounts.itl_count,
             itl_seconds_sum=accounts.itl_seconds,
             redis=None if self._link is None else self._link.status,
+            oldest_wait_seconds=self._manager.oldest_wait_seconds(),
+            resumed_count=sum(accounts.resumed_counts.values()),
+            link_bound_count=accounts.placed_counts[Limit.LINK],
+            link_bound_wait_seconds_sum=accounts.waited_seconds[Limit.LINK],
+            device_bound_count=accounts.placed_counts[Limit.DEVICE],
+            device_bound_wait_seconds_sum=accounts.waited_seconds[Limit.DEVICE],
         )
 
     def _worker(self, worker: WorkerConnection) -> pb.WorkerStatus:
@@ -102,6 +109,11 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
         if ledger is not None:
             entry.cache_charged_bytes = ledger.charged_bytes
             entry.running_count = ledger.running_count
+            entry.recent_kappa_ratio = ledger.kappa.ratio
+            advice = ledger.advise_power(worker.telemetry)
+            if advice is not None:
+                entry.advised_power_watts = advice.watts
+                entry.advised_power_reason = advice.reason
         return entry
 
 

@@ -27,17 +27,18 @@ class Distributions:
             if metric.kind is metrics.Kind.HISTOGRAM
         }
 
-    def observe(self, metric: metrics.Metric, value: float) -> None:
-        self._histograms[metric].observe(value)
+    def observe(self, metric: metrics.Metric, value: float, *labels: str) -> None:
+        histogram = self._histograms[metric]
+        (histogram.labels(*labels) if labels else histogram).observe(value)
 
 
 def readings(manager: RequestManager, model_name: str, link: RedisLink | None) -> Iterator[Reading]:
     """Yield everything that a scrape reads. `link` is None without Redis."""
     yield Reading(metrics.MODEL_INFO, 1, (model_name,))
     yield from _counts(manager.accounts)
-    yield from _queue(manager.admission)
+    yield from _queue(manager)
     yield from _ledgers(manager.admission)
-    yield from _workers(manager.registry)
+    yield from _workers(manager.registry, manager.admission)
     if link is not None:
         yield Reading(metrics.REDIS_UP, not link.is_away)
 
@@ -53,13 +54,17 @@ def _counts(accounts: Accounts) -> Iterator[Reading]:
     yield Reading(metrics.CACHED_TOKENS, accounts.cached_tokens)
     yield Reading(metrics.GENERATED_TOKENS, accounts.generated_tokens)
     yield Reading(metrics.FAILOVERS, accounts.failover_count)
+    for how, count in accounts.resumed_counts.items():
+        yield Reading(metrics.RESUMES, count, (how.value,))
     yield Reading(metrics.DROPPED_RESULTS, accounts.late_count, ("late",))
     yield Reading(metrics.DROPPED_RESULTS, accounts.duplicate_count, ("duplicate",))
 
 
-def _queue(admission: AdmissionQueue) -> Iterator[Reading]:
+def _queue(manager: RequestManager) -> Iterator[Reading]:
+    admission = manager.admission
     yield Reading(metrics.REQUESTS_RUNNING, admission.running_count)
     yield Reading(metrics.REQUESTS_WAITING, admission.waiting_count)
+    yield Reading(metrics.OLDEST_WAIT_SECONDS, manager.oldest_wait_seconds())
     yield Reading(metrics.QUEUE_CAPACITY, admission.capacity)
 
 
@@ -67,6 +72,7 @@ def _ledgers(admission: AdmissionQueue) -> Iterator[Reading]:
     stores: dict[str, int] = {}
     for ledger in admission.ledgers():
         facts = ledger.facts
+        yield Reading(metrics.WORKER_KAPPA_RATIO, ledger.kappa.ratio, (facts.worker_id,))
         yield Reading(metrics.LEDGER_BYTES, ledger.charged_bytes, (facts.worker_id, "charged"))
         capacity = facts.cache_capacity_bytes
         yield Reading(metrics.LEDGER_BYTES, capacity, (facts.worker_id, "capacity"))
@@ -77,7 +83,7 @@ def _ledgers(admission: AdmissionQueue) -> Iterator[Reading]:
         yield Reading(metrics.LEDGER_SLOTS, slot_count, (address, "capacity"))
 
 
-def _workers(registry: Registry) -> Iterator[Reading]:
+def _workers(registry: Registry, admission: AdmissionQueue) -> Iterator[Reading]:
     """Yield the readings of each worker; 0 if lost, and its address if it never answered."""
     losses = registry.losses.counts()
     for worker in registry.connections:
@@ -90,5 +96,9 @@ def _workers(registry: Registry) -> Iterator[Reading]:
             facts = worker.ready.facts
             limit = kappa_crit(facts.shape, facts.profile, facts.encoding)
             yield Reading(metrics.KAPPA_CRIT, limit, (worker.worker_id,))
+            ledger = admission.ledger(worker.worker_id)
+            advice = ledger.advise_power(worker.telemetry) if ledger is not None else None
+            if advice is not None:
+                yield Reading(metrics.WORKER_POWER_ADVISED, advice.watts, (worker.worker_id,))
     for worker_id, count in losses.items():
         yield Reading(metrics.WORKER_LOSSES, count, (worker_id,))

@@ -41,6 +41,7 @@ def telemetry_of(worker: LoadedWorker) -> types_pb2.Telemetry:
         step_seconds=account.step_seconds,
         prefilled_token_count=account.prefilled_tokens,
         generated_token_count=account.generated_tokens,
+        scheduled_token_count=account.prefilled_tokens + account.decoded_tokens,
         link_in_bytes=sum(account.link_in_bytes.values()),
         link_out_bytes=account.written.bytes,
         link_in_busy_seconds=account.link_in_seconds,

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from scheduler_service.placement.power import PowerAdvice, RecentKappa, advise_power
 from scheduler_service.placement.trial import Trial
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.kappa import kappa_crit
+from splitpoint.v1 import types_pb2
 from splitpoint.words import counted
 
 
@@ -66,6 +68,7 @@ class Ledger:
         # A draining worker keeps its grants and gets no new ones.
         self.is_closed = False
         self.trial = Trial()
+        self.kappa = RecentKappa()
         # Marks of the chunks on its device, by its last report.
         self.device_marks: frozenset[bytes] = frozenset()
         self.others = OthersHold()
@@ -82,6 +85,11 @@ class Ledger:
         self.first_token = facts.first_token()
         self.kappa_crit = kappa_crit(facts.shape, facts.profile, facts.encoding)
         self.stored_bytes_per_token = facts.shape.stored_kv_bytes_per_token(facts.encoding)
+
+    def advise_power(self, telemetry: types_pb2.Telemetry | None) -> PowerAdvice | None:
+        """Return the power cap that its requests leave room for. None: none, or no card."""
+        limit = telemetry.power_default_limit_watts if telemetry is not None else 0.0
+        return advise_power(self.kappa, self.kappa_crit, limit)
 
     @property
     def charged_pages(self) -> int:

@@ -19,8 +19,8 @@ from scheduler_service.placement.footprint import Fits
 from scheduler_service.placement.ledger import Ledger
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.first_token import IDLE, Backlog
-from splitpoint.speculation import DraftMethod
-from splitpoint.transport.convert import speculation_from_proto
+from splitpoint.transport.convert import draft_method_from_proto
+from splitpoint.v1 import types_pb2
 
 # A worker with less than this part of the freest worker's free share is loaded: what its device
 # holds does not count then, so that a prefix of many requests spreads over the workers.
@@ -29,6 +29,12 @@ _LOADED = 0.5
 # the steps of requests that decode.
 _ALIKE_SHARE = 1.1
 _ALIKE_SECONDS = 2e-3
+# What every worker can follow: nothing that is asked for, or what the worker has.
+_ANY_DRAFTER = (
+    types_pb2.DRAFT_METHOD_UNSPECIFIED,
+    types_pb2.DRAFT_METHOD_OFF,
+    types_pb2.DRAFT_METHOD_AUTO,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +109,16 @@ def _seconds_there(request: Request, ledger: Ledger, device: int, backlog: Backl
         if longer <= cached:
             continue
         chunks = longer // worker.chunk_tokens - cached // worker.chunk_tokens
-        rate = remote_rate(worker.profile, source.address)
+        size = chunks * worker.slot_bytes
+        fetch_seconds = copy_seconds(size, remote_rate(worker.profile, source.address))
+        if fetch_seconds >= best:
+            continue
         with_fetch = costs.seconds(
             longer,
             total - longer,
             device=device,
             backlog=backlog,
-            fetch_seconds=copy_seconds(chunks * worker.slot_bytes, rate),
+            fetch_seconds=fetch_seconds,
         )
         best = min(best, with_fetch)
     return best
@@ -120,5 +129,5 @@ def _can_serve(request: Request, worker: WorkerFacts) -> bool:
     selection = request.selection
     if not selection.reads_all and followed_by(worker, selection).reads_all:
         return False
-    asked = speculation_from_proto(request.speculation, worker.speculation).method
-    return asked in (DraftMethod.OFF, DraftMethod.AUTO) or asked in worker.draft_methods
+    method = request.speculation.method
+    return method in _ANY_DRAFTER or draft_method_from_proto(method) in worker.draft_methods

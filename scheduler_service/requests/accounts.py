@@ -6,7 +6,7 @@ Pure: callers report named events with their times.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from typing import Protocol
 
 from scheduler_service.api.request import Times
 from splitpoint.errors import SplitpointError
@@ -54,19 +54,45 @@ OTHER = "OTHER"
 ABANDONED_REASON = "ABANDONED"
 
 
+class Limit(enum.StrEnum):
+    """What a request waits for once it runs, by its kappa_ratio and the worker's kappa_crit."""
+
+    LINK = "link"
+    DEVICE = "device"
+
+
+class Resumption(enum.StrEnum):
+    """How a client that has tokens already goes on."""
+
+    # The request is known here: the client reads on.
+    ATTACHED = "attached"
+    # It is not: a worker is forced to repeat the client's tokens.
+    FORCED = "forced"
+
+
+class OnSample(Protocol):
+    """Takes a value of a histogram. `labels`: their values in the metric's order."""
+
+    def __call__(self, metric: Metric, value: float, /, *labels: str) -> None: ...
+
+
 class Accounts:
     """Totals since `started`, in seconds of the scheduler's monotonic clock.
 
-    Calls `on_sample` with each value of a histogram.
+    Calls `on_sample` with each value of a histogram, and its labels.
     """
 
-    def __init__(self, started: float, on_sample: Callable[[Metric, float], None]) -> None:
+    def __init__(self, started: float, on_sample: OnSample) -> None:
         self.started = started
         self.finished_counts = dict.fromkeys(Outcome, 0)
         self.rejected_counts = dict.fromkeys((*REJECTIONS, OTHER), 0)
         self.plan_counts = {(kind, method): 0 for kind in Residency for method in RestoreMethod}
         # Requests that were queued again because their worker was lost.
         self.failover_count = 0
+        self.resumed_counts = dict.fromkeys(Resumption, 0)
+        # Requests by what limits them, and how long they waited to be placed for the first time.
+        self.placed_counts = dict.fromkeys(Limit, 0)
+        self.waited_seconds = dict.fromkeys(Limit, 0.0)
         # Step messages that were dropped: of an attempt that was over, or with tokens
         # that had come before.
         self.late_count = 0
@@ -105,12 +131,24 @@ class Accounts:
         reason = error.reason if isinstance(error, SplitpointError) else "INTERNAL"
         self.rejected_counts[reason if reason in self.rejected_counts else OTHER] += 1
 
-    def placed(self, plan: Plan, waited_seconds: float | None) -> None:
-        """Count an attempt. `waited_seconds` since the arrival; None: it is a retry."""
+    def resumed(self, how: Resumption) -> None:
+        self.resumed_counts[how] += 1
+
+    def placed(self, plan: Plan, kappa_crit: float, waited_seconds: float | None) -> None:
+        """Count an attempt.
+
+        Args:
+            kappa_crit: of its worker; above it the link is the limit.
+            waited_seconds: since the arrival; None: it is a retry.
+        """
         self.plan_counts[plan.residency, plan.method] += 1
-        self._on_sample(metrics.KAPPA_RATIO, plan.cached_tokens / max(plan.new_tokens, 1))
+        kappa_ratio = plan.cached_tokens / max(plan.new_tokens, 1)
+        self._on_sample(metrics.KAPPA_RATIO, kappa_ratio)
         if waited_seconds is not None:
-            self._on_sample(metrics.QUEUE_SECONDS, waited_seconds)
+            limit = Limit.LINK if kappa_ratio > kappa_crit else Limit.DEVICE
+            self.placed_counts[limit] += 1
+            self.waited_seconds[limit] += waited_seconds
+            self._on_sample(metrics.QUEUE_SECONDS, waited_seconds, limit)
 
     def tokens_came(self, times: Times, count: int, now: float) -> None:
         """Count new tokens, before `times` is updated with them."""

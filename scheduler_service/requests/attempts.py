@@ -169,7 +169,11 @@ class Attempts:
         if request.times.dispatched is None:
             request.times.dispatched = now
             waited = now - request.times.arrived
-        self._accounts.placed(plan, waited)
+        ledger = self._admission.ledger(attempt.worker_id)
+        if ledger is None:
+            raise RuntimeError(f"worker {attempt.worker_id} has no ledger")
+        ledger.kappa.placed(plan.cached_tokens, plan.new_tokens)
+        self._accounts.placed(plan, ledger.kappa_crit, waited)
 
     def _worker(self, attempt: Attempt) -> ReadyWorker | None:
         worker = self._registry.find(attempt.worker_id)

@@ -26,7 +26,7 @@ from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.prefixes.marks import ChunkMarks
 from scheduler_service.requests import log_facts
-from scheduler_service.requests.accounts import ABANDONED_REASON, Accounts
+from scheduler_service.requests.accounts import ABANDONED_REASON, Accounts, Resumption
 from scheduler_service.requests.answers import completion, completion_of_tokens, rejection
 from scheduler_service.requests.attempts import Attempt, Attempts
 from scheduler_service.requests.availability import check_workers
@@ -123,6 +123,8 @@ class RequestManager:
         known = self.requests.find(request)
         if known is not None:
             known.check_resume(request.resume)
+            if request.resume.next_index:
+                self.accounts.resumed(Resumption.ATTACHED)
             return known
         if request.resume.next_index > len(request.output):
             raise FailedPrecondition(
@@ -140,6 +142,8 @@ class RequestManager:
         if ending is None:
             check_workers(request, self.registry, self.limits.retry_seconds)
         self._accept(request, span)
+        if request.resume.token_ids:
+            self.accounts.resumed(Resumption.FORCED)
         if ending is not None:
             self._complete_resumed(request, ending)
             return request
@@ -181,6 +185,11 @@ class RequestManager:
             request.cached = await self._find_prefix(request.tenant_salt, tokens)
             span.set(cached_tokens=max(request.cached.own.values(), default=0))
         request.times.looked_up = self._clock()
+
+    def oldest_wait_seconds(self) -> float:
+        """Return how long the longest-waiting request has waited in the queue; 0 if none waits."""
+        since = [request.times.queued for request in self.admission.queue()]
+        return max((self._clock() - each for each in since if each is not None), default=0.0)
 
     # -- a request starts on a worker ---------------------------------------------------------
 

@@ -310,6 +310,9 @@ class Worker:
         numerics_reason: why it has these numerics; empty if unknown.
         numerics_digest: equal for workers that compute equal bits, and so share chunks;
             empty for fast workers, which share chunks with each other.
+        recent_kappa_ratio: cached over new tokens of the requests that it got lately; 0: none yet.
+        advised_power_watts: a power cap that these leave room for, since the link is their
+            limit; `advised_power_reason` says why. None: no advice. Nothing sets it.
     """
 
     id: str
@@ -336,6 +339,9 @@ class Worker:
     numerics_reason: str = ""
     numerics_digest: str = ""
     weight_format: WeightFormat = WeightFormat.NATIVE
+    recent_kappa_ratio: float = 0.0
+    advised_power_watts: float | None = None
+    advised_power_reason: str = ""
 
 
 def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:

@@ -43,6 +43,7 @@ class Telemetry:
     pcie_tx_bytes: int | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
+    power_default_limit_watts: float | None = None
     energy_joules: float | None = None
     utilization_ratio: float | None = None
     device_message: str = ""
@@ -55,6 +56,7 @@ class Telemetry:
     selection_step_count: int = 0
     selection_visible_token_count: int = 0
     selection_read_token_count: int = 0
+    scheduled_token_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class SchedulerStatus:
 
     `failed_count` counts requests that ended with an error, `cancelled_count` those that
     their client gave up, `rejected_count` those that were never accepted. `redis` is None
-    if the scheduler uses no Redis.
+    if the scheduler uses no Redis. A link-bound request's kappa_ratio was above its worker's
+    kappa_crit when it was placed.
     """
 
     uptime_seconds: float
@@ -90,6 +93,12 @@ class SchedulerStatus:
     itl_seconds_sum: float
     cancelled_count: int = 0
     redis: RedisStatus | None = None
+    oldest_wait_seconds: float = 0.0
+    resumed_count: int = 0
+    link_bound_count: int = 0
+    link_bound_wait_seconds_sum: float = 0.0
+    device_bound_count: int = 0
+    device_bound_wait_seconds_sum: float = 0.0
 
 
 def telemetry_from_proto(message: types_pb2.Telemetry) -> Telemetry:

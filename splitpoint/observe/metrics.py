@@ -446,6 +446,10 @@ GPU_POWER_WATTS = _gpu.gauge("gpu_power_watts", "Power draw.")
 GPU_POWER_LIMIT_WATTS = _gpu.gauge(
     "gpu_power_limit_watts", "Enforced power limit; the TDP unless lowered."
 )
+GPU_POWER_DEFAULT_LIMIT_WATTS = _gpu.gauge(
+    "gpu_power_default_limit_watts",
+    "Power limit that the card has unless somebody changes it. Absent for a slice of a card (MIG).",
+)
 GPU_ENERGY_JOULES = _gpu.counter("gpu_energy_joules_total", "Energy since the worker started.")
 GPU_UTILIZATION = _gpu.gauge(
     "gpu_utilization_ratio",
@@ -494,7 +498,14 @@ ITL_SECONDS = _scheduler.histogram(
     ITL_BUCKETS,
 )
 QUEUE_SECONDS = _scheduler.histogram(
-    "queue_seconds", "Arrival to placement on a worker.", TTFT_BUCKETS
+    "queue_seconds",
+    "Arrival to placement on a worker, by what limits the request there: link (its kappa_ratio is "
+    "above kappa_crit) or device.",
+    TTFT_BUCKETS,
+    "limit",
+)
+OLDEST_WAIT_SECONDS = _scheduler.gauge(
+    "oldest_wait_seconds", "How long the longest-waiting request has waited; 0 if none waits."
 )
 REQUEST_SECONDS = _scheduler.histogram(
     "request_seconds", "Arrival to last token, of completed requests.", REQUEST_BUCKETS
@@ -532,6 +543,19 @@ KAPPA_CRIT = _scheduler.gauge(
     "Ratio of cached to new tokens at which loading takes as long as prefilling, per worker.",
     "worker",
 )
+WORKER_KAPPA_RATIO = _scheduler.gauge(
+    "worker_kappa_ratio",
+    "Cached over new tokens of the last 50 or so requests placed on the worker. Far above "
+    "kappa_crit: the device waits for the link.",
+    "worker",
+)
+WORKER_POWER_ADVISED = _scheduler.gauge(
+    "worker_power_advised_watts",
+    "Power cap that the worker's requests leave room for, since the link is their limit; absent if "
+    "it is not. Advice: nothing sets it.",
+    "worker",
+    needs=Needs.GPU,
+)
 WORKER_KNOWN = _scheduler.gauge(
     "worker_known",
     "Always 1; a configured or discovered worker, by its name, or by its address until it answers.",
@@ -547,6 +571,12 @@ WORKER_LOSSES = _scheduler.counter(
 )
 FAILOVERS = _scheduler.counter(
     "failovers_total", "Requests placed again after their worker was lost."
+)
+RESUMES = _scheduler.counter(
+    "resumes_total",
+    "Clients that came back with tokens they had: attached (the request is known here), forced (a "
+    "worker repeats those tokens, as after the loss of a scheduler).",
+    "how",
 )
 DROPPED_RESULTS = _scheduler.counter(
     "dropped_results_total",

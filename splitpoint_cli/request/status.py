@@ -235,6 +235,11 @@ def _worker_lines(worker: Worker, wide: bool) -> Iterator[str]:
         yield f"weights are {worker.weight_format.value}: answers are approximate"
     if worker.numerics_reason:
         yield numerics_text(worker)
+    if worker.advised_power_watts is not None:
+        yield (
+            f"a power cap of {worker.advised_power_watts:.0f} W would cost no throughput now: "
+            f"{worker.advised_power_reason}"
+        )
 
 
 def _cache_cell(worker: Worker) -> str:

@@ -160,6 +160,7 @@ class WorkerRates:
     steps_per_second: float | None = None
     generated_per_second: float | None = None
     prefilled_per_second: float | None = None
+    tokens_per_step: float | None = None
     link_in: float | None = None
     link_out: float | None = None
     link_in_share: float | None = None
@@ -226,6 +227,10 @@ def worker_rates(window: Window[Telemetry]) -> WorkerRates:
         ),
         prefilled_per_second=_rate(
             after.prefilled_token_count - before.prefilled_token_count, seconds
+        ),
+        tokens_per_step=_share(
+            after.scheduled_token_count - before.scheduled_token_count,
+            after.step_count - before.step_count,
         ),
         link_in=_rate(after.link_in_bytes - before.link_in_bytes, seconds),
         link_out=_rate(after.link_out_bytes - before.link_out_bytes, seconds),

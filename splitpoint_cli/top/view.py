@@ -123,6 +123,10 @@ def _scheduler(readings: Readings, width: int) -> list[Text | str]:
         cell("ITL", _mean(rates.itl_seconds), 12),
         cell("cached", percent(rates.cached_share), 11),
     ]
+    if now.waiting_count:
+        cells.append(cell("oldest waits", seconds_text(now.oldest_wait_seconds), 18))
+    if now.resumed_count:
+        cells.append(cell("resumed", amount(now.resumed_count), 12))
     if now.failover_count:
         cells.append(cell("placed again", amount(now.failover_count), 14))
     if now.redis is not None:
@@ -181,6 +185,7 @@ def _worker(readings: Readings, worker: Worker, width: int, glyphs: Glyphs) -> l
         cell("steps/s", amount(rates.steps_per_second), 13),
         cell("tokens/s", amount(rates.generated_per_second), 14),
         cell("prefill/s", amount(rates.prefilled_per_second), 15),
+        cell("tokens/step", amount(rates.tokens_per_step), 17),
         cell("link in", _rate_bar(rates.link_in, limit, kind, glyphs), 52),
         cell("link out", _rate_text(rates.link_out), 19),
         cell(
@@ -191,7 +196,7 @@ def _worker(readings: Readings, worker: Worker, width: int, glyphs: Glyphs) -> l
         cell("cached tokens", NOTHING if rates.loaded_share is None else ways, 53),
         cell("split", split, 11),
         cell("measured/predicted", amount(rates.measured_over_predicted), 23),
-        cell("kappa_crit", amount(worker.kappa_crit), 16),
+        cell("kappa", _kappa(worker), 22),
         cell(
             "cache",
             _of_bar(
@@ -204,7 +209,7 @@ def _worker(readings: Readings, worker: Worker, width: int, glyphs: Glyphs) -> l
             ),
             40,
         ),
-        cell("power", _power(told, rates.host_cpu_watts, glyphs), 30),
+        cell("power", _power(worker, told, rates.host_cpu_watts, glyphs), 30),
     ]
     if worker.speculation is not None and worker.speculation.methods:
         cells.append(cell("drafts accepted", percent(rates.accepted_share), 20))
@@ -239,11 +244,20 @@ def _of_bar(used: float, capacity: float, words: str, style: str, glyphs: Glyphs
     return bar(share, _BAR, glyphs, style).append(f" {words}")
 
 
-def _power(told: Telemetry, host_cpu_watts: float | None, glyphs: Glyphs) -> Text:
+def _kappa(worker: Worker) -> str:
+    """Return the ratio of its latest requests beside the one above which the link is the limit."""
+    if worker.kappa_crit is None:
+        return NOTHING
+    return f"{amount(worker.recent_kappa_ratio)}, crit {amount(worker.kappa_crit)}"
+
+
+def _power(worker: Worker, told: Telemetry, host_cpu_watts: float | None, glyphs: Glyphs) -> Text:
     if told.power_watts is not None:
         limit = told.power_limit_watts
         if limit:
             words = f"{told.power_watts:.0f} of {limit:.0f} W"
+            if worker.advised_power_watts is not None:
+                words += f", {worker.advised_power_watts:.0f} W would do"
             return _of_bar(told.power_watts, limit, words, "yellow", glyphs)
         return Text(f"{told.power_watts:.0f} W (no limit told)")
     if host_cpu_watts is not None:

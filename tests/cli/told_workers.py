@@ -36,6 +36,7 @@ def telemetry(uptime: float, scale: float = 1.0, **changes: object) -> Telemetry
         selection_step_count=int(2 * scale),
         selection_visible_token_count=int(2000 * scale),
         selection_read_token_count=int(250 * scale),
+        scheduled_token_count=int(1030 * scale),
     )
     return dataclasses.replace(told, **changes)  # type: ignore[arg-type]
 

@@ -36,6 +36,7 @@ class Card:
     counter_bits: int = 64
     milliwatts: int = 450_000
     limit_milliwatts: int = 700_000
+    default_milliwatts: int = 700_000
     millijoules: int = 123_456_789
     utilization_percent: int = 87
     memory_used: int = 100 << 30
@@ -153,6 +154,9 @@ class NvmlDouble:
 
     def nvmlDeviceGetEnforcedPowerLimit(self, handle: object) -> int:
         return self._card("nvmlDeviceGetEnforcedPowerLimit", handle).limit_milliwatts
+
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: object) -> int:
+        return self._card("nvmlDeviceGetPowerManagementDefaultLimit", handle).default_milliwatts
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> int:
         return self._card("nvmlDeviceGetTotalEnergyConsumption", handle).millijoules

@@ -363,6 +363,7 @@ async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(
         assert tokens == 400
         last = telemetry[-1]
         assert last.generated_token_count == 408
+        assert last.scheduled_token_count == len(PROMPT) + 7 + 400
         # 44 of its 45 tokens came from the store, so that every step computed one token.
         assert sum(response.scheduled_token_count for response in heard) == 400
         # The 45th is no prefill.

@@ -22,6 +22,7 @@ from splitpoint.observe.metrics import (
     GPU_PCIE_BYTES,
     GPU_PCIE_GENERATION,
     GPU_PCIE_LANES,
+    GPU_POWER_DEFAULT_LIMIT_WATTS,
     GPU_POWER_LIMIT_WATTS,
     GPU_POWER_WATTS,
     GPU_TEMPERATURE,
@@ -122,6 +123,9 @@ class GpuWatch:
             _PCIE: self._pcie_bytes,
             "power": lambda gpu: (Reading(GPU_POWER_WATTS, gpu.power_watts()),),
             "power_limit": lambda gpu: (Reading(GPU_POWER_LIMIT_WATTS, gpu.power_limit_watts()),),
+            "power_default_limit": lambda gpu: (
+                Reading(GPU_POWER_DEFAULT_LIMIT_WATTS, gpu.power_default_limit_watts()),
+            ),
             "energy": self._energy_joules,
             "utilization": lambda gpu: (Reading(GPU_UTILIZATION, gpu.utilization()),),
             "memory": _memory,

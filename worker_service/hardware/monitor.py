@@ -20,6 +20,7 @@ from splitpoint.observe.meters import Reading
 from splitpoint.observe.metrics import (
     GPU_ENERGY_JOULES,
     GPU_PCIE_BYTES,
+    GPU_POWER_DEFAULT_LIMIT_WATTS,
     GPU_POWER_LIMIT_WATTS,
     GPU_POWER_WATTS,
     GPU_UTILIZATION,
@@ -40,6 +41,7 @@ _RATES: dict[tuple[Metric, tuple[str, ...]], str] = {
     (LINK_CEILING, ()): "link_ceiling_bytes_per_second",
     (GPU_POWER_WATTS, ()): "power_watts",
     (GPU_POWER_LIMIT_WATTS, ()): "power_limit_watts",
+    (GPU_POWER_DEFAULT_LIMIT_WATTS, ()): "power_default_limit_watts",
     (GPU_ENERGY_JOULES, ()): "energy_joules",
     (GPU_UTILIZATION, ()): "utilization_ratio",
 }

@@ -122,6 +122,16 @@ class Gpu:
     def power_limit_watts(self) -> float:
         return float(self._ask(self._nvml.nvmlDeviceGetEnforcedPowerLimit, self._card) / 1e3)
 
+    def power_default_limit_watts(self) -> float:
+        """Return the limit that the card has unless somebody changes it.
+
+        Raises FieldUnsupported for a slice: others share the card's limit with it.
+        """
+        if self.is_slice:
+            raise FieldUnsupported("a slice of a card has no power limit of its own")
+        limit = self._ask(self._nvml.nvmlDeviceGetPowerManagementDefaultLimit, self._card)
+        return float(limit / 1e3)
+
     def energy_millijoules(self) -> int:
         """Return the energy used since the driver was loaded."""
         return int(self._ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._card))

@@ -32,9 +32,15 @@ def busy() -> Readings:
                 telemetry(seconds, scale, split_tokens=2240),
                 emulated_link_bytes_per_second=184e6,
                 kappa_crit=1.35,
+                recent_kappa_ratio=12.0,
                 speculation=WorkerSpeculation(NO_DRAFTS, (DraftMethod.SUFFIX,)),
             ),
-            worker("1", telemetry(seconds, scale * 1000, power_watts=412.0, **gpu), loss_count=2),
+            worker(
+                "1",
+                telemetry(seconds, scale * 1000, power_watts=412.0, **gpu),
+                loss_count=2,
+                advised_power_watts=233.0,
+            ),
         )
         return first(
             reading(seconds, *workers, status=scheduler(seconds, int(scale)), store=stats(1))
@@ -49,7 +55,10 @@ def busy() -> Readings:
         later.status,
         queue=Queue(waiting, 256),
         scheduler=dataclasses.replace(
-            later.status.scheduler, redis=RedisStatus("redis://r:6379/0", False)
+            later.status.scheduler,
+            redis=RedisStatus("redis://r:6379/0", False),
+            oldest_wait_seconds=75.0,
+            resumed_count=3,
         ),
     )
     return following(seen(10.0, 1), dataclasses.replace(later, status=status))
@@ -82,10 +91,13 @@ PARTS = (
     "60% loaded, 30% rebuilt, 10% recomputed",
     "split 2,240",
     "measured/predicted 1.1",
-    "kappa_crit 1.35",
+    "kappa 12, crit 1.35",
+    "tokens/step 103",
+    "oldest waits 75 s",
+    "resumed 3",
     "drafts accepted 75%",
     "selections read 12%",
-    "412 of 700 W",
+    "412 of 700 W, 233 W would do",
     "no reading: no RAPL, no GPU",
     "cache ███░░░░░░░░░ 1 MiB of 4 MiB",
     "lost 2×",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scheduler_doubles import (
     CHUNK_TOKENS,
     PAGE_BYTES,
+    PROFILE,
     FakeClock,
     Stack,
     Steps,
@@ -89,7 +91,9 @@ async def test_tokens_and_times_of_completed_requests() -> None:
         assert value(running, metrics.TTFT_SECONDS, part="_count") == 2
         assert value(running, metrics.ITL_SECONDS, part="_sum") == 3.0
         assert value(running, metrics.REQUEST_SECONDS, part="_sum") == 2.5 + 1.5
-        assert value(running, metrics.QUEUE_SECONDS, part="_sum") == 0
+        assert value(running, metrics.QUEUE_SECONDS, "device", part="_sum") == 0
+        assert value(running, metrics.QUEUE_SECONDS, "device", part="_count") == 2
+        assert (status.device_bound_count, status.link_bound_count) == (2, 0)
         assert value(running, metrics.PREFILL_SECONDS, part="_sum") == 0.5 + 0.5
         assert value(running, metrics.DECODE_SECONDS, part="_sum") == 2.0 + 1.0
         # TPOT has one value per request (its mean), not one per gap.
@@ -109,7 +113,7 @@ async def test_tokens_and_times_of_completed_requests() -> None:
 
 def test_tokens_that_come_together_are_one_gap_and_a_slow_reader_is_none() -> None:
     seen: list[tuple[metrics.Metric, float]] = []
-    accounts = Accounts(0.0, lambda sample, seconds: seen.append((sample, seconds)))
+    accounts = Accounts(0.0, lambda sample, seconds, *labels: seen.append((sample, seconds)))
     times = Times(arrived=1.0)
     for now, count in ((3.0, 1), (4.0, 4)):
         accounts.tokens_came(times, count, now)
@@ -125,7 +129,7 @@ def test_tokens_that_come_together_are_one_gap_and_a_slow_reader_is_none() -> No
 
 def test_the_phases_of_a_request_add_up_and_one_token_has_no_tpot() -> None:
     seen: dict[metrics.Metric, float] = {}
-    accounts = Accounts(0.0, seen.__setitem__)
+    accounts = Accounts(0.0, lambda sample, value, *labels: seen.update({sample: value}))
     message = scheduler_pb2.GenerateComplete(
         queue_seconds=3.0,
         ttft_seconds=5.0,
@@ -148,6 +152,67 @@ def test_the_phases_of_a_request_add_up_and_one_token_has_no_tpot() -> None:
 def test_requests_of_two_hours_have_a_bucket() -> None:
     assert metrics.REQUEST_SECONDS.buckets[-1] == 7680
     assert metrics.DECODE_SECONDS.buckets[-1] == 7680
+
+
+async def test_waits_are_told_apart_by_what_limits_the_request() -> None:
+    """The first request has a worker for itself, the second one waits for it."""
+    clock = FakeClock()
+    store = StoreDouble(cached_tokens=16 * CHUNK_TOKENS)
+    # kappa_crit is 0.002 with so slow a link.
+    slow = replace(PROFILE, link_bytes_per_second=1e4)
+    worker = WorkerDouble(kvstore_address=await store.start(), max_batch=1, profile=slow)
+    worker.pace = steps = Steps()
+    prompt = list(range(10, 10 + 16 * CHUNK_TOKENS + 4))
+    async with stack(worker, clock=clock) as running:
+        first = asyncio.create_task(running.generate(ids_request(prompt, 1)))
+        await running.until(lambda: worker.admits)
+        second = asyncio.create_task(running.generate(ids_request(prompt, 1)))
+        await running.until(lambda: running.manager.admission.queue())
+        clock.now += 30
+        assert (await status_of(running)).oldest_wait_seconds == 30
+        assert value(running, metrics.OLDEST_WAIT_SECONDS) == 30
+        steps.allow(1)
+        await running.until(lambda: len(worker.admits) == 2)
+        steps.allow(1)
+        await asyncio.gather(first, second)
+        status = await status_of(running)
+        assert (status.link_bound_count, status.link_bound_wait_seconds_sum) == (2, 30)
+        assert status.device_bound_count == 0
+        assert status.oldest_wait_seconds == 0
+        assert value(running, metrics.QUEUE_SECONDS, "link", part="_sum") == 30
+        assert value(running, metrics.WORKER_KAPPA_RATIO, "0") == pytest.approx(64)
+        assert (value(running, metrics.KAPPA_CRIT, "0") or 0) < 64
+    await store.stop()
+
+
+async def test_power_is_advised_where_a_card_waits_for_its_link() -> None:
+    store = StoreDouble(cached_tokens=16 * CHUNK_TOKENS)
+    slow = replace(PROFILE, link_bytes_per_second=1e4)
+    worker = WorkerDouble(kvstore_address=await store.start(), profile=slow)
+    prompt = list(range(10, 10 + 16 * CHUNK_TOKENS + 4))
+    async with stack(worker) as running:
+        for _ in range(20):
+            await running.generate(ids_request(prompt, 1))
+        worker.report(types_pb2.Telemetry(power_watts=180))
+        await running.until(lambda: running.manager.registry.connections[0].telemetry)
+        [entry] = await workers_of(running)
+        assert not entry.HasField("advised_power_watts"), "its limit is not known"
+        assert value(running, metrics.WORKER_POWER_ADVISED, "0") is None
+        worker.report(types_pb2.Telemetry(power_watts=180, power_default_limit_watts=700))
+
+        async def advised() -> bool:
+            [told] = await workers_of(running)
+            return told.HasField("advised_power_watts")
+
+        async with asyncio.timeout(20):
+            while not await advised():
+                await asyncio.sleep(0.005)
+        [entry] = await workers_of(running)
+        assert entry.advised_power_watts == 200
+        assert "the link is the limit" in entry.advised_power_reason
+        assert entry.recent_kappa_ratio == pytest.approx(64)
+        assert value(running, metrics.WORKER_POWER_ADVISED, "0") == 200
+    await store.stop()
 
 
 # -- those that were turned away, and those that failed ---------------------------------------
@@ -232,7 +297,7 @@ async def test_failures_and_readers_that_left() -> None:
 
 
 def test_no_text_from_outside_becomes_a_label() -> None:
-    accounts = Accounts(0.0, lambda sample, value: None)
+    accounts = Accounts(0.0, lambda sample, value, *labels: None)
     accounts.rejected(Unavailable("no", reason="UNKNOWN_REASON"))
     accounts.rejected(KeyError("a bug"))
     assert accounts.rejected_counts[OTHER] == accounts.rejected_counts["INTERNAL"] == 1
@@ -404,3 +469,19 @@ async def test_every_metric_of_the_scheduler_has_values() -> None:
         }
         assert listed - families == set()
     await store.stop()
+
+
+async def test_clients_that_come_back_are_counted() -> None:
+    worker = WorkerDouble()
+    async with stack(worker) as running:
+        whole = await running.generate(ids_request(PROMPT, 6, request_id="r"))
+        resume = scheduler_pb2.Resume(next_index=2, token_ids=whole.token_ids[:2])
+        rest = ids_request(PROMPT, 6, request_id="r", resume=resume)
+        attached = [each async for each in running.inference.Generate(rest)]
+        assert attached[0].chunk.index == 2
+        assert value(running, metrics.RESUMES, "attached") == 1
+        other = ids_request(PROMPT, 6, request_id="other", resume=resume)
+        forced = [each async for each in running.inference.Generate(other)]
+        assert forced[0].chunk.index == 2
+        assert value(running, metrics.RESUMES, "forced") == 1
+        assert (await status_of(running)).resumed_count == 2

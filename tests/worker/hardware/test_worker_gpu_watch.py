@@ -37,6 +37,7 @@ FUNCTIONS = {
     "pcie_bytes": "nvmlDeviceGetFieldValues",
     "power": "nvmlDeviceGetPowerUsage",
     "power_limit": "nvmlDeviceGetEnforcedPowerLimit",
+    "power_default_limit": "nvmlDeviceGetPowerManagementDefaultLimit",
     "energy": "nvmlDeviceGetTotalEnergyConsumption",
     "utilization": "nvmlDeviceGetUtilizationRates",
     "memory": "nvmlDeviceGetMemoryInfo",

@@ -88,12 +88,13 @@ def test_errors_of_the_binding_are_sorted(name: str, kind: type[Exception]) -> N
 
 
 def test_units() -> None:
-    card = Card(rx_bytes=7, tx_bytes=9, milliwatts=451_500, limit_milliwatts=700_000, celsius=61)
+    card = Card(rx_bytes=7, tx_bytes=9, milliwatts=451_500, limit_milliwatts=500_000, celsius=61)
     _, gpu = opened(card)
     assert gpu.pcie_bytes() == (Count(7, 64), Count(9, 64))
     assert gpu.link() == Link(generation=1, lanes=16, max_generation=5, max_lanes=16)
     assert gpu.power_watts() == 451.5
-    assert gpu.power_limit_watts() == 700
+    assert gpu.power_limit_watts() == 500
+    assert gpu.power_default_limit_watts() == 700
     assert gpu.energy_millijoules() == card.millijoules
     assert gpu.utilization() == 0.87
     assert gpu.memory() == (card.memory_used, card.memory_total)
@@ -165,6 +166,8 @@ def test_a_slice_has_its_own_memory_and_the_cards_power() -> None:
     assert gpu.power_watts() == 450
     with pytest.raises(FieldUnsupported):
         gpu.utilization()
+    with pytest.raises(FieldUnsupported, match="slice"):
+        gpu.power_default_limit_watts()
 
 
 def test_an_unknown_gpu_is_gone_and_nvml_is_let_go() -> None:
