@@ -21,6 +21,7 @@ from splitpoint_cli.output import EXIT_HELP, print_error
 from splitpoint_cli.planning import plan, size, what_pays
 from splitpoint_cli.request import generate, probe, status
 from splitpoint_cli.security import certs, token
+from splitpoint_cli.simulate.command import simulate
 from splitpoint_cli.stack import down, up
 from splitpoint_cli.top.command import top
 from splitpoint_cli.trace import command as trace
@@ -37,6 +38,7 @@ app.command()(generate.generate)
 app.command()(plan.plan)
 app.command()(what_pays.what_pays)
 app.command()(size.size)
+app.command()(simulate)
 app.command()(status.status)
 app.command()(top)
 app.command()(doctor.doctor)

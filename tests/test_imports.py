@@ -265,7 +265,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("checks", "stack", "request", "top", "trace"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store"),
-        *("bench.growth", "bench.numerics", "bench.serve", "bench", "calibrate", "eval"),
+        *(
+            "bench.growth",
+            "bench.numerics",
+            "bench.serve",
+            "bench",
+            "simulate",
+            "calibrate",
+            "eval",
+        ),
     ),
 }
 MOST_MODULES = 15

@@ -167,7 +167,14 @@ def _require_finite(field: str, value: float, *, above_zero: bool) -> None:
         )
 
 
-def _assumed(name: str, link_gb: float, peak_tflops: float, memory_tb: float) -> Profile:
+def assumed_profile(name: str, link_gb: float, peak_tflops: float, memory_tb: float) -> Profile:
+    """Return what is assumed of a device by its data sheet.
+
+    Args:
+        link_gb: GB/s that pinned copies from the host reach.
+        peak_tflops: dense bf16 peak.
+        memory_tb: peak TB/s of device memory.
+    """
     # Large GEMMs reach 60 % of the dense bf16 peak, whole prefills half of the peak, reads of
     # device memory 80 % of its peak. A pinned copy and a kernel take 10 us to launch; a
     # prefill launches some hundred kernels.
@@ -184,8 +191,8 @@ def _assumed(name: str, link_gb: float, peak_tflops: float, memory_tb: float) ->
 
 
 BUILT_IN_PROFILES: dict[str, Profile] = {
-    "a100-pcie4": _assumed("A100, PCIe 4 x16", 25, 312, 1.94),
-    "h100-pcie5": _assumed("H100, PCIe 5 x16", 52, 989, 3.35),
-    "h200-pcie5": _assumed("H200, PCIe 5 x16", 54, 989, 4.8),
-    "b200-pcie5": _assumed("B200, PCIe 5 x16", 55, 2250, 8.0),
+    "a100-pcie4": assumed_profile("A100, PCIe 4 x16", 25, 312, 1.94),
+    "h100-pcie5": assumed_profile("H100, PCIe 5 x16", 52, 989, 3.35),
+    "h200-pcie5": assumed_profile("H200, PCIe 5 x16", 54, 989, 4.8),
+    "b200-pcie5": assumed_profile("B200, PCIe 5 x16", 55, 2250, 8.0),
 }

@@ -32,6 +32,56 @@ from splitpoint.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
+class IterationSeconds:
+    """Seconds of an engine's step with resident sequences, from constants of one worker.
+
+    Attributes:
+        alone: compute of a step of one sequence, in which all weights are read (D above).
+        row: the products of one decoding sequence.
+        flop: one FLOP of a prefill.
+        piece: the overhead of a piece of a prefill.
+        read: K and V of one token, read by attention.
+        weights: the weights on the host, which cross the link in every step.
+    """
+
+    alone: float
+    row: float
+    flop: float
+    piece: float
+    read: float
+    weights: float
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, profile: Profile, step_compute_seconds: float | None = None
+    ) -> IterationSeconds:
+        """`step_compute_seconds`: see DeviceRoom."""
+        given = step_compute_seconds
+        alone = profile.step_compute_seconds if given is None else given
+        if not alone:
+            alone = shape.step_weight_bytes * profile.memory_seconds_per_byte
+        head = 2 * shape.vocabulary_size * shape.hidden_size
+        return cls(
+            alone,
+            (shape.prefill_flops_per_token + head) / profile.prefill_flops_per_second,
+            1 / profile.prefill_flops_per_second,
+            profile.prefill_overhead_seconds,
+            shape.kv_bytes_per_token * profile.memory_seconds_per_byte,
+            profile.weight_seconds,
+        )
+
+    def seconds(
+        self, count: int, tokens: float, prefill_flops: float = 0.0, pieces: int = 0
+    ) -> float:
+        """Return a step in which `count` sequences of `tokens` tokens together decode.
+
+        It computes `pieces` of prefills of so many FLOP besides: the weights are read once.
+        """
+        products = count * self.row + pieces * self.piece + prefill_flops * self.flop
+        return max(max(self.alone, products) + tokens * self.read, self.weights)
+
+
+@dataclass(frozen=True, slots=True)
 class PieceSeconds:
     """Predicted seconds of pieces of work on one device."""
 
@@ -43,9 +93,12 @@ class PieceSeconds:
 
     def step(self, count: int, length: int) -> float:
         """Return a decode step of `count` resident sequences of this length."""
-        read = count * length * self.shape.kv_bytes_per_token
-        attention = read * self.profile.memory_seconds_per_byte
-        return max(self._products(count) + attention, self.profile.weight_seconds)
+        return self.iteration.seconds(count, count * length)
+
+    @property
+    def iteration(self) -> IterationSeconds:
+        """The constants of a step of this device."""
+        return IterationSeconds.of(self.shape, self.profile, self.room.step_compute_seconds)
 
     def streamed_step(
         self, count: int, length: int, *, resident_tokens: int = 0, resident_count: int = 0
@@ -133,13 +186,3 @@ class PieceSeconds:
         """Copies and products of one streamed sequence in a step, at least."""
         layers = self.shape.layer_count
         return 3 * layers - 1 if self.room.has_activations else layers
-
-    def _products(self, count: int) -> float:
-        """Return max(D, n F / v)."""
-        given, profile, shape = self.room.step_compute_seconds, self.profile, self.shape
-        alone = profile.step_compute_seconds if given is None else given
-        if not alone:
-            alone = shape.step_weight_bytes * profile.memory_seconds_per_byte
-        head = 2 * shape.vocabulary_size * shape.hidden_size
-        flops = count * (shape.prefill_flops_per_token + head)
-        return max(alone, flops / profile.prefill_flops_per_second)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.traces import mooncake, table
-from splitpoint_cli.traces.arrival import Trace
+from splitpoint_cli.traces.arrival import BLOCK_TOKENS, Trace
 from splitpoint_cli.traces.fields import BadLine
 from splitpoint_cli.traces.generators import PUBLISHED, generate
 
@@ -49,7 +49,16 @@ def read_trace(path: Path) -> Trace:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write a file in the format that its name says, as `read_trace` reads it."""
+    """Write a file in the format that its name says, as `read_trace` reads it.
+
+    Raises InvalidArgument for blocks of another size than the formats have.
+    """
+    if trace.block_tokens != BLOCK_TOKENS and any(each.hash_ids for each in trace.arrivals):
+        raise InvalidArgument(
+            f"blocks in a file have {BLOCK_TOKENS} tokens, those of {trace.name} "
+            f"{trace.block_tokens}: write the trace before it is scaled",
+            field="trace",
+        )
     form = table.format_rows if path.suffix.lower() == ".csv" else mooncake.format_lines
     text = "".join(f"{line}\n" for line in form(trace))
     path.write_text(text, encoding="utf-8")

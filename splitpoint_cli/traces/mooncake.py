@@ -10,8 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from splitpoint.errors import InvalidArgument
-from splitpoint_cli.traces.arrival import BLOCK_TOKENS, Arrival, Trace
+from splitpoint_cli.traces.arrival import Arrival, Trace
 from splitpoint_cli.traces.fields import BadValue, checked
 
 
@@ -26,13 +25,7 @@ def parse_lines(lines: Iterable[str]) -> Iterator[Arrival]:
 
 
 def format_lines(trace: Trace) -> Iterator[str]:
-    """Yield a line for each request. Raises InvalidArgument for blocks of another size."""
-    if trace.block_tokens != BLOCK_TOKENS and any(each.hash_ids for each in trace.arrivals):
-        raise InvalidArgument(
-            f"Mooncake's blocks have {BLOCK_TOKENS} tokens, those of {trace.name} "
-            f"{trace.block_tokens}: write the trace before it is scaled",
-            field="trace",
-        )
+    """Yield a line for each request."""
     for each in trace.arrivals:
         fields: dict[str, object] = {
             "timestamp": round(each.seconds * 1e3),

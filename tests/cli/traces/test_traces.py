@@ -99,6 +99,13 @@ def test_what_is_written_is_read(tmp_path: Path, name: str) -> None:
     assert load_trace(str(tmp_path / name), count=3).arrivals == trace.arrivals[:3]
 
 
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.csv"])
+def test_a_scaled_trace_is_not_written(tmp_path: Path, name: str) -> None:
+    small = scaled(generate("mooncake-conversation", count=5), length=0.1)
+    with pytest.raises(InvalidArgument, match="write the trace before it is scaled"):
+        write_trace(small, tmp_path / name)
+
+
 def test_azures_columns_are_read(tmp_path: Path) -> None:
     path = tmp_path / "AzureLLMInferenceTrace_code.csv"
     path.write_text(

@@ -1,0 +1,117 @@
+"""`splitpoint simulate`: one report for people, JSON or a picture, and errors before the work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from simulated import PROFILE
+from typer.testing import CliRunner
+
+from splitpoint_cli.main import app
+from splitpoint_cli.traces.files import read_trace
+
+SMALL = (
+    *("simulate", "--model", "llama-168m", "--devices", "L40S=2", "--num-prompts", "30"),
+    *("--trace-input", "0.03", "--trace-output", "0.1"),
+)
+
+
+def ran(*words: str) -> str:
+    done = CliRunner().invoke(app, [*SMALL, *words])
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    return done.stdout
+
+
+def error_of(*words: str) -> str:
+    done = CliRunner().invoke(app, [*SMALL, *words])
+    assert done.exit_code != 0
+    return str(done.exception)
+
+
+def test_the_keys_are_those_of_bench_serve() -> None:
+    report = json.loads(ran("--json", "--goodput", "ttft:500", "tpot:50"))
+    (run,) = report["runs"]
+    assert run["policy"] == "fifo"
+    assert run["completed"] == 30
+    assert run["goals_ms"] == {"ttft": 500.0, "tpot": 50.0}
+    for key in (
+        *("duration", "request_throughput", "request_goodput", "output_throughput"),
+        *("mean_ttft_ms", "median_tpot_ms", "p99_e2el_ms", "scheduled_tokens_per_step"),
+        *("link_use", "memory_use", "fairness", "joules"),
+    ):
+        assert run[key] >= 0
+    assert report["devices"] == {"L40S": 2}
+
+
+def test_policies_stand_side_by_side() -> None:
+    report = json.loads(ran("--json", "--compare", "--trace-tenants", "2"))
+    assert [run["policy"] for run in report["runs"]] == ["fifo", "fair", "utilisation"]
+    assert report["runs"][0]["tenants"].keys() == {"tenant-0", "tenant-1"}
+    table = ran("--compare")
+    assert "utilisation" in table.splitlines()[1]
+    assert "first token, ms: p99" in table
+
+
+def test_the_number_of_devices_is_found() -> None:
+    report = json.loads(ran("--json", "--find", "gpus", "--goodput", "ttft:60000"))
+    assert report["find"]["device_count"] == 1
+    assert report["devices"] == {"L40S": 1}
+    assert "no number suffices" in ran("--find", "gpus", "--goodput", "ttft:0.01")
+
+
+def test_a_measured_worker_brings_its_cache_and_chunks(tmp_path: Path) -> None:
+    status = {
+        "workers": [
+            {
+                "id": "w",
+                "profile": json.loads(PROFILE.to_json()),
+                "cache_capacity_bytes": 50_000_000,
+            }
+        ],
+        "models": [{"chunk_tokens": 16}],
+        "stores": [{"slot_count": 100}],
+    }
+    path = tmp_path / "status.json"
+    path.write_text(json.dumps(status))
+    told = json.loads(ran("--json", "--profile", str(path), "--devices", "1"))
+    assert told["devices"] == {"measured": 1}
+    assert told["cache_bytes"] == {"measured": 50_000_000}
+    assert told["store_bytes_per_cell"] == 100 * 16 * 12288
+    path.write_text(PROFILE.to_json())
+    assert "give --device-memory" in error_of("--profile", str(path), "--devices", "1")
+    assert "is a number" in error_of("--profile", str(path), "--device-memory", "2GiB")
+
+
+def test_the_trace_is_written_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    first = json.loads(ran("--json", "--save-trace", str(path)))
+    assert len(read_trace(path).arrivals) == 30
+    second = json.loads(ran("--json", "--trace", str(path)))
+    assert second["runs"] == first["runs"]
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "run.png"
+    ran("--png", str(path), "--compare")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--find", "gpus"), "--find needs --goodput"),
+        (("tpot:50",), "belongs behind --goodput"),
+        (("--find", "gpus", "--compare", "--goodput", "ttft:5"), "takes one --policy"),
+        (("--goodput", "ttft"), "is no goal"),
+        (("--devices", "P4=2"), "is not one of A100"),
+        (("--trace", "nothing"), "is neither a file nor one of"),
+        (("--residency", "streamed"), "are not simulated"),
+        (("--tenant-weight", "a"), "is not TENANT=WEIGHT"),
+        (("--save-trace", "/nowhere/x.csv"), "is no folder"),
+    ],
+)
+def test_wrong_input_is_refused(words: tuple[str, ...], message: str) -> None:
+    assert message in error_of(*words)
