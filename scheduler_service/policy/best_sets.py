@@ -68,10 +68,11 @@ class BestSets(Generic[R]):
         self._shares = shares
         self._rooms = rooms
         self._chosen: deque[_Chosen[R]] = deque()
-        # Workers with news, requests that came, and the tenants within the lead, since the
-        # last time that nothing could start.
-        self._touched: set[str] = set()
-        self._fresh: set[int] = set()
+        # Workers with news, requests that came with their tenants, and the tenants within the
+        # lead, since the last time that nothing could start. In order, so that a run can be
+        # repeated.
+        self._touched: dict[str, None] = {}
+        self._fresh: dict[int, str] = {}
         self._eligible: list[str] = []
         self._looked = -_FULL_LOOK_SECONDS
 
@@ -79,22 +80,22 @@ class BestSets(Generic[R]):
 
     def touch(self, worker_id: str) -> None:
         """Note that a worker may have room."""
-        self._touched.add(worker_id)
+        self._touched[worker_id] = None
 
-    def freshen(self, arrival: int) -> None:
+    def freshen(self, waiting: Waiting[R]) -> None:
         """Note that a request may start on any worker."""
-        self._fresh.add(arrival)
+        self._fresh[waiting.arrival] = waiting.tenant
 
     def forget(self, arrival: int) -> None:
         """Note that a request left the queue."""
-        self._fresh.discard(arrival)
+        self._fresh.pop(arrival, None)
         worker_id = self.reservations.end(arrival)
         if worker_id is not None:
-            self._touched.add(worker_id)
+            self._touched[worker_id] = None
 
     def forget_worker(self, worker_id: str) -> None:
         """Note that a worker takes nothing more."""
-        self._touched.discard(worker_id)
+        self._touched.pop(worker_id, None)
         self.reservations.end_on(worker_id)
 
     # -- the decision -------------------------------------------------------------------
@@ -135,9 +136,9 @@ class BestSets(Generic[R]):
         is_due = now - self._looked >= _FULL_LOOK_SECONDS and not self._owner.selects
         if is_due or set(eligible) - set(self._eligible):
             self._looked = now
-            self._touched.update(self._rooms.open())
+            self._touched.update(dict.fromkeys(self._rooms.open()))
         self._eligible = eligible
-        self._touched = {name for name in self._touched if self._has_room(name)}
+        self._touched = {name: None for name in self._touched if self._has_room(name)}
         return eligible
 
     def _has_room(self, worker_id: str) -> bool:
@@ -150,22 +151,41 @@ class BestSets(Generic[R]):
     def _window(self, tenants: Sequence[str]) -> Iterator[tuple[Waiting[R], dict[str, Need]]]:
         """Iterate over the requests that are compared, with what they need of the workers.
 
-        As many of each tenant. Those that could run on none of the workers do not count.
+        They are so many of each tenant for each worker with news, of those that could run there,
+        and those that came.
         """
         each = max(1, self._settings.window // max(1, len(tenants)))
-        for tenant in tenants[: self._settings.window]:
-            left = each
+        for tenant in tenants:
+            came = dict.fromkeys(arrival for arrival, name in self._fresh.items() if name == tenant)
+            left = dict.fromkeys(self._touched, each)
             for waiting in self._order.of_tenant(tenant):
-                needs = {
-                    worker_id: need
-                    for worker_id in self._workers_for(waiting)
-                    if (need := self._need(waiting, worker_id)) is not None
-                }
+                if not left:
+                    break
+                workers = dict.fromkeys(left)
+                if waiting.arrival in came:
+                    del came[waiting.arrival]
+                    workers.update(dict.fromkeys(self._owner.workers_for(waiting.item)))
+                needs = self._needs(waiting, workers)
+                for worker_id in left.keys() & needs.keys():
+                    left[worker_id] -= 1
+                    if not left[worker_id]:
+                        del left[worker_id]
                 if needs:
                     yield waiting, needs
-                    left -= 1
-                    if not left:
-                        break
+            for arrival in came:
+                fresh = self._order.find(arrival)
+                if fresh is not None:
+                    needs = self._needs(fresh, self._owner.workers_for(fresh.item))
+                    if needs:
+                        yield fresh, needs
+
+    def _needs(self, waiting: Waiting[R], workers: Iterable[str]) -> dict[str, Need]:
+        """Return what a request needs of those of these workers on which it could run."""
+        return {
+            worker_id: need
+            for worker_id in workers
+            if (need := self._need(waiting, worker_id)) is not None
+        }
 
     def _next_chosen(self, lead: float) -> Start[R] | None:
         """Return the next member of the chosen sets that can still start."""
@@ -236,12 +256,6 @@ class BestSets(Generic[R]):
             found.candidates.setdefault(worker_id, []).append((waiting, possible[worker_id]))
         elif lacking and len(found.lacking) < _STREAMED:
             found.lacking.append((waiting, lacking))
-
-    def _workers_for(self, waiting: Waiting[R]) -> Iterable[str]:
-        """Return the workers on which a request may start, that it was not known of before."""
-        if waiting.arrival in self._fresh:
-            return self._owner.workers_for(waiting.item)
-        return self._touched
 
     def _is_open(self, worker_id: str, need: Need) -> bool:
         return need.can_start and self._rooms.hold(worker_id, need) is None

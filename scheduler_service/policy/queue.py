@@ -89,14 +89,14 @@ class PolicyQueue(Generic[R]):
     def push(self, waiting: Waiting[R]) -> int:
         """Queue a request. Return how many waiting ones arrived before it."""
         self.shares.waits(waiting.tenant, waiting.weight)
-        self._sets.freshen(waiting.arrival)
+        self._sets.freshen(waiting)
         return self._order.add(waiting)
 
     def freshen(self, arrival: int) -> None:
         """Note that a waiting request could start where it could not before: it is not paused."""
         waiting = self._order.find(arrival)
         if waiting is not None:
-            self._sets.freshen(waiting.arrival)
+            self._sets.freshen(waiting)
 
     def withdraw(self, arrival: int) -> None:
         """Take a request out of the queue, if it waits."""

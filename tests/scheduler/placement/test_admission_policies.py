@@ -1,0 +1,172 @@
+"""The admission queue under every policy: nothing is lost, miscounted or left to wait."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, queued_request, worker_facts
+
+from scheduler_service.api.request import Request
+from scheduler_service.placement.admission import AdmissionQueue, Admitted, Queued
+from scheduler_service.placement.reasons import Cause
+from scheduler_service.policy.settings import PolicySettings
+from splitpoint.options.scheduler import Policy
+from splitpoint.planning.plan import Residency
+
+FACTS = worker_facts(
+    10, 8, kvstore_address="unix:/store", store_slot_count=1000, slot_bytes=2 * PAGE_BYTES
+)
+
+
+class History:
+    """Random traffic of three tenants over three workers that come, drain and go."""
+
+    def __init__(self, policy: Policy, rng: random.Random) -> None:
+        self.rng = rng
+        self.now = 0.0
+        self.arrivals = 0
+        self.waiting: dict[int, Request] = {}
+        self.running: dict[int, Admitted] = {}
+        self.workers: set[str] = set()
+        chosen = PolicySettings(
+            policy,
+            aging_seconds=rng.choice([0.0, 3.0]),
+            lead_requests=rng.choice([0.0, 4.0]),
+            window=rng.choice([1, 4, 64]),
+        )
+        self.admission = AdmissionQueue(100, policy=chosen, clock=lambda: self.now)
+
+    def step(self) -> None:
+        """Let something happen."""
+        events = [self.worker_comes, self.time_passes, *[self.request_comes] * 6]
+        if self.workers:
+            events += [self.worker_drains, self.worker_goes]
+        if self.waiting:
+            events += [self.reader_pauses, self.request_leaves]
+        if self.running:
+            events += [*[self.tokens_come] * 4, *[self.request_ends] * 4]
+        self.rng.choice(events)()
+        self.place()
+        self.check()
+
+    def worker_comes(self) -> None:
+        worker_id = self.rng.choice("012")
+        if worker_id not in self.workers:
+            self.workers.add(worker_id)
+            self.admission.add_worker(
+                replace(
+                    FACTS,
+                    worker_id=worker_id,
+                    cache_capacity_bytes=self.rng.randint(3, 12) * PAGE_BYTES,
+                    max_batch_size=self.rng.randint(1, 4),
+                    max_batched_tokens=self.rng.choice([0, 1, 4]) * CHUNK_TOKENS,
+                )
+            )
+
+    def worker_drains(self) -> None:
+        self.admission.close_worker(self.rng.choice(sorted(self.workers)))
+
+    def worker_goes(self) -> None:
+        worker_id = self.rng.choice(sorted(self.workers))
+        self.workers.discard(worker_id)
+        self.admission.remove_worker(worker_id)
+        for arrival, lost in list(self.running.items()):
+            if lost.worker_id == worker_id:
+                del self.running[arrival]
+                self.admission.resubmit(lost.request)
+                self.waiting[arrival] = lost.request
+
+    def request_comes(self) -> None:
+        rng = self.rng
+        pin = rng.choice(["", "", "", "0", "1"])
+        wish = rng.choice([None, None, *Residency])
+        one = queued_request(self.arrivals, rng.randint(1, 11) * CHUNK_TOKENS, wish, pin)
+        one.tenant, one.priority = rng.choice("abc"), rng.randint(-1, 1)
+        one.weight = 2.0 if one.tenant == "a" else 1.0
+        one.times.queued = self.now
+        one.cleared_at_tokens = 1 if rng.random() < 0.1 else None
+        self.arrivals += 1
+        if isinstance(self.admission.submit(one), Queued):
+            self.waiting[one.arrival] = one
+
+    def reader_pauses(self) -> None:
+        one = self.waiting[self.rng.choice(sorted(self.waiting))]
+        one.is_paused = not one.is_paused
+        self.admission.resumed(one)
+
+    def tokens_come(self) -> None:
+        one = self.running[self.rng.choice(sorted(self.running))]
+        one.request.cleared_at_tokens = None
+        self.admission.tokens_came(one)
+
+    def request_ends(self) -> None:
+        self.admission.release(self.running.pop(self.rng.choice(sorted(self.running))))
+
+    def request_leaves(self) -> None:
+        self.admission.withdraw(self.waiting.pop(self.rng.choice(sorted(self.waiting))))
+
+    def time_passes(self) -> None:
+        self.now += self.rng.choice([0.01, 0.2, 5.0])
+
+    def place(self) -> None:
+        while (one := self.admission.admit()) is not None:
+            assert self.waiting.pop(one.request.arrival) is one.request
+            assert one.request.worker_id in ("", one.worker_id)
+            assert not one.request.is_paused
+            self.running[one.request.arrival] = one
+        self.idle_workers_have_nothing_to_do()
+
+    def idle_workers_have_nothing_to_do(self) -> None:
+        """On a worker where nothing runs, whatever waits for it starts: always admit one."""
+        for worker_id in self.workers:
+            ledger = self.admission.ledger(worker_id)
+            assert ledger is not None
+            if ledger.running_count or ledger.is_closed:
+                continue
+            for one in self.waiting.values():
+                need = self.admission.need(one, worker_id)
+                # It may lack slots that streamed requests of another worker hold.
+                assert need is None or not need.can_start, (one.arrival, worker_id)
+
+    def check(self) -> None:
+        """The books are straight."""
+        assert self.admission.check_integrity() == []
+        assert [waiting.arrival for waiting in self.admission.queue()] == sorted(self.waiting)
+        in_turn = [waiting.arrival for waiting in self.admission.in_turn()]
+        assert sorted(in_turn) == sorted(self.waiting)
+        for one in self.waiting.values():
+            explained = self.admission.explain(one)
+            assert explained.reason
+            assert (explained.place is None) == (
+                explained.cause is Cause.WORKER or not self.admission.is_placeable(one)
+            )
+        for worker_id in self.workers:
+            ledger = self.admission.ledger(worker_id)
+            assert ledger is not None
+            here = [one for one in self.running.values() if one.worker_id == worker_id]
+            assert ledger.running_count == len(here)
+
+    def end(self) -> None:
+        """In the end all that can run has run."""
+        for one in self.waiting.values():
+            one.is_paused = False
+            self.admission.resumed(one)
+        self.place()
+        while self.running:
+            self.now += 1.0
+            arrival = min(self.running)
+            self.admission.release(self.running.pop(arrival))
+            self.place()
+        assert not any(self.admission.is_placeable(one) for one in self.waiting.values())
+        assert self.admission.check_integrity() == []
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_histories(policy: Policy, seed: int) -> None:
+    history = History(policy, random.Random(seed))
+    for _ in range(200):
+        history.step()
+    history.end()
