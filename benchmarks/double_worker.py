@@ -49,7 +49,7 @@ def main() -> int:
         place = sys.argv.index(FLAG)
         DoubleRunner.step_seconds = float(sys.argv[place + 1]) / 1e3
         del sys.argv[place : place + 2]
-    engine.ModelRunner = DoubleRunner  # type: ignore[misc]
+    vars(engine)["ModelRunner"] = DoubleRunner
     return run_worker()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 import grpc
 
 from scheduler_service.api.request import Request, Resume
+from scheduler_service.api.stalls import StallBound
 from scheduler_service.api.text_jobs import TextJobs
 from scheduler_service.api.validation import (
     Encode,
@@ -22,7 +22,7 @@ from scheduler_service.explain import explain_plans
 from scheduler_service.requests.manager import RequestManager
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.checkpoint.text import TooManyTokens
-from splitpoint.errors import Cancelled, DeadlineExceeded, ResourceExhausted
+from splitpoint.errors import DeadlineExceeded, ResourceExhausted
 from splitpoint.numerics import Numerics
 from splitpoint.observe import tracing
 from splitpoint.observe.logs import set_request
@@ -154,16 +154,11 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         )
 
     async def _deliver(self, request: Request, resume: Resume, context: Context) -> None:
-        stall_seconds = self._limits.stall_seconds
-        with request.attach(resume) as reader:
+        with StallBound(self._limits.stall_seconds) as bound, request.attach(resume) as reader:
             async for response in reader:
-                try:
-                    async with asyncio.timeout(stall_seconds):
-                        await context.write(response)
-                except TimeoutError:
-                    raise Cancelled(
-                        f"nothing was read for {stall_seconds:g} s", reason="SLOW_READER"
-                    ) from None
+                bound.begin()
+                await context.write(response)
+                bound.end()
 
     def _tokenized(self, text: str) -> pb.TokenizeResponse:
         try:

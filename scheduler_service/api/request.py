@@ -268,8 +268,10 @@ class Request:
 
     def update_pause(self) -> None:
         """Pause beyond the lag bound, resume at half of it."""
-        slowest = min((reader.cursor for reader in self._readers), default=len(self.output))
-        lag = len(self.output) - slowest
+        slowest = count = len(self.output.token_ids)
+        for reader in self._readers:
+            slowest = min(slowest, reader.cursor)
+        lag = count - slowest
         limit = self.lag_tokens // 2 if self.is_paused else self.lag_tokens
         paused = lag > limit and not self.has_ended
         if paused != self.is_paused:

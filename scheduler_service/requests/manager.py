@@ -285,13 +285,16 @@ class RequestManager:
             attempt = self.attempts.find(report.request_id, report.attempt)
             if attempt is not None:
                 attempt.report = report
+        now = self._clock()
         for result in response.tokens:
             attempt = self.attempts.find(result.request_id, result.attempt)
             if attempt is None or attempt.request.has_ended:
                 self.accounts.late_count += 1
                 continue
-            with self._tasks.contained(attempt.request):
-                self._on_tokens(attempt, result)
+            try:  # a context manager would take as long as much of what it surrounds
+                self._on_tokens(attempt, result, now)
+            except Exception:
+                self._tasks.failed(attempt.request)
         for finish in response.finishes:
             attempt = self.attempts.find(finish.request_id, finish.attempt)
             if attempt is not None:  # else the request was retried
@@ -303,10 +306,10 @@ class RequestManager:
         if response.finishes or response.HasField("others") or has_room:
             self._start_waiting()
 
-    def _on_tokens(self, attempt: Attempt, result: worker_pb2.TokenResult) -> None:
-        request = attempt.request
+    def _on_tokens(self, attempt: Attempt, result: worker_pb2.TokenResult, now: float) -> None:
+        request, token_ids = attempt.request, result.token_ids
         try:
-            count = request.output.count_new(result.first_index, len(result.token_ids))
+            count = request.output.count_new(result.first_index, len(token_ids))
         except ValueError as error:
             with for_request(request.request_id):
                 _log.error("worker %s skipped tokens: %s", attempt.worker_id, error)
@@ -319,14 +322,13 @@ class RequestManager:
         if not count:
             self.accounts.duplicate_count += 1
             return
-        now = self._clock()
         self.accounts.tokens_came(request.times, count, now)
         if request.times.first_token is None:
             attempt.span.record("first token", attempt.sent_at, now)
         request.times.tokens_came(now)
         request.drafts.add(result)
         request.selected.add(result)
-        request.append(result.token_ids[-count:], result.logprobs[-count:])
+        request.append(token_ids[-count:], result.logprobs[-count:])
         if self.admission.tokens_came(attempt.admitted):
             self._start_waiting()
 

@@ -31,15 +31,19 @@ class RequestTasks:
 
     @contextmanager
     def contained(self, request: Request) -> Iterator[None]:
-        """Log an exception with an incident id, and end the request with it."""
+        """Let an exception end the request and nothing else."""
         try:
             yield
         except Exception:
-            incident = secrets.token_hex(8)
-            with for_request(request.request_id):
-                _log.exception("incident %s", incident, extra={"incident": incident})
-            error = Internal(f"internal error, incident {incident}", incident=incident)
-            self._on_error(request, error)
+            self.failed(request)
+
+    def failed(self, request: Request) -> None:
+        """Log the exception at hand with an incident id, and end the request with it."""
+        incident = secrets.token_hex(8)
+        with for_request(request.request_id):
+            _log.exception("incident %s", incident, extra={"incident": incident})
+        error = Internal(f"internal error, incident {incident}", incident=incident)
+        self._on_error(request, error)
 
     async def close(self) -> None:
         """Cancel all tasks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -42,6 +42,11 @@ class Logprobs:
 
     chosen: float
     top: tuple[tuple[int, float], ...]
+
+
+def _logprobs(message: types_pb2.PositionLogprobs) -> Logprobs:
+    top = tuple((item.token_id, item.logprob) for item in message.top)
+    return Logprobs(message.chosen_logprob, top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +137,20 @@ class CompletionBuilder:
         """True if the final message has come."""
         return self._completion is not None
 
-    def events(self, message: scheduler_pb2.GenerateResponse) -> Iterator[Tokens]:
-        """Yield the tokens of one message. Raises Internal for a gap in the token indices."""
+    def tokens_of(self, message: scheduler_pb2.GenerateResponse) -> Tokens | None:
+        """Return the tokens or the text of one message; None if it has none.
+
+        Raises Internal for a gap in the token indices.
+        """
         if message.HasField("chunk"):
-            yield self._tokens(message.chunk)
-        elif message.HasField("complete"):
+            return self._tokens(message.chunk)
+        last = None
+        if message.HasField("complete"):
             if message.complete.text:
                 self._text.append(message.complete.text)
-                yield Tokens(len(self.token_ids), (), message.complete.text)
+                last = Tokens(len(self.token_ids), (), message.complete.text)
             self._completion = self._complete(message.complete)
+        return last
 
     def completion(self) -> Completion:
         """Return the whole answer. Raises Internal if the final message is missing."""
@@ -154,20 +164,12 @@ class CompletionBuilder:
                 f"the server sent token {chunk.index} where {len(self.token_ids)} was due",
                 reason="TOKEN_GAP",
             )
-        tokens = Tokens(
-            chunk.index,
-            tuple(chunk.token_ids),
-            chunk.text,
-            tuple(
-                Logprobs(
-                    entry.chosen_logprob, tuple((item.token_id, item.logprob) for item in entry.top)
-                )
-                for entry in chunk.logprobs
-            ),
-        )
+        # Most answers have none, and this runs for every token.
+        logprobs = tuple(map(_logprobs, chunk.logprobs)) if chunk.logprobs else ()
+        tokens = Tokens(chunk.index, tuple(chunk.token_ids), chunk.text, logprobs)
         self.token_ids += tokens.token_ids
         self._text.append(tokens.text)
-        self._logprobs += tokens.logprobs
+        self._logprobs += logprobs
         return tokens
 
     def _complete(self, message: scheduler_pb2.GenerateComplete) -> Completion:

@@ -90,7 +90,8 @@ def _receive(tries: Tries) -> Iterator[Event]:
         while True:
             with tries.attempt():
                 for message in tries.call:
-                    yield from tries.events(message)
+                    if (tokens := tries.tokens_of(message)) is not None:
+                        yield tokens
             if tries.is_over:
                 break
             time.sleep(tries.pause_seconds)
@@ -103,8 +104,8 @@ async def _receive_async(tries: Tries) -> AsyncIterator[Event]:
         while True:
             with tries.attempt():
                 async for message in tries.call:
-                    for event in tries.events(message):
-                        yield event
+                    if (tokens := tries.tokens_of(message)) is not None:
+                        yield tokens
             if tries.is_over:
                 break
             await asyncio.sleep(tries.pause_seconds)

@@ -31,7 +31,7 @@ _FINAL_REASONS = frozenset({"TOO_MANY_MOVES"})
 class Tries:
     """One generation. At most one of its calls is open.
 
-    `events` numbers the tokens through all calls, so each index comes once.
+    `tokens_of` numbers the tokens through all calls, so each index comes once.
     """
 
     def __init__(
@@ -51,10 +51,13 @@ class Tries:
         self._index = schedulers.current
         self.call = schedulers.generate(self._index, request, timeout)
 
-    def events(self, message: pb.GenerateResponse) -> Iterator[Tokens]:
-        """Yield the tokens of one message. Raises Internal for a gap in the token indices."""
+    def tokens_of(self, message: pb.GenerateResponse) -> Tokens | None:
+        """Return the tokens or the text of one message; None if it has none.
+
+        Raises Internal for a gap in the token indices.
+        """
         self._failures, self._give_up_at = 0, None
-        yield from self._builder.events(message)
+        return self._builder.tokens_of(message)
 
     def completion(self) -> Completion:
         """Return the whole answer. Raises Internal if the final message is missing."""
