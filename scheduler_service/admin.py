@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from splitpoint.discovery.redis_link import RedisLink
 
 ADMIN_SERVICE = "splitpoint.v1.AdminService"
+
+# In the status of the scheduler.
+_MOST_TENANTS = 100
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -87,7 +90,24 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
             link_bound_wait_seconds_sum=accounts.waited_seconds[Limit.LINK],
             device_bound_count=accounts.placed_counts[Limit.DEVICE],
             device_bound_wait_seconds_sum=accounts.waited_seconds[Limit.DEVICE],
+            tenants=self._tenants(),
+            decision_counts={
+                decision.value: count
+                for decision, count in admission.policy.decision_counts.items()
+            },
         )
+
+    def _tenants(self) -> Iterator[pb.TenantStatus]:
+        for facts in self._manager.tenants()[:_MOST_TENANTS]:
+            yield pb.TenantStatus(
+                tenant=facts.tenant,
+                metrics_label=self._manager.tenant_labels.label(facts.tenant),
+                weight=facts.weight,
+                running_count=facts.running_count,
+                waiting_count=facts.waiting_count,
+                oldest_wait_seconds=facts.oldest_wait_seconds,
+                service_byte_seconds=facts.service,
+            )
 
     def _worker(self, worker: WorkerConnection) -> pb.WorkerStatus:
         is_draining = worker.ready is not None and worker.is_draining

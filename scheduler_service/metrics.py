@@ -9,6 +9,7 @@ from scheduler_service.cluster.registry import Registry
 from scheduler_service.placement.admission import AdmissionQueue
 from scheduler_service.requests.accounts import Accounts
 from scheduler_service.requests.manager import RequestManager
+from scheduler_service.requests.tenants import TenantFacts
 from splitpoint.costs.kappa import kappa_crit
 from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
@@ -37,6 +38,7 @@ def readings(manager: RequestManager, model_name: str, link: RedisLink | None) -
     yield Reading(metrics.MODEL_INFO, 1, (model_name,))
     yield from _counts(manager.accounts)
     yield from _queue(manager)
+    yield from _policy(manager)
     yield from _ledgers(manager.admission)
     yield from _workers(manager.registry, manager.admission)
     if link is not None:
@@ -66,6 +68,24 @@ def _queue(manager: RequestManager) -> Iterator[Reading]:
     yield Reading(metrics.REQUESTS_WAITING, admission.waiting_count)
     yield Reading(metrics.OLDEST_WAIT_SECONDS, manager.oldest_wait_seconds())
     yield Reading(metrics.QUEUE_CAPACITY, admission.capacity)
+
+
+def _policy(manager: RequestManager) -> Iterator[Reading]:
+    policy = manager.admission.policy
+    for decision, count in policy.decision_counts.items():
+        yield Reading(metrics.POLICY_DECISIONS, count, (decision.value,))
+    for worker_id in policy.rooms.open():
+        labels = (worker_id,)
+        yield Reading(metrics.WORKER_BOUND_TOKENS, policy.rooms.bound_tokens(worker_id), labels)
+        yield Reading(metrics.WORKER_RESTORING_BYTES, policy.rooms.link_bytes(worker_id), labels)
+    by_label: dict[str, TenantFacts] = {}
+    for facts in manager.tenants():
+        label = manager.tenant_labels.label(facts.tenant)
+        by_label[label] = facts.joined(by_label.get(label))
+    for label, facts in by_label.items():
+        yield Reading(metrics.TENANT_SERVICE, facts.service, (label,))
+        yield Reading(metrics.TENANT_WAITING, facts.waiting_count, (label,))
+        yield Reading(metrics.TENANT_OLDEST_WAIT, facts.oldest_wait_seconds, (label,))
 
 
 def _ledgers(admission: AdmissionQueue) -> Iterator[Reading]:

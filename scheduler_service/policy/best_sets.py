@@ -15,9 +15,9 @@ from typing import Generic
 
 from scheduler_service.policy.choice import Budget, Offer, choose
 from scheduler_service.policy.hold import Hold
-from scheduler_service.policy.in_order import start_in
+from scheduler_service.policy.in_order import streamed_in
 from scheduler_service.policy.order import WaitingOrder
-from scheduler_service.policy.owner import Owner, Start
+from scheduler_service.policy.owner import Decision, Owner, Start
 from scheduler_service.policy.reservations import Reservations
 from scheduler_service.policy.rooms import WorkerRooms
 from scheduler_service.policy.settings import PolicySettings
@@ -199,7 +199,8 @@ class BestSets(Generic[R]):
                 break
             need = self._need(waiting, worker_id)
             if need is not None and self._is_open(worker_id, need):
-                return Start(waiting, worker_id, need)
+                decision = Decision.SET if chosen.is_within_lead else Decision.SPARE
+                return Start(waiting, worker_id, need, decision)
         return None
 
     def _next_reserved(self) -> Start[R] | None:
@@ -209,7 +210,7 @@ class BestSets(Generic[R]):
             if need is None:  # it could not run there any more
                 self.forget(waiting.arrival)
             elif self._is_open(worker_id, need):
-                return Start(waiting, worker_id, need)
+                return Start(waiting, worker_id, need, Decision.RESERVATION)
         return None
 
     def _next_of(
@@ -338,9 +339,7 @@ class BestSets(Generic[R]):
     def _streamed(self, found: _Found[R]) -> Start[R] | None:
         """Return the start of a request that had better be streamed than wait for memory."""
         for waiting, lacking in found.lacking:
-            start = start_in(
-                self._owner, waiting, self._owner.instead(waiting.item, lacking), self._rooms
-            )
+            start = streamed_in(self._owner, waiting, lacking, self._rooms)
             if start is not None:
                 return start
         return None

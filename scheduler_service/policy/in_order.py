@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from scheduler_service.policy.order import WaitingOrder
-from scheduler_service.policy.owner import Owner, Start
+from scheduler_service.policy.owner import Decision, Owner, Start
 from scheduler_service.policy.rooms import WorkerRooms
 from scheduler_service.policy.tenants import TenantShares
 from scheduler_service.policy.waiting import Need, R, Waiting
@@ -53,7 +54,7 @@ def first_in_order(
         needs = needs_of(owner, waiting, claimed)
         start = start_in(owner, waiting, needs, rooms)
         if start is None and needs:
-            start = start_in(owner, waiting, owner.instead(waiting.item, needs), rooms)
+            start = streamed_in(owner, waiting, needs, rooms)
         if start is not None:
             return start
         claimed |= needs.keys()
@@ -89,3 +90,15 @@ def start_in(
         return None
     worker_id = owner.prefer(waiting.item, possible)
     return Start(waiting, worker_id, possible[worker_id])
+
+
+def streamed_in(
+    owner: Owner[R],
+    waiting: Waiting[R],
+    lacking: Mapping[str, Need],
+    rooms: WorkerRooms | None,
+) -> Start[R] | None:
+    """Return the start of a request that had better be streamed than wait for the memory that
+    these workers lack."""
+    start = start_in(owner, waiting, owner.instead(waiting.item, lacking), rooms)
+    return None if start is None else replace(start, decision=Decision.STREAMED)

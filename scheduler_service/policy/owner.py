@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
 from scheduler_service.policy.waiting import Need, R, Waiting
@@ -42,6 +43,21 @@ class Owner(Protocol[R_contra]):
         """
 
 
+class Decision(StrEnum):
+    """Why a request starts now."""
+
+    # It was the first in turn that could.
+    TURN = "turn"
+    # It belongs to the set that fills its worker best.
+    SET = "set"
+    # The same, of a tenant ahead of its share: no other could use the worker.
+    SPARE = "spare"
+    # Memory was kept for it.
+    RESERVATION = "reservation"
+    # It lacks memory, and had better be streamed than wait.
+    STREAMED = "streamed"
+
+
 @dataclass(frozen=True, slots=True)
 class Start(Generic[R]):
     """A request that starts now. The owner grants it the memory that `need` names."""
@@ -49,3 +65,4 @@ class Start(Generic[R]):
     waiting: Waiting[R]
     worker_id: str
     need: Need
+    decision: Decision = Decision.TURN

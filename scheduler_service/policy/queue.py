@@ -16,7 +16,7 @@ from scheduler_service.policy.best_sets import BestSets
 from scheduler_service.policy.hold import Hold
 from scheduler_service.policy.in_order import fair_order, first_in_order, prefixes_first
 from scheduler_service.policy.order import WaitingOrder
-from scheduler_service.policy.owner import Owner, Start
+from scheduler_service.policy.owner import Decision, Owner, Start
 from scheduler_service.policy.rooms import WorkerLimits, WorkerRooms
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.policy.tenants import TenantShares
@@ -32,6 +32,7 @@ class PolicyQueue(Generic[R]):
         self.settings = settings
         self.shares = TenantShares()
         self.rooms = WorkerRooms(settings)
+        self.decision_counts = dict.fromkeys(Decision, 0)
         self._owner = owner
         self._order: WaitingOrder[R] = WaitingOrder()
         self._usage = Usage(self.shares)
@@ -159,6 +160,10 @@ class PolicyQueue(Generic[R]):
         """Return the requests that started and have not ended, by arrival."""
         return self._usage.arrivals
 
+    def service(self, now: float) -> dict[str, float]:
+        """Return the byte-seconds that each tenant's requests have used until now."""
+        return self._usage.service(now)
+
     def hold(self, arrival: int, worker_id: str, need: Need) -> Hold:
         """Return what keeps a waiting request from starting on a worker that has room for it."""
         waiting = self._order.find(arrival)
@@ -200,6 +205,7 @@ class PolicyQueue(Generic[R]):
 
     def _bind(self, start: Start[R], now: float) -> None:
         waiting, need, worker_id = start.waiting, start.need, start.worker_id
+        self.decision_counts[start.decision] += 1
         size = need.pages * self.rooms.limits(worker_id).page_bytes
         self._sets.reservations.started(now - waiting.since)
         self._usage.start(waiting.arrival, waiting.tenant, worker_id, size, now)

@@ -59,6 +59,19 @@ class TenantShares:
         tenant = self._tenants.get(name)
         return tenant.charged if tenant is not None else 0.0
 
+    def weight(self, name: str) -> float:
+        """Return the weight of a tenant's latest request; 1 if it has none here."""
+        tenant = self._tenants.get(name)
+        return tenant.weight if tenant is not None else 1.0
+
+    def waiting_count(self, name: str) -> int:
+        tenant = self._tenants.get(name)
+        return tenant.waiting if tenant is not None else 0
+
+    def running_count(self, name: str) -> int:
+        tenant = self._tenants.get(name)
+        return tenant.running if tenant is not None else 0
+
     def share(self, name: str) -> float:
         """Return a tenant's part of all charges of the tenants that are active, 0 to 1."""
         total = sum(tenant.charged for tenant in self._tenants.values())

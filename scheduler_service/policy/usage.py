@@ -41,6 +41,8 @@ class Usage:
         self._shares = shares
         self._held: dict[int, _Held] = {}
         self._mean_seconds = 1.0
+        # Byte-seconds of requests that have ended, by tenant.
+        self._served: dict[str, float] = {}
         # Mean byte-seconds of a request; 0: none has started.
         self.mean_cost = 0.0
 
@@ -54,6 +56,14 @@ class Usage:
     def on(self, worker_id: str) -> list[int]:
         """Return the requests that started on a worker."""
         return [arrival for arrival, held in self._held.items() if held.worker_id == worker_id]
+
+    def service(self, now: float) -> dict[str, float]:
+        """Return the byte-seconds that each tenant's requests have used until now."""
+        found = dict(self._served)
+        for held in self._held.values():
+            held.use_until(now)
+            found[held.tenant] = found.get(held.tenant, 0.0) + held.used
+        return found
 
     def worker_of(self, arrival: int) -> str | None:
         """Return where a request started; None if it has not, or has ended."""
@@ -91,6 +101,7 @@ class Usage:
         held.use_until(now)
         self._shares.charge(held.tenant, held.used - held.charged)
         self._shares.ends(held.tenant)
+        self._served[held.tenant] = self._served.get(held.tenant, 0.0) + held.used
         self.mean_cost += _NEWEST * (held.used - self.mean_cost)
         self._mean_seconds += _NEWEST * (now - held.started - self._mean_seconds)
         return held.worker_id

@@ -41,6 +41,7 @@ from scheduler_service.requests.failover import (
 from scheduler_service.requests.sharing import Sharing
 from scheduler_service.requests.table import RequestTable
 from scheduler_service.requests.tasks import RequestTasks
+from scheduler_service.requests.tenants import TenantFacts, TenantLabels, tenants_of
 from splitpoint.errors import (
     FailedPrecondition,
     Internal,
@@ -85,6 +86,7 @@ class RequestManager:
         self.requests = RequestTable(options.limits)
         self.attempts = Attempts(registry, self.admission, accounts, options.objective, clock)
         self.sharing = Sharing(registry, self.admission, clock)
+        self.tenant_labels = TenantLabels(options.server_key)
         self.is_draining = False
         self._find_prefix = find_prefix
         self._clock = clock
@@ -185,6 +187,10 @@ class RequestManager:
             request.cached = await self._find_prefix(request.tenant_salt, tokens)
             span.set(cached_tokens=max(request.cached.own.values(), default=0))
         request.times.looked_up = self._clock()
+
+    def tenants(self) -> list[TenantFacts]:
+        """Return every tenant that has had a request, the one with most service first."""
+        return tenants_of(self.admission, self._clock())
 
     def oldest_wait_seconds(self) -> float:
         """Return how long the longest-waiting request has waited in the queue; 0 if none waits."""

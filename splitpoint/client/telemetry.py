@@ -6,7 +6,8 @@ Counters start at zero with their process. Two readings, divided by the differen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from splitpoint.transport.convert import from_message
 from splitpoint.v1 import scheduler_pb2, types_pb2
@@ -68,13 +69,27 @@ class RedisStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStatus:
+    """One tenant's requests. `service_byte_seconds`: device memory times how long they had it."""
+
+    tenant: str
+    metrics_label: str
+    weight: float
+    running_count: int
+    waiting_count: int
+    oldest_wait_seconds: float
+    service_byte_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStatus:
     """Counters of a scheduler since its start, and the requests that run and wait now.
 
     `failed_count` counts requests that ended with an error, `cancelled_count` those that
     their client gave up, `rejected_count` those that were never accepted. `redis` is None
     if the scheduler uses no Redis. A link-bound request's kappa_ratio was above its worker's
-    kappa_crit when it was placed.
+    kappa_crit when it was placed. `tenants`: the one with most service first. `decision_counts`:
+    requests that started, by the policy's reason.
     """
 
     uptime_seconds: float
@@ -99,6 +114,8 @@ class SchedulerStatus:
     link_bound_wait_seconds_sum: float = 0.0
     device_bound_count: int = 0
     device_bound_wait_seconds_sum: float = 0.0
+    tenants: tuple[TenantStatus, ...] = ()
+    decision_counts: Mapping[str, int] = field(default_factory=dict)
 
 
 def telemetry_from_proto(message: types_pb2.Telemetry) -> Telemetry:
@@ -111,4 +128,10 @@ def redis_status(message: types_pb2.RedisStatus) -> RedisStatus:
 
 def scheduler_status(message: scheduler_pb2.GetSchedulerStatusResponse) -> SchedulerStatus:
     redis = redis_status(message.redis) if message.HasField("redis") else None
-    return from_message(SchedulerStatus, message, redis=redis)
+    return from_message(
+        SchedulerStatus,
+        message,
+        redis=redis,
+        tenants=tuple(from_message(TenantStatus, tenant) for tenant in message.tenants),
+        decision_counts=dict(message.decision_counts),
+    )

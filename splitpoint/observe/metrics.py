@@ -572,6 +572,35 @@ WORKER_LOSSES = _scheduler.counter(
 FAILOVERS = _scheduler.counter(
     "failovers_total", "Requests placed again after their worker was lost."
 )
+POLICY_DECISIONS = _scheduler.counter(
+    "policy_decisions_total",
+    "Requests that started, by the policy's reason: turn (the first that could), set (it fills its "
+    "worker best), spare (of a tenant ahead of its share: no other could use the worker), "
+    "reservation (it waited long, and memory was kept), streamed (instead of waiting for memory).",
+    "reason",
+)
+TENANT_SERVICE = _scheduler.counter(
+    "tenant_service_byte_seconds_total",
+    "Bytes of device memory times the seconds for which a tenant's requests have had them. Tenants "
+    "have pseudonyms, which the status explains; after the first 20 they are called other.",
+    "tenant",
+)
+TENANT_WAITING = _scheduler.gauge(
+    "tenant_waiting_requests", "Requests of a tenant in the queue; names as above.", "tenant"
+)
+TENANT_OLDEST_WAIT = _scheduler.gauge(
+    "tenant_oldest_wait_seconds",
+    "How long the longest-waiting request of a tenant has waited; names as above.",
+    "tenant",
+)
+WORKER_BOUND_TOKENS = _scheduler.gauge(
+    "worker_bound_tokens", "Tokens of placed requests that are not prefilled yet.", "worker"
+)
+WORKER_RESTORING_BYTES = _scheduler.gauge(
+    "worker_restoring_bytes",
+    "Bytes that placed requests without a first token bring over the worker's link.",
+    "worker",
+)
 RESUMES = _scheduler.counter(
     "resumes_total",
     "Clients that came back with tokens they had: attached (the request is known here), forced (a "

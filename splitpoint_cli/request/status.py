@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from splitpoint.client import Client
 from splitpoint.client.answers import Worker
+from splitpoint.client.telemetry import TenantStatus
 from splitpoint.config import DEFAULT_ADDRESS, format_size
 from splitpoint.errors import DeadlineExceeded, Unavailable
 from splitpoint.transport import convert
@@ -199,6 +200,8 @@ def _print_tables(found: Status, wide: bool) -> None:
         _print_text(_store_line(store))
         if store.stats is not None:
             _print_text(memory_line(store.stats))
+    for line in tenant_lines(found.scheduler.tenants):
+        _print_text(line)
     waiting = counted(len(found.queue.requests), "request waits", "requests wait")
     out.print(f"queue: {waiting}, at most {found.queue.capacity:,} may")
     for request in found.queue.requests:
@@ -208,6 +211,21 @@ def _print_tables(found: Status, wide: bool) -> None:
             f"memory: {request.reason}"
         )
         _print_text(line)
+
+
+def tenant_lines(tenants: Sequence[TenantStatus]) -> Iterator[str]:
+    """Yield a line for each tenant; nothing if all requests are of the unnamed one."""
+    for tenant in tenants:
+        if tenant.tenant or len(tenants) > 1:
+            waits = ""
+            if tenant.waiting_count:
+                waits = f" for {tenant.oldest_wait_seconds:.1f} s at most"
+            yield (
+                f"tenant {tenant.tenant or '(unnamed)'}: {tenant.running_count:,} running, "
+                f"{tenant.waiting_count:,} waiting{waits}, weight {tenant.weight:g}, has had "
+                f"{format_size(int(tenant.service_byte_seconds))} x s; metrics call it "
+                f"{tenant.metrics_label}"
+            )
 
 
 def _print_text(text: str) -> None:
