@@ -65,7 +65,10 @@ def way_of(need: Need) -> Way:
 
 
 class Cell:
-    """Runs requests to their end. `rejected`: those that no worker could ever run."""
+    """Runs requests to their end.
+
+    `rejected`: those that no worker could ever run, or that exceed the model's context.
+    """
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class Cell:
             self.queue.add_worker(name, limits)
         first = workers[0]
         self.chunk_tokens = first.facts.chunk_tokens
+        self.context_length = first.facts.shape.context_length
         self.store = SimulatedStore(store_bytes // first.facts.slot_bytes)
 
     def run(self, requests: Iterable[SimulatedRequest]) -> None:
@@ -205,7 +209,8 @@ class Cell:
         footprints = [
             self._footprint(each.worker, request.token_count) for each in self.stations.values()
         ]
-        if all(isinstance(each, NeverFits) for each in footprints):
+        is_too_long = request.token_count > self.context_length
+        if is_too_long or all(isinstance(each, NeverFits) for each in footprints):
             request.ended = self.now
             self.rejected.append(request)
             return

@@ -76,6 +76,8 @@ PUBLISHED: dict[str, Published] = {
     ),
 }
 
+# Least part of a continued conversation's prompt that its turns before had.
+_LEAST_SEEN = 0.67
 # Tenants are named after their number.
 TENANT = "tenant-{}"
 
@@ -174,27 +176,34 @@ def _blocks(
     than wanted were seen before; else it starts one.
     """
     found: list[tuple[int, tuple[int, ...]]] = []
-    # (whole blocks, conversation) in order, and the blocks of each conversation.
-    sizes: list[tuple[int, int]] = []
-    known: dict[int, tuple[int, ...]] = {}
+    # Conversations by their whole blocks, the latest one last; the numbers of blocks in order.
+    by_size: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    sizes: list[int] = []
     total = seen = fresh = conversations = 0
     for tokens in inputs:
-        count = -(-tokens // BLOCK_TOKENS)
-        most = bisect_right(sizes, (tokens // BLOCK_TOKENS, math.inf))
+        count, whole = -(-tokens // BLOCK_TOKENS), tokens // BLOCK_TOKENS
+        conversation = -1
         shared: tuple[int, ...] = ()
-        # One of the longest that fit: a turn adds little to a conversation.
-        if most and seen < seen_share * (total + count):
-            _, conversation = sizes.pop(random.randrange(max(0, most - 8), most))
-            shared = known[conversation]
-        else:
+        if whole and seen < seen_share * (total + count):
+            # A turn adds up to a third of the conversation; if none is so long, more.
+            place = bisect_right(sizes, random.uniform(_LEAST_SEEN, 1.0) * whole)
+            if place:
+                size = sizes[place - 1]
+                conversation, shared = by_size[size].pop()
+                if not by_size[size]:
+                    del by_size[size], sizes[place - 1]
+        if conversation < 0:
             conversation = conversations
             conversations += 1
         own = tuple(range(fresh, fresh + count - len(shared)))
         fresh += len(own)
         hash_ids = shared + own
         found.append((conversation, hash_ids))
-        known[conversation] = hash_ids[: tokens // BLOCK_TOKENS]
-        insort(sizes, (len(known[conversation]), conversation))
+        if whole:
+            if whole not in by_size:
+                by_size[whole] = []
+                insort(sizes, whole)
+            by_size[whole].append((conversation, hash_ids[:whole]))
         total += count
         seen += len(shared)
     return found
