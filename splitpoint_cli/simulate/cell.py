@@ -77,13 +77,18 @@ class Cell:
         *,
         store_bytes: int,
         streams: bool = True,
+        request_seconds: float = 0.0,
     ) -> None:
-        """`streams`: a request that is too long for the device's memory is streamed."""
+        """`streams`: a request that is too long for the device's memory is streamed.
+
+        `request_seconds`: from a request's arrival to its place in the queue.
+        """
         self.now = 0.0
         self.rejected: list[SimulatedRequest] = []
         self.stations: dict[str, _Station] = {}
         self.queue: PolicyQueue[SimulatedRequest] = PolicyQueue(self, settings)
         self._residency = None if streams else Residency.RESIDENT
+        self._request_seconds = request_seconds
         self._follows_steps = settings.policy is not Policy.FIFO
         self._fits: dict[tuple[str, int], Fits | NeverFits] = {}
         self._events: list[tuple[float, int, str, SimulatedRequest | None, int]] = []
@@ -108,9 +113,10 @@ class Cell:
         """Run these requests, in order of arrival, until the last one has ended."""
         events = self._events
         for request in requests:
-            while events and events[0][0] <= request.arrived:
+            arrives = request.arrived + self._request_seconds
+            while events and events[0][0] <= arrives:
                 self._happen()
-            self.now = request.arrived
+            self.now = arrives
             self._arrive(request)
         while events:
             self._happen()

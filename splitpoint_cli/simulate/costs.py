@@ -50,15 +50,30 @@ class Run:
         return guess
 
 
-class DeviceCosts:
-    """Predicted seconds on one kind of worker.
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Seconds that a profile does not know.
 
-    `step_overhead`: seconds that each step takes besides, such as those of the engine's host.
+    Attributes:
+        step: of each step, besides its compute.
+        row: of each decoding sequence in a step, such as sampling and sending its token.
+        request: between a request's arrival and its place in the queue.
     """
 
-    def __init__(self, pieces: PieceSeconds, *, step_overhead: float = 0.0) -> None:
+    step: float = 0.0
+    row: float = 0.0
+    request: float = 0.0
+
+
+NO_OVERHEADS = Overheads()
+
+
+class DeviceCosts:
+    """Predicted seconds on one kind of worker."""
+
+    def __init__(self, pieces: PieceSeconds, overheads: Overheads = NO_OVERHEADS) -> None:
         self.pieces = pieces
-        self.step_overhead = step_overhead
+        self.overheads = overheads
         self.shape: ModelShape = pieces.shape
         self._iteration: IterationSeconds = pieces.iteration
         embedding = 2 * self.shape.vocabulary_size * self.shape.hidden_size
@@ -85,7 +100,8 @@ class DeviceCosts:
 
     def step(self, count: int, tokens: float, flops: float = 0.0, pieces: int = 0) -> float:
         """Return one step; see IterationSeconds."""
-        return self._iteration.seconds(count, tokens, flops, pieces) + self.step_overhead
+        overheads = self.overheads.step + count * self.overheads.row
+        return self._iteration.seconds(count, tokens, flops, pieces) + overheads
 
     def decodes(self, steps: int, count: int, tokens: float) -> Run:
         """Return at most so many steps of `count` sequences, which grow by a token in each."""
@@ -123,7 +139,7 @@ class DeviceCosts:
         if found is None:
             found = self.pieces.streamed_step(count, length, resident_count=resident_count)
             self._streamed[key] = found
-        return found + self.step_overhead
+        return found + self.overheads.step + (count + resident_count) * self.overheads.row
 
     def restore(self, tokens: int) -> Plan:
         """Return the planner's plan of a restore of so many tokens, at least 1."""

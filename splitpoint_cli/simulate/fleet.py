@@ -14,7 +14,7 @@ from splitpoint.residency.load import DeviceRoom
 from splitpoint.residency.seconds import PieceSeconds
 from splitpoint.shapes import ArenaLayout, ModelShape
 from splitpoint_cli.planning.sizing import Node, divided
-from splitpoint_cli.simulate.costs import DeviceCosts
+from splitpoint_cli.simulate.costs import NO_OVERHEADS, DeviceCosts, Overheads
 from worker_service.device.memory import STAGING_PAGES
 
 # Part of a card's memory that a worker gets, after the driver and CUDA: `splitpoint size` takes
@@ -95,7 +95,7 @@ class Worker:
 
 
 def worker_on(
-    kind: DeviceType, shape: ModelShape, node: Node, *, step_overhead: float = 0.0
+    kind: DeviceType, shape: ModelShape, node: Node, overheads: Overheads = NO_OVERHEADS
 ) -> Worker:
     """Return the worker that `node` makes on a device; its memory is divided as by a worker.
 
@@ -116,7 +116,7 @@ def worker_on(
     return Worker(
         kind,
         facts,
-        DeviceCosts(PieceSeconds(shape, facts.profile, room), step_overhead=step_overhead),
+        DeviceCosts(PieceSeconds(shape, facts.profile, room), overheads),
         kappa_crit(shape, facts.profile, node.encoding),
     )
 

@@ -29,6 +29,7 @@ from splitpoint_cli.bench.serve.workload import GOALS
 from splitpoint_cli.models import find_shape
 from splitpoint_cli.options import of
 from splitpoint_cli.planning.sizing import Node
+from splitpoint_cli.simulate.costs import Overheads
 from splitpoint_cli.simulate.fleet import DEVICE_TYPES, DeviceType, device_type
 from splitpoint_cli.simulate.run import Fleet, Load
 from splitpoint_cli.traces.generators import PUBLISHED
@@ -87,6 +88,22 @@ STEP_OVERHEAD: Option[float] = Option(
     float,
     0.0,
     "Milliseconds of each step besides what the profile knows.",
+    unit="MS",
+    least=0,
+)
+ROW_OVERHEAD: Option[float] = Option(
+    "row-overhead-ms",
+    float,
+    0.0,
+    "Milliseconds of each sequence that decodes in a step, besides its products.",
+    unit="MS",
+    least=0,
+)
+REQUEST_OVERHEAD: Option[float] = Option(
+    "request-overhead-ms",
+    float,
+    0.0,
+    "Milliseconds from a request's arrival to its place in the scheduler's queue.",
     unit="MS",
     least=0,
 )
@@ -189,6 +206,8 @@ class SimulateOptions:
     weights: str = of(store.WEIGHTS, _FLEET)
     dtype: str = of(store.DTYPE, _FLEET)
     step_overhead_ms: float = of(STEP_OVERHEAD, _FLEET)
+    row_overhead_ms: float = of(ROW_OVERHEAD, _FLEET)
+    request_overhead_ms: float = of(REQUEST_OVERHEAD, _FLEET)
     trace: str = of(TRACE, _LOAD)
     num_prompts: int | None = of(REQUESTS, _LOAD)
     seconds: float | None = of(SECONDS, _LOAD)
@@ -236,7 +255,11 @@ class SimulateOptions:
             self.cell,
             0,
             streams=self.residency == "auto",
-            step_overhead=self.step_overhead_ms / 1e3,
+            overheads=Overheads(
+                self.step_overhead_ms / 1e3,
+                self.row_overhead_ms / 1e3,
+                self.request_overhead_ms / 1e3,
+            ),
         )
         return replace(fleet, store_bytes=self._store_bytes(fleet, measured))
 

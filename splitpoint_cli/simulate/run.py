@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from scheduler_service.policy.settings import PolicySettings
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.planning.sizing import Node
+from splitpoint_cli.simulate.costs import NO_OVERHEADS, Overheads
 from splitpoint_cli.simulate.fleet import DeviceType, Worker, worker_on
 from splitpoint_cli.simulate.outcome import Outcome
 from splitpoint_cli.simulate.workload import requests_of
@@ -63,7 +64,6 @@ class Fleet:
         cell_size: devices of one scheduler at most.
         store_bytes: host memory of each cell's store.
         streams: see `Cell`.
-        step_overhead: see `DeviceCosts`.
     """
 
     shape: ModelShape
@@ -72,7 +72,7 @@ class Fleet:
     cell_size: int
     store_bytes: int
     streams: bool = True
-    step_overhead: float = 0.0
+    overheads: Overheads = NO_OVERHEADS
 
     @property
     def device_count(self) -> int:
@@ -89,7 +89,7 @@ class Fleet:
                 kind,
                 self.shape,
                 replace(self.node, profile=kind.profile, device_memory_bytes=kind.memory_bytes),
-                step_overhead=self.step_overhead,
+                self.overheads,
             )
             for kind, _ in self.devices
         }
@@ -154,7 +154,13 @@ def _run_cells(
             weights=load.weights,
         )
         dealt[index] = []
-        cell = Cell(kinds, settings, store_bytes=fleet.store_bytes, streams=fleet.streams)
+        cell = Cell(
+            kinds,
+            settings,
+            store_bytes=fleet.store_bytes,
+            streams=fleet.streams,
+            request_seconds=fleet.overheads.request,
+        )
         cell.run(requests)
         outcome.add_cell(cell, requests, trace.seconds)
     return outcome

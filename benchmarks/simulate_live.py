@@ -1,0 +1,226 @@
+"""The simulator beside the live stack: one CPU worker, three traces, by the same figures.
+
+First the worker's costs are fitted from short loads of known composition (requests alone, several
+that decode together, short and long ones). Then each trace runs live, sent by `bench serve`, and
+simulated. Throughput and the median time to the first token are compared.
+
+    python -m benchmarks.simulate_live [--requests N] [--json] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.shared import finish, parser_of, serving
+from scheduler_service.policy.settings import PolicySettings
+from splitpoint.client import AsyncClient
+from splitpoint.costs.profile import Profile
+from splitpoint.shapes import ModelShape
+from splitpoint.transport.tls import PLAIN
+from splitpoint_cli.bench.serve.backends import Sampling
+from splitpoint_cli.bench.serve.load import Record
+from splitpoint_cli.bench.serve.measures import tpot_ms, ttft_ms
+from splitpoint_cli.bench.serve.prompts import RandomPrompts
+from splitpoint_cli.bench.serve.report import results_of
+from splitpoint_cli.bench.serve.requests import Requests
+from splitpoint_cli.bench.serve.runs import measured
+from splitpoint_cli.bench.serve.splitpoint_backend import splitpoint_backend
+from splitpoint_cli.bench.serve.workload import Arrivals, Figures
+from splitpoint_cli.bench.shared.ending import run_until_signal
+from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.shared.report import commit, hardware
+from splitpoint_cli.planning.sizing import Node
+from splitpoint_cli.simulate.costs import Overheads
+from splitpoint_cli.simulate.fleet import DeviceType
+from splitpoint_cli.simulate.report import results_of as simulated_results_of
+from splitpoint_cli.simulate.run import Fleet, Load, simulate
+
+MAX_BATCH, STEP_TOKENS, CHUNK_TOKENS = 32, 512, 64
+DEVICE_MEMORY = "160MiB"
+# (requests at once, prompt tokens, answer tokens)
+DECODES = ((1, 64, 96), (4, 64, 96), (12, 64, 96), (24, 64, 96), (4, 1500, 96), (12, 1000, 96))
+# Prompt tokens of requests alone.
+PREFILLS = (32, 256, 512, 1024, 2000)
+REPEATS = 5
+TRACES = (
+    Load("mooncake-conversation", rate=1.0, length=1 / 32, output=0.15),
+    Load("mooncake-synthetic", rate=1.0, length=1 / 32, output=0.3),
+    Load("azure-conversation", rate=0.8, length=0.25, output=0.2),
+)
+_SAMPLING = Sampling(ignore_eos=True, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A worker's costs as its clients see them."""
+
+    profile: Profile
+    overheads: Overheads
+
+
+class Stack:
+    """Loads on one running stack."""
+
+    def __init__(self, address: str, progress: Progress) -> None:
+        self.address = address
+        self.progress = progress
+        self._seed = 0
+
+    async def run(self, requests: Requests, at_once: int | None = None) -> list[Record]:
+        backend = splitpoint_backend(self.address, PLAIN, {}, _SAMPLING, "")
+        found = await measured(backend, requests, at_once, self.progress)
+        return found.records
+
+    async def alike(self, count: int, at_once: int, prompt: int, answer: int) -> list[Record]:
+        """Send alike requests, none of whose prompts was sent before."""
+        self._seed += 1
+        source = RandomPrompts(prompt, answer)
+        return await self.run(Requests(source, Arrivals(), count, 0, 1000 + self._seed), at_once)
+
+
+async def fit(stack: Stack, shape: ModelShape, profile: Profile) -> tuple[Fitted, dict[str, Any]]:
+    """Return the costs that explain loads of known composition, and what these measured."""
+    await stack.alike(4, 4, 200, 20)  # whatever is done once
+    rows, seconds = [], []
+    for count, prompt, answer in DECODES:
+        records = await stack.alike(count, count, prompt, answer)
+        rows.append((1.0, count, count * (prompt + answer / 2)))
+        seconds.append(statistics.median(map(tpot_ms, records)) / 1e3)
+    step, row, read = _least_squares(rows, seconds)
+    pieces, firsts = [], []
+    for prompt in PREFILLS:
+        records = await stack.alike(REPEATS, 1, prompt, 2)
+        firsts.append(statistics.median(map(ttft_ms, records)) / 1e3)
+        pieces.append((1.0, shape.prefill_flops(prompt)))
+    extra = [first - -(-p // STEP_TOKENS) * step for first, p in zip(firsts, PREFILLS, strict=True)]
+    request, flop = _least_squares(pieces, extra)
+    head = 2 * shape.vocabulary_size * shape.hidden_size
+    products = (shape.prefill_flops_per_token + head) * flop
+    fitted = Fitted(
+        replace(
+            profile,
+            prefill_flops_per_second=1 / flop,
+            prefill_overhead_seconds=0.0,
+            # All of a step's fixed costs are its overhead: they add to its products.
+            step_compute_seconds=1e-9,
+            memory_seconds_per_byte=read / shape.kv_bytes_per_token,
+            description="fitted from loads on the live stack",
+        ),
+        Overheads(step, max(0.0, row - products), request),
+    )
+    return fitted, {
+        "decodes": [
+            {"at_once": count, "prompt": prompt, "tpot_ms": 1e3 * each}
+            for (count, prompt, _), each in zip(DECODES, seconds, strict=True)
+        ],
+        "prefills": [
+            {"prompt": prompt, "ttft_ms": 1e3 * each}
+            for prompt, each in zip(PREFILLS, firsts, strict=True)
+        ],
+    }
+
+
+def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return factors, none below a small positive one; relative errors count."""
+    active = list(range(len(rows[0])))
+    weights = 1 / np.array(seconds)
+    table = np.array(rows, dtype=float)
+    while True:
+        found, *_ = np.linalg.lstsq(
+            table[:, active] * weights[:, None], np.array(seconds) * weights, rcond=None
+        )
+        if found.min() > 0 or len(active) == 1:
+            break
+        del active[int(found.argmin())]
+    factors = [1e-12] * len(rows[0])
+    for place, factor in zip(active, found, strict=True):
+        factors[place] = max(1e-12, float(factor))
+    return factors
+
+
+def simulated(fitted: Fitted, shape: ModelShape, cache_bytes: int, load: Load) -> dict[str, Any]:
+    kind = DeviceType("cpu", fitted.profile, 0, cache_bytes=cache_bytes)
+    node = Node(
+        fitted.profile,
+        0,
+        max_batch=MAX_BATCH,
+        max_batched_tokens=STEP_TOKENS,
+        chunk_tokens=CHUNK_TOKENS,
+    )
+    fleet = Fleet(shape, node, [(kind, 1)], 1, 1 << 30, overheads=fitted.overheads)
+    outcome = simulate(fleet, load, PolicySettings())
+    return simulated_results_of(outcome, "fifo", {}, {"cpu": kind})
+
+
+async def compare(stack: Stack, client: AsyncClient, loads: Sequence[Load]) -> dict[str, Any]:
+    shape = (await client.get_model()).shape
+    (worker,) = await client.list_workers()
+    if worker.profile is None:
+        raise RuntimeError("the worker has not measured its costs")
+    fitted, measurements = await fit(stack, shape, worker.profile)
+    runs = []
+    for load in loads:
+        requests = Requests(load.read(), None, load.count or 0, 0, load.seed)
+        records = await stack.run(requests)
+        live = results_of(records, Figures(("ttft", "tpot", "e2el")), None)
+        predicted = simulated(fitted, shape, worker.cache_capacity_bytes, load)
+        runs.append({"load": asdict(load), "live": live, "simulated": predicted})
+    return {
+        "benchmark": "simulate_live",
+        "hardware": hardware(),
+        "commit": commit(),
+        "model": shape.name,
+        "fitted": {
+            "overheads": asdict(fitted.overheads),
+            "profile": asdict(fitted.profile),
+            "from": measurements,
+        },
+        "runs": runs,
+    }
+
+
+KEYS = (
+    *("request_throughput", "output_throughput", "median_ttft_ms", "mean_ttft_ms"),
+    *("median_tpot_ms", "median_e2el_ms", "cached_tokens"),
+)
+
+
+def show(result: Mapping[str, Any]) -> None:
+    print(f"{result['model']} on {result['hardware']}; fitted: {result['fitted']['overheads']}")
+    for run in result["runs"]:
+        print(f"\n{run['load']['trace']}: live, simulated, difference")
+        for key in KEYS:
+            live, predicted = run["live"][key] or 0, run["simulated"][key] or 0
+            off = (predicted - live) / live if live else 0.0
+            print(f"  {key:20} {live:12,.2f} {predicted:12,.2f} {off:+8.1%}")
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    options = {
+        "workers": 1,
+        "threads": 1,
+        "device_memory": DEVICE_MEMORY,
+        "max_batch": MAX_BATCH,
+        "max_batched_tokens": STEP_TOKENS,
+    }
+    loads = [replace(load, count=arguments.requests) for load in TRACES]
+    async with serving("simulate", **options) as (_, client):
+        return await compare(Stack(client.address, Progress()), client, loads)
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--requests", type=int, default=120)
+    arguments = parser.parse_args()
+    finish(arguments, run_until_signal(measure(arguments)), show)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
