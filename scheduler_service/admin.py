@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from scheduler_service.api.request import Request
 from scheduler_service.cluster.connection import ReadyWorker, WorkerConnection
 from scheduler_service.requests.accounts import Limit
 from scheduler_service.requests.manager import RequestManager
@@ -24,6 +26,8 @@ ADMIN_SERVICE = "splitpoint.v1.AdminService"
 
 # In the status of the scheduler.
 _MOST_TENANTS = 100
+# Requests that are explained without a break.
+_EXPLAINED = 64
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,17 +54,11 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
     async def GetQueue(self, request: pb.GetQueueRequest, context: Context) -> pb.GetQueueResponse:
         admission = self._manager.admission
         response = pb.GetQueueResponse(capacity=admission.capacity)
-        now = self._clock()
         for position, waiting in enumerate(admission.in_turn()):
-            explained = admission.explain(waiting)
-            response.requests.add(
-                request_id=waiting.client_request_id,
-                tenant=waiting.tenant,
-                position=position,
-                footprint_bytes=explained.footprint_bytes,
-                waited_duration=_duration(now - waiting.times.arrived),
-                reason=explained.reason,
-            )
+            if position % _EXPLAINED == _EXPLAINED - 1:
+                await asyncio.sleep(0)  # let tokens pass
+            if not waiting.has_ended:
+                response.requests.append(self._queued(waiting, position))
         return response
 
     async def GetSchedulerStatus(
@@ -108,6 +106,33 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
                 oldest_wait_seconds=facts.oldest_wait_seconds,
                 service_byte_seconds=facts.service,
             )
+
+    def _queued(self, waiting: Request, position: int) -> pb.QueuedRequest:
+        explained = self._manager.admission.explain(waiting)
+        shares, now, times = self._manager.admission.policy.shares, self._clock(), waiting.times
+        entry = pb.QueuedRequest(
+            request_id=waiting.client_request_id,
+            tenant=waiting.tenant,
+            position=position,
+            footprint_bytes=explained.footprint_bytes,
+            waited_duration=_duration(now - times.arrived),
+            queued_duration=_duration(now - (times.queued or now)),
+            reason=explained.reason,
+            waits_for=explained.cause.value,
+            priority=waiting.priority,
+            has_reservation=self._manager.admission.policy.is_reserved(waiting.arrival),
+            tenant_weight=waiting.weight,
+            tenant_share=shares.share(waiting.tenant),
+            tenant_entitled_share=shares.entitled(waiting.tenant),
+        )
+        place = explained.place
+        if place is not None:
+            entry.worker_id = place.ledger.facts.worker_id
+            entry.cached_tokens = place.way.cached_tokens
+            entry.new_tokens = place.way.new_tokens
+            entry.kappa_ratio = place.way.kappa_ratio
+            entry.missing_bytes = place.missing_bytes
+        return entry
 
     def _worker(self, worker: WorkerConnection) -> pb.WorkerStatus:
         is_draining = worker.ready is not None and worker.is_draining

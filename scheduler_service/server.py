@@ -120,11 +120,18 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             self._open_calls -= 1
 
     async def _validated(self, request: pb.GenerateRequest) -> Request:
-        tenant, key = current_caller().tenant, self._manager.options.server_key
+        caller, key = current_caller(), self._manager.options.server_key
 
         def job() -> Request:
             shape, encode = self._shape, self._encode
-            checked = validate_generate(request, shape, encode, tenant=tenant, server_key=key)
+            checked = validate_generate(
+                request,
+                shape,
+                encode,
+                tenant=caller.tenant,
+                weight=caller.weight,
+                server_key=key,
+            )
             self._manager.prepare(checked)
             return checked
 

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from scheduler_service.api.request import FROM_THE_START, Request, Resume
+from scheduler_service.policy.waiting import LEAST_PRIORITY, MOST_PRIORITY
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.keys import SALT_LIMIT, request_seed
@@ -46,12 +47,13 @@ def validate_generate(
     encode: Encode | None,
     *,
     tenant: str = "",
+    weight: float = 1.0,
     server_key: bytes,
 ) -> Request:
     """Check everything, tokenize text, and fill in what was left open.
 
-    `encode` is None if the model has no tokenizer. A request without a seed gets the one that
-    every scheduler of this `server_key` gives it.
+    `weight`: the tenant's. `encode` is None if the model has no tokenizer. A request without a
+    seed gets the one that every scheduler of this `server_key` gives it.
 
     Raises InvalidArgument with the field's path, NotFound for another model, and
     FailedPrecondition if text needs a tokenizer that is not there.
@@ -69,6 +71,8 @@ def validate_generate(
     return Request(
         client_request_id=request_id,
         tenant=tenant,
+        weight=weight,
+        priority=request.priority,
         body_digest=_digest_of(request),
         prompt=prompt,
         sampling=sampling,
@@ -130,6 +134,11 @@ def _check_names(request: scheduler_pb2.GenerateRequest) -> None:
     if len(salt) > SALT_LIMIT:
         raise InvalidArgument(
             f"{len(salt)} bytes of salt, at most {SALT_LIMIT}", field="cache_salt"
+        )
+    if not LEAST_PRIORITY <= request.priority <= MOST_PRIORITY:
+        raise InvalidArgument(
+            f"a priority is from {LEAST_PRIORITY} to {MOST_PRIORITY}, not {request.priority}",
+            field="priority",
         )
 
 

@@ -370,15 +370,40 @@ def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """A request that waits, and why. `position` counts from 0."""
+    """A request that waits, and why. `position` counts from 0, in the order of turns.
+
+    Attributes:
+        footprint_bytes: its smallest charge on any ready worker; 0 if there is none.
+        waited_seconds, queued_seconds: since its arrival; since it entered the queue last.
+        reason: why it waits, in words.
+        tenant: request ids are unique within it.
+        waits_for: one word for it, such as memory, batch, turn or share (docs/scheduling.md).
+        worker_id: the worker that lacks least for it, of which the following numbers are.
+        cached_tokens, new_tokens, kappa_ratio: K, T, and K / T.
+        missing_bytes: of device memory; 0 if something else is missing.
+        has_reservation: memory is kept free for it.
+        tenant_weight, tenant_share, tenant_entitled_share: the tenant's weight, its part of the
+            memory and time charged, and its part of the weights, both 0 to 1.
+    """
 
     request_id: str
     position: int
     footprint_bytes: int
     waited_seconds: float
     reason: str
-    # Request ids are unique within a tenant.
     tenant: str = ""
+    waits_for: str = ""
+    queued_seconds: float = 0.0
+    priority: int = 0
+    worker_id: str = ""
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    kappa_ratio: float = 0.0
+    missing_bytes: int = 0
+    has_reservation: bool = False
+    tenant_weight: float = 1.0
+    tenant_share: float = 0.0
+    tenant_entitled_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,6 +421,7 @@ def queue(message: scheduler_pb2.GetQueueResponse) -> Queue:
                 QueuedRequest,
                 entry,
                 waited_seconds=entry.waited_duration.ToNanoseconds() / 1e9,
+                queued_seconds=entry.queued_duration.ToNanoseconds() / 1e9,
             )
             for entry in message.requests
         ),

@@ -54,6 +54,8 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None
     # Narrows prefix sharing to requests with the same salt; of a str its UTF-8 bytes.
     cache_salt: bytes | str | None
+    # Larger first among the tenant's requests, from -10 to 10 (docs/scheduling.md).
+    priority: int | None
     # Run on this worker.
     worker: str | None
     # Rebuild this many cached tokens from activations instead of the plan's.

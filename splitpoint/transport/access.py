@@ -6,6 +6,7 @@ A tokens file names callers and holds only the digests of their tokens:
     name = "alice"
     role = "client"                 # client, worker or admin
     tenant = "research"             # clients only; default ""
+    weight = 2.0                    # of the tenant, above 0; default 1, or that of its other tokens
     sha256 = "<hex of SHA-256 of the token>"
 
 The file is read again after a change, which is checked once a second at most, so that
@@ -25,7 +26,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ _log = logging.getLogger(__name__)
 METADATA_KEY = "authorization"
 _RECHECK_SECONDS = 1.0
 _LOG_SECONDS = 1.0
+# Bounds of a tenant's weight.
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
@@ -100,6 +103,8 @@ class Caller:
     name: str = ""
     role: Role | None = None
     tenant: str = ""
+    # Of the tenant: its share of the devices is in proportion, while others want more, too.
+    weight: float = 1.0
 
 
 _NO_CALLER = Caller()
@@ -148,12 +153,30 @@ def parse_tokens(text: str, source: str | Path) -> tuple[TokenEntry, ...]:
     ):
         if len(set(values)) != len(values):
             raise InvalidArgument(f"{source} has a {what} twice", field="tokens")
-    return entries
+    weights = _weights(rows, entries, source)
+    return tuple(
+        replace(entry, caller=replace(entry.caller, weight=weights.get(entry.caller.tenant, 1.0)))
+        for entry in entries
+    )
+
+
+def _weights(
+    rows: Iterable[dict[str, Any]], entries: Iterable[TokenEntry], source: str | Path
+) -> dict[str, float]:
+    """Return the weights of the tenants that have one. Raises InvalidArgument for two of one."""
+    weights: dict[str, float] = {}
+    for row, entry in zip(rows, entries, strict=True):
+        tenant = entry.caller.tenant
+        if "weight" in row and weights.setdefault(tenant, row["weight"]) != row["weight"]:
+            raise InvalidArgument(f"{source} has two weights of tenant {tenant!r}", field="tokens")
+    return weights
 
 
 def _entry(row: Any, source: str | Path) -> TokenEntry:
     # Errors do not show values: one might be a token in the wrong place.
-    if not isinstance(row, dict) or not all(isinstance(value, str) for value in row.values()):
+    row = dict(row) if isinstance(row, dict) else {}
+    weight = row.pop("weight", None)
+    if not row or not all(isinstance(value, str) for value in row.values()):
         raise InvalidArgument(f"{source}: an entry is not a table of strings", field="tokens")
     unknown = sorted(row.keys() - {"name", "role", "tenant", "sha256"})
     name, tenant, digest = row.get("name", ""), row.get("tenant", ""), row.get("sha256", "")
@@ -169,6 +192,10 @@ def _entry(row: Any, source: str | Path) -> TokenEntry:
         check_name(tenant, field="tenant")
         if role is not Role.CLIENT:
             raise InvalidArgument(f"{source}: only clients have tenants ({name})", field="tokens")
+    if weight is not None:
+        if role is not Role.CLIENT:
+            raise InvalidArgument(f"{source}: only clients have weights ({name})", field="tokens")
+        check_weight(weight, f"{source}: the weight of {name}")
     if not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
         raise InvalidArgument(f"{source}: the sha256 of {name} is not 64 hex digits")
     return TokenEntry(Caller(name, role, tenant), bytes.fromhex(digest))
@@ -184,12 +211,26 @@ def check_name(text: str, *, field: str) -> str:
     return text
 
 
+def check_weight(weight: object, what: str) -> float:
+    """Return a tenant's weight. Raises InvalidArgument, which begins with `what`."""
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, int | float)
+        or not LEAST_WEIGHT <= weight <= MOST_WEIGHT
+    ):
+        raise InvalidArgument(
+            f"{what} is not a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}", field="weight"
+        )
+    return float(weight)
+
+
 def entry_text(entry: TokenEntry) -> str:
     """Return the entry as text for the tokens file."""
     caller = entry.caller
     tenant = f'tenant = "{caller.tenant}"\n' if caller.tenant else ""
+    weight = f"weight = {caller.weight!r}\n" if caller.weight != 1.0 else ""
     return (
-        f'[[token]]\nname = "{caller.name}"\nrole = "{caller.role}"\n{tenant}'
+        f'[[token]]\nname = "{caller.name}"\nrole = "{caller.role}"\n{tenant}{weight}'
         f'sha256 = "{entry.digest.hex()}"\n'
     )
 

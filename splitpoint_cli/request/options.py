@@ -199,6 +199,12 @@ Verify = Annotated[
         rich_help_panel=_SELECTION,
     ),
 ]
+Priority = Annotated[
+    int,
+    typer.Option(
+        min=-10, max=10, help="Larger ones of the tenant start first; the policy fifo ignores it."
+    ),
+]
 CacheSalt = Annotated[
     str, typer.Option(help="Share cached prefixes only with requests of the same salt.")
 ]

@@ -17,6 +17,8 @@ import typer
 from splitpoint.errors import AlreadyExists, InvalidArgument
 from splitpoint.options.option import Option
 from splitpoint.transport.access import (
+    LEAST_WEIGHT,
+    MOST_WEIGHT,
     Caller,
     Role,
     TokenEntry,
@@ -50,6 +52,7 @@ def add_token(path: Path, caller: Caller) -> str:
         if before:
             before = before.rstrip("\n") + "\n\n"
         text = before + entry_text(TokenEntry(caller, digest_of(token)))
+        parse_tokens(text, path)  # a tenant has one weight
         replace_file(path, text.encode(), 0o600)
     return token
 
@@ -105,6 +108,16 @@ _TENANT: Option[str] = Option(
     "Tenant of a client; only clients of one tenant share cached prefixes; absent: none.",
     unit="NAME",
 )
+_WEIGHT: Option[float | None] = Option(
+    "weight",
+    float,
+    None,
+    "Weight of the tenant: its share of the devices, in proportion to the weights of other "
+    "tenants; absent: that of its other tokens, else 1.",
+    unit="N",
+    least=LEAST_WEIGHT,
+    most=MOST_WEIGHT,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,7 @@ class TokenOptions:
     name: str = of(_NAME)
     role: str = of(_ROLE)
     tenant: str = of(_TENANT)
+    weight: float | None = of(_WEIGHT)
 
 
 @takes_options
@@ -139,7 +153,9 @@ def token(
         check_name(options.tenant, field="tenant")
         if role is not Role.CLIENT:
             raise InvalidArgument("only clients have tenants", field="tenant")
-    caller = Caller(options.name, role, options.tenant)
+    if options.weight is not None and role is not Role.CLIENT:
+        raise InvalidArgument("only clients have weights", field="weight")
+    caller = Caller(options.name, role, options.tenant, options.weight or 1.0)
     if out is not None:
         with _new_private_file(out) as secret:
             secret.write(f"{add_token(Path(options.file), caller)}\n")

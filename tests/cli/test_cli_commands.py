@@ -364,6 +364,7 @@ def test_generate_passes_every_option_on(script: Script) -> None:
         *("--frequency-penalty", "0.25", "--repetition-penalty", "1.5", "--min-tokens", "2"),
         *("--stop-token-id", "8", "--stop-token-id", "9", "--logprobs", "0"),
         *("--logit-bias", "4=-100", "--logit-bias", "5=0.5", "--request-id", "mine"),
+        *("--priority", "-3"),
     )
     assert done.returncode == 0, done.stderr
     request = script.requests[0]
@@ -376,6 +377,7 @@ def test_generate_passes_every_option_on(script: Script) -> None:
     assert (request.worker_id, request.split_tokens, request.cache_salt) == ("1", 64, b"s")
     assert request.residency == 2
     assert request.request_id == "mine"
+    assert request.priority == -3
     assert request.sampling == types_pb2.SamplingParams(
         temperature=0.5,
         top_k=3,

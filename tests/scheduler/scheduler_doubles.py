@@ -21,6 +21,7 @@ from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
 from scheduler_service.limits import Limits
 from scheduler_service.options import SchedulerOptions, ServedModel
+from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.service import Scheduler
 from scheduler_service.worker_facts import WorkerFacts
@@ -505,6 +506,7 @@ async def stack(
     objective: Objective = Objective.LATENCY,
     server_key: bytes = b"k" * 32,
     answer_charge: AnswerCharge = AnswerCharge.EXPECTED,
+    policy: PolicySettings | None = None,
     absent: Sequence[str] = (),
 ) -> AsyncIterator[Stack]:
     """Run a scheduler until its workers are ready. Checks its ledgers at the end.
@@ -524,6 +526,7 @@ async def stack(
             default_residency=residency,
             objective=objective,
             answer_charge=answer_charge,
+            policy=policy or PolicySettings(),
             reflection=True,
         ),
         clock=clock,

@@ -17,7 +17,15 @@ from splitpoint.errors import (
     Unavailable,
 )
 from splitpoint.transport import access
-from splitpoint.transport.access import Access, Caller, Role, TokenEntry, digest_of, entry_text
+from splitpoint.transport.access import (
+    Access,
+    Caller,
+    Role,
+    TokenEntry,
+    digest_of,
+    entry_text,
+    parse_tokens,
+)
 from splitpoint.v1 import kvstore_pb2, scheduler_pb2, worker_pb2
 
 LIST = "/splitpoint.v1.AdminService/ListWorkers"
@@ -66,6 +74,41 @@ def test_who_calls(tmp_path: Path) -> None:
         with pytest.raises(Unauthenticated):
             guard.admit(GENERATE, metadata)
     assert guard.admit("/grpc.health.v1.Health/Check", None) == Caller()
+
+
+def tokens_file(*rows: str) -> str:
+    return "\n".join(
+        f'[[token]]\nname = "c{n}"\n{row}\nsha256 = "{digest_of(str(n)).hex()}"\n'
+        for n, row in enumerate(rows)
+    )
+
+
+CLIENT = 'role = "client"\ntenant = "a"'
+
+
+def test_a_tenant_has_one_weight_from_any_of_its_tokens() -> None:
+    entries = parse_tokens(
+        tokens_file(CLIENT, f"{CLIENT}\nweight = 2.5", 'role = "client"', 'role = "admin"'), "t"
+    )
+    assert [entry.caller.weight for entry in entries] == [2.5, 2.5, 1.0, 1.0]
+    again = parse_tokens("\n".join(map(entry_text, entries)), "t")
+    assert again == entries
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (f"{CLIENT}\nweight = 2", f"{CLIENT}\nweight = 3"),
+        (f"{CLIENT}\nweight = 0",),
+        (f"{CLIENT}\nweight = nan",),
+        (f"{CLIENT}\nweight = true",),
+        (f'{CLIENT}\nweight = "2"',),
+        ('role = "admin"\nweight = 2',),
+    ],
+)
+def test_what_is_no_weight_is_refused(rows: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidArgument, match="weight"):
+        parse_tokens(tokens_file(*rows), "t")
 
 
 def test_every_entry_is_compared_in_constant_time(

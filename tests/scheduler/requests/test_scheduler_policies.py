@@ -1,0 +1,110 @@
+"""Policies and priorities in a real scheduler over worker doubles, and what GetQueue says."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from scheduler_doubles import (
+    CHUNK_TOKENS,
+    PAGE_BYTES,
+    Stack,
+    Steps,
+    WorkerDouble,
+    ids_request,
+    stack,
+)
+
+from scheduler_service.policy.settings import PolicySettings
+from splitpoint.options.scheduler import Policy
+from splitpoint.v1 import scheduler_pb2
+
+Tasks = list[asyncio.Task[object]]
+
+
+async def send(running: Stack, tasks: Tasks, name: str, pages: int, priority: int = 0) -> None:
+    """Send a request of so many pages, and wait until the scheduler has it."""
+    request = ids_request([7], pages * CHUNK_TOKENS - 1, request_id=name, priority=priority)
+    tasks.append(asyncio.create_task(running.generate(request)))
+    manager = running.manager
+    await running.until(lambda: len(manager.requests) == len(tasks))
+    await running.until(
+        lambda: manager.admission.waiting_count + len(manager.attempts) == len(tasks)
+    )
+
+
+async def queue_of(running: Stack) -> list[scheduler_pb2.QueuedRequest]:
+    answer = await running.admin.GetQueue(scheduler_pb2.GetQueueRequest())
+    return list(answer.requests)
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        (Policy.FIFO, ["low", "mid", "high"]),
+        (Policy.FAIR, ["high", "mid", "low"]),
+        (Policy.UTILISATION, ["high", "mid", "low"]),
+    ],
+)
+async def test_priorities_within_a_tenant(policy: Policy, order: list[str]) -> None:
+    worker = WorkerDouble(capacity_pages=4)
+    worker.pace = steps = Steps()
+    async with stack(worker, policy=PolicySettings(policy)) as running:
+        tasks: Tasks = []
+        await send(running, tasks, "first", 4)
+        for name, priority in (("low", -1), ("mid", 0), ("high", 5)):
+            await send(running, tasks, name, 4, priority)
+        queue = await queue_of(running)
+        assert [entry.request_id for entry in queue] == order
+        assert {entry.request_id: entry.priority for entry in queue} == {
+            "low": -1,
+            "mid": 0,
+            "high": 5,
+        }
+        steps.allow(1000)
+        await asyncio.gather(*tasks)
+        assert [admit.request_id for admit in worker.admits] == ["first", *order]
+
+
+async def test_utilisation_lets_small_requests_by_and_says_what_the_others_wait_for() -> None:
+    worker = WorkerDouble(capacity_pages=4)
+    worker.pace = steps = Steps()
+    async with stack(worker, policy=PolicySettings(Policy.UTILISATION)) as running:
+        tasks: Tasks = []
+        await send(running, tasks, "first", 3)
+        await send(running, tasks, "large", 2)
+        await send(running, tasks, "small", 1)
+        await running.until(lambda: len(worker.admits) == 2)
+        (large,) = await queue_of(running)
+        assert (large.request_id, large.waits_for, large.worker_id) == ("large", "memory", "0")
+        assert large.missing_bytes == large.footprint_bytes == 2 * PAGE_BYTES
+        assert (large.cached_tokens, large.new_tokens, large.kappa_ratio) == (0, 1, 0.0)
+        assert (large.tenant_weight, large.tenant_entitled_share) == (1.0, 1.0)
+        assert large.waited_duration.ToNanoseconds() >= large.queued_duration.ToNanoseconds() > 0
+        assert "free of the" in large.reason
+        assert [admit.request_id for admit in worker.admits] == ["first", "small"]
+        steps.allow(1000)
+        await asyncio.gather(*tasks)
+
+
+async def test_memory_is_reserved_for_a_request_that_small_ones_overtake() -> None:
+    worker = WorkerDouble(capacity_pages=4)
+    worker.pace = steps = Steps()
+    policy = PolicySettings(Policy.UTILISATION, aging_seconds=0.05)
+    async with stack(worker, policy=policy) as running:
+        tasks: Tasks = []
+        await send(running, tasks, "first", 3)
+        await send(running, tasks, "large", 4)
+        await asyncio.sleep(0.1)
+        await send(running, tasks, "small", 1)
+        large, small = await queue_of(running)
+        assert (large.request_id, large.waits_for, large.has_reservation) == (
+            "large",
+            "memory",
+            True,
+        )
+        assert (small.request_id, small.waits_for) == ("small", "reservation")
+        assert "waited long" in small.reason
+        steps.allow(1000)
+        await asyncio.gather(*tasks)
+        assert [admit.request_id for admit in worker.admits] == ["first", "large", "small"]
