@@ -102,10 +102,8 @@ def generate(
         "timeout": timeout,
     }
     text_or_ids = options.read_prompt(prompt, prompt_ids)
-    identity = client_identity(ca=ca, token_file=token_file)
-    with Client(
-        address, identity=identity, retry_seconds=retry_seconds, on_retry=_tell_retry
-    ) as client:
+    who = client_identity(ca=ca, token_file=token_file)
+    with Client(address, identity=who, retry_seconds=retry_seconds, on_retry=_tell_retry) as client:
         with client.generate(text_or_ids, **request) as generation:
             completion = _collect_until_interrupted(generation, stream=not as_json)
         spelling = _spelling(client, completion) if completion.logprobs and not as_json else {}
