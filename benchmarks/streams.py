@@ -62,6 +62,7 @@ async def running(
                 *("benchmarks.double_worker", "--step-ms", str(step_ms), "--model", model),
                 *("--listen", socket, "--device", "cpu", "--device-memory", device_memory),
                 *("--max-batch", "512", "--threads", "1", "--numerics", "fast"),
+                *("--worker-id", "0"),
             )
             scheduler = await start(
                 "scheduler",
