@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -64,19 +65,42 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Waits:
+    """Requests of one kind that began to run, and the sum of the seconds they waited before."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def __sub__(self, other: Waits) -> Waits:
+        return Waits(self.count - other.count, self.seconds - other.seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class Counters:
-    """Totals of a server, to be subtracted: engine steps, tokens that they computed, and
-    requests that went on elsewhere because their worker was lost."""
+    """Totals of a server, to be subtracted.
+
+    Attributes:
+        steps, scheduled_tokens: engine steps, and the tokens that they computed.
+        failovers: requests that went on elsewhere because their worker was lost.
+        link_bound, device_bound: requests by what limits them on their worker.
+        decisions: requests that began to run, by the policy's reason.
+    """
 
     steps: int = 0
     scheduled_tokens: int = 0
     failovers: int = 0
+    link_bound: Waits = Waits()
+    device_bound: Waits = Waits()
+    decisions: Mapping[str, int] = field(default_factory=dict)
 
     def __sub__(self, other: Counters) -> Counters:
         return Counters(
             self.steps - other.steps,
             self.scheduled_tokens - other.scheduled_tokens,
             self.failovers - other.failovers,
+            self.link_bound - other.link_bound,
+            self.device_bound - other.device_bound,
+            dict(Counter(self.decisions) - Counter(other.decisions)),
         )
 
 

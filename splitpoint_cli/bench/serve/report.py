@@ -12,7 +12,7 @@ from rich.table import Table
 
 from splitpoint.words import counted
 from splitpoint_cli.bench.serve import measures
-from splitpoint_cli.bench.serve.backends import Counters, ServedModel
+from splitpoint_cli.bench.serve.backends import Counters, ServedModel, Waits
 from splitpoint_cli.bench.serve.load import Record
 from splitpoint_cli.bench.serve.workload import METRICS, Arrivals, Figures
 from splitpoint_cli.bench.shared.report import commit, hardware, report_table
@@ -88,11 +88,7 @@ def _ours(records: Sequence[Record], figures: Figures, work: Counters | None) ->
         "failures": dict(Counter(record.error for record in records if record.error)),
         **measures.distribution("queue", waits, figures.percentiles),
         **measures.distribution("late", late, figures.percentiles),
-        "failovers": None if work is None else work.failovers,
-        "engine_steps": None if work is None else work.steps,
-        "scheduled_tokens_per_step": None
-        if work is None or not work.steps
-        else work.scheduled_tokens / work.steps,
+        **_work(work),
         "tenants": _tenants(done),
         "goals_ms": figures.goals,
         "times_count_from": "the moment at which a request was due",
@@ -100,6 +96,28 @@ def _ours(records: Sequence[Record], figures: Figures, work: Counters | None) ->
         "commit": commit(),
     }
     return found
+
+
+def _work(work: Counters | None) -> dict[str, Any]:
+    """Return what the server did meanwhile; None where it does not say, or did nothing."""
+    work_or_nothing = work or Counters()
+    found: dict[str, Any] = {
+        "failovers": None if work is None else work.failovers,
+        "engine_steps": None if work is None else work.steps,
+        "scheduled_tokens_per_step": _ratio(
+            work_or_nothing.scheduled_tokens, work_or_nothing.steps
+        ),
+        "decisions": dict(work_or_nothing.decisions),
+    }
+    for kind in ("link_bound", "device_bound"):
+        waits: Waits = getattr(work_or_nothing, kind)
+        found[f"{kind}_requests"] = None if work is None else waits.count
+        found[f"mean_{kind}_wait_ms"] = _ratio(1e3 * waits.seconds, waits.count)
+    return found
+
+
+def _ratio(amount: float, count: int) -> float | None:
+    return amount / count if count else None
 
 
 def _tenants(done: Sequence[Record]) -> dict[str, dict[str, float]]:
@@ -192,6 +210,11 @@ def _caption(report: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"{report['scheduled_tokens_per_step']:.1f} tokens computed in each of "
             f"{report['engine_steps']:,} engine steps; {counted(report['failovers'], 'move')}"
+        )
+    if report["link_bound_requests"]:
+        lines.append(
+            f"{counted(report['link_bound_requests'], 'request')} bound by the link waited "
+            f"{report['mean_link_bound_wait_ms']:,.1f} ms on average"
         )
     if report["failures"]:
         reasons = (f"{name} {count:,}" for name, count in sorted(report["failures"].items()))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from splitpoint.client import AsyncClient
-from splitpoint.client.answers import Completion, Worker
+from splitpoint.client.answers import Completion
 from splitpoint.client.requests import GenerateOptions
 from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.transport.tls import Identity
@@ -17,6 +17,7 @@ from splitpoint_cli.bench.serve.backends import (
     Sample,
     Sampling,
     ServedModel,
+    Waits,
 )
 
 # Workers report their counters about once a second.
@@ -57,7 +58,11 @@ class SplitpointBackend:
     async def send(self, sample: Sample, on_tokens: Callable[[int], None]) -> AnswerFacts:
         self._has_sent = True
         client = self._clients.get(sample.tenant) or self._own
-        options: GenerateOptions = {**self._options, "max_tokens": sample.output_length}
+        options: GenerateOptions = {
+            **self._options,
+            "max_tokens": sample.output_length,
+            "priority": sample.priority,
+        }
         async for event in client.generate(sample.prompt, **options):
             if isinstance(event, Completion):
                 return _facts(event)
@@ -73,8 +78,15 @@ class SplitpointBackend:
         status, workers = await asyncio.gather(
             self._own.scheduler_status(), self._own.list_workers()
         )
-        steps, tokens = _work(workers)
-        return Counters(steps, tokens, status.failover_count)
+        known = [worker.telemetry for worker in workers if worker.telemetry is not None]
+        return Counters(
+            steps=sum(each.step_count for each in known),
+            scheduled_tokens=sum(each.scheduled_token_count for each in known),
+            failovers=status.failover_count,
+            link_bound=Waits(status.link_bound_count, status.link_bound_wait_seconds_sum),
+            device_bound=Waits(status.device_bound_count, status.device_bound_wait_seconds_sum),
+            decisions=status.decision_counts,
+        )
 
 
 def _facts(completion: Completion) -> AnswerFacts:
@@ -86,13 +98,6 @@ def _facts(completion: Completion) -> AnswerFacts:
         plan=None if plan is None else f"{plan.residency.value} {plan.method.value}",
         queue_seconds=completion.queue_seconds,
     )
-
-
-def _work(workers: tuple[Worker, ...]) -> tuple[int, int]:
-    """Return the steps of all workers, and the tokens that they computed."""
-    known = [worker.telemetry for worker in workers if worker.telemetry is not None]
-    steps = sum(each.step_count for each in known)
-    return steps, sum(each.prefilled_token_count + each.generated_token_count for each in known)
 
 
 @asynccontextmanager

@@ -19,7 +19,13 @@ from typer.testing import CliRunner
 
 from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint_cli.bench.serve import measures, splitpoint_backend
-from splitpoint_cli.bench.serve.backends import AnswerFacts, Counters, Sample, ServedModel
+from splitpoint_cli.bench.serve.backends import (
+    AnswerFacts,
+    Counters,
+    Sample,
+    ServedModel,
+    Waits,
+)
 from splitpoint_cli.bench.serve.load import Load, Record
 from splitpoint_cli.bench.serve.picture import picture_of
 from splitpoint_cli.bench.serve.prompts import RandomPrompts, trace_samples
@@ -277,7 +283,9 @@ def some_records() -> list[Record]:
 
 def test_rates_and_our_own_figures() -> None:
     figures = Figures(("ttft",), (50,), {"ttft": 600.0})
-    result = results_of(some_records(), figures, Counters(10, 80, 2))
+    before = Counters(5, 40, 1, Waits(1, 0.5), Waits(2, 1.0), {"set": 3})
+    work = Counters(15, 120, 3, Waits(5, 2.5), Waits(2, 1.0), {"set": 4, "turn": 2}) - before
+    result = results_of(some_records(), figures, work)
     assert result["duration"] == 2.5
     assert result["request_throughput"] == 2 / 2.5
     assert result["output_throughput"] == 10 / 2.5
@@ -291,6 +299,9 @@ def test_rates_and_our_own_figures() -> None:
     assert result["failures"] == {"NO_WORKER": 1}
     assert result["mean_queue_ms"] == 125.0
     assert (result["scheduled_tokens_per_step"], result["failovers"]) == (8.0, 2)
+    assert result["decisions"] == {"set": 1, "turn": 2}
+    assert (result["link_bound_requests"], result["mean_link_bound_wait_ms"]) == (4, 500.0)
+    assert (result["device_bound_requests"], result["mean_device_bound_wait_ms"]) == (0, None)
     assert "mean_itl_ms" not in result
 
 
@@ -367,7 +378,9 @@ def test_the_command_reports_under_the_keys_of_vllm(script: Script, tmp_path: Pa
 
 def test_a_trace_is_replayed_and_results_are_appended(script: Script, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
-    trace.write_text("seconds,input_length,output_length\n0,3,2\n0.02,4,2\n0.03,5,2\n")
+    trace.write_text(
+        "seconds,input_length,output_length,priority\n0,3,2,0\n0.02,4,2,2\n0.03,5,2,0\n"
+    )
     words = ("--dataset-name", "trace", "--dataset-path", str(trace), "--append-result")
     for _ in range(2):
         done = serve(script, *words, "--result-dir", str(tmp_path), "--result-filename", "all")
@@ -376,6 +389,7 @@ def test_a_trace_is_replayed_and_results_are_appended(script: Script, tmp_path: 
     lines = [json.loads(line) for line in (tmp_path / "all").read_text().splitlines()]
     assert [(each["num_prompts"], each["request_rate"]) for each in lines] == [(3, "trace")] * 2
     assert [len(request.token_ids.ids) for request in script.requests[:3]] == [3, 4, 5]
+    assert [request.priority for request in script.requests[:3]] == [0, 2, 0]
 
 
 def test_a_load_that_only_fails_ends_with_1(script: Script) -> None:
