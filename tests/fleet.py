@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from fork_server import SECONDS, Child, ForkServer
 from own_names import shared_memory_folder
 
-from splitpoint.client import AsyncClient
+from splitpoint.client import AsyncClient, Client
 from splitpoint.client.answers import Completion, Tokens, Worker
 from splitpoint.errors import SplitpointError, Unavailable
 from splitpoint.transport.channels import open_channel
@@ -30,6 +30,8 @@ from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "stdlib-llama"
 CHUNK_TOKENS = 16
+# Of each log, when a test failed.
+_TOLD_LINES = 12
 SOURCES = ("asyncio", "collections", "contextlib", "dataclasses", "functools", "itertools")
 
 
@@ -92,6 +94,19 @@ class Fleet:
         for child in (*self.workers.values(), *self.schedulers.values()):
             child.wait_ready()
 
+    def tell(self) -> None:
+        """Print the end of each log, and what schedulers say."""
+        for child in self.server.children:
+            lines = child.log.read_text().splitlines()[-_TOLD_LINES:]
+            print(
+                f"-- {child.log.name}, {'runs' if child.is_running else 'ended'}", *lines, sep="\n"
+            )
+        for address in self.addresses:
+            with suppress(SplitpointError), Client(address, timeout=3) as client:
+                print(address, client.scheduler_status(), client.get_queue(), sep="\n")
+                for worker in client.list_workers():
+                    print(worker.id, worker.ready, worker.running_count, worker.message)
+
     async def workers_seen(self, client: AsyncClient) -> dict[int, Worker]:
         """Return what a scheduler says of each worker that it has met."""
         return {int(each.id): each for each in await client.list_workers() if each.id.isdigit()}
@@ -143,9 +158,13 @@ def fleet(workers: int, schedulers: int = 0) -> Iterator[Fleet]:
     try:
         with ForkServer(folder) as server:
             running = Fleet(folder, arena, server, workers)
-            if schedulers:
-                running.start_all(schedulers)
-            yield running
+            try:
+                if schedulers:
+                    running.start_all(schedulers)
+                yield running
+            except BaseException:
+                running.tell()
+                raise
     finally:
         shutil.rmtree(arena.parent, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)

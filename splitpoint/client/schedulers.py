@@ -51,9 +51,11 @@ class Schedulers:
         self.on_retry = on_retry
         self.current = 0
         self._is_closed = False
-        has_retries = len(self.addresses) == 1
+        # Of several, one that hangs is left within 3 s.
+        has_others = len(self.addresses) > 1
         self._channels = [
-            open_channel(each, identity, has_retries=has_retries) for each in self.addresses
+            open_channel(each, identity, has_retries=not has_others, is_watched=has_others)
+            for each in self.addresses
         ]
         self._stubs = [
             {stub: stub(channel) for stub in (INFERENCE, ADMIN, HEALTH)}

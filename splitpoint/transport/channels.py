@@ -76,19 +76,21 @@ def open_channel(
         has_retries: gRPC repeats calls. If False, the caller does.
         is_watched: give the peer up, and fail all calls, within 3 s after it stopped answering.
     """
-    options = _options_for(address, identity, has_retries=has_retries)
-    if is_watched:
-        options += _WATCH_OPTIONS
+    options = _options_for(address, identity, has_retries=has_retries, is_watched=is_watched)
     if is_fresh:
         options.append(("grpc.use_local_subchannel_pool", 1))
     return cast(grpc.aio.Channel, _open(grpc.aio, address, identity, options))
 
 
 def open_sync_channel(
-    address: str, identity: Identity = PLAIN, *, has_retries: bool = True
+    address: str,
+    identity: Identity = PLAIN,
+    *,
+    has_retries: bool = True,
+    is_watched: bool = False,
 ) -> grpc.Channel:
     """Return a blocking channel with the same options."""
-    options = _options_for(address, identity, has_retries=has_retries)
+    options = _options_for(address, identity, has_retries=has_retries, is_watched=is_watched)
     return cast(grpc.Channel, _open(grpc, address, identity, options))
 
 
@@ -107,7 +109,9 @@ def _is_encrypted(address: str, identity: Identity) -> bool:
     return identity.expects_tls and not address.startswith("unix:")
 
 
-def _options_for(address: str, identity: Identity, *, has_retries: bool) -> Options:
+def _options_for(
+    address: str, identity: Identity, *, has_retries: bool, is_watched: bool
+) -> Options:
     is_encrypted = _is_encrypted(address, identity)
     if identity.token and not is_encrypted and not is_local_address(address):
         raise InvalidArgument(
@@ -116,7 +120,8 @@ def _options_for(address: str, identity: Identity, *, has_retries: bool) -> Opti
             field="ca",
             reason="TOKEN_WITHOUT_TLS",
         )
-    options = list(_CHANNEL_OPTIONS)
+    # Of an option that is given twice gRPC takes the first.
+    options = list({**dict(_CHANNEL_OPTIONS), **dict(_WATCH_OPTIONS if is_watched else ())}.items())
     if not has_retries:
         options.append(("grpc.enable_retries", 0))
     if is_encrypted and identity.server_name:

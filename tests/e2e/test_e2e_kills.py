@@ -113,6 +113,22 @@ async def test_a_client_goes_on_when_its_scheduler_is_killed(two: Fleet) -> None
     await running
 
 
+async def test_a_client_leaves_a_scheduler_that_hangs(two: Fleet) -> None:
+    await two.all_ready()
+    asked = Question(PROMPT, {"max_tokens": 400, "ignore_eos": True})
+    async with AsyncClient(two.addresses) as client:
+        load = await Load.of(client, [asked], SEED)
+        asking = asyncio.create_task(load.ask(client, asked))
+        await until(lambda: any(stream.count > 5 for stream in load.open))
+        two.schedulers[0].signal(signal.SIGSTOP)
+        try:
+            await asking
+        finally:
+            two.schedulers[0].signal(signal.SIGCONT)
+        assert client.address == two.addresses[1]
+    assert load.finished == 1
+
+
 # -- clients that leave, and clients that are slow ----------------------------------------------
 
 
@@ -320,7 +336,11 @@ async def test_50_worker_kills_under_load(part: int) -> None:
                 async def may_go_on() -> bool:
                     return keeping.done() or (load.is_clear and len(await ready()) > 1)
 
-                await until(may_go_on)
+                try:
+                    await until(may_go_on)
+                except AssertionError:
+                    print([(s.count, s.needed, s.kills) for s in load.open], await ready())
+                    raise
                 if keeping.done():
                     break
                 await asyncio.sleep(rng.uniform(0, 0.1))
