@@ -11,6 +11,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+# Tenants without requests that are remembered, for what they are ahead.
+_MOST_IDLE = 256
+
 
 @dataclass(slots=True)
 class _Tenant:
@@ -20,6 +23,10 @@ class _Tenant:
     charged: float = 0.0
     waiting: int = 0
     running: int = 0
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.waiting or self.running)
 
 
 class TenantShares:
@@ -31,6 +38,12 @@ class TenantShares:
         self._order: list[tuple[float, str]] = []
         # The largest minimum so far: where a tenant that was idle begins.
         self._floor = 0.0
+        # Requests that wait or run.
+        self._request_count = 0
+
+    def known(self) -> list[str]:
+        """Return the tenants that are remembered."""
+        return list(self._tenants)
 
     def __len__(self) -> int:
         """Return the number of tenants that wait."""
@@ -74,12 +87,12 @@ class TenantShares:
 
     def share(self, name: str) -> float:
         """Return a tenant's part of all charges of the tenants that are active, 0 to 1."""
-        total = sum(tenant.charged for tenant in self._tenants.values())
+        total = sum(tenant.charged for tenant in self._tenants.values() if tenant.is_active)
         return self.charged(name) / total if total > 0 else 0.0
 
     def entitled(self, name: str) -> float:
         """Return a tenant's part of the weights of the active tenants, 0 to 1."""
-        total = sum(tenant.weight for tenant in self._tenants.values())
+        total = sum(tenant.weight for tenant in self._tenants.values() if tenant.is_active)
         tenant = self._tenants.get(name)
         return tenant.weight / total if tenant is not None else 0.0
 
@@ -91,6 +104,7 @@ class TenantShares:
             insort(self._order, (tenant.virtual, name))
         tenant.weight = weight
         tenant.waiting += 1
+        self._request_count += 1
 
     def waits_no_more(self, name: str) -> None:
         """Note that one waiting request left the queue."""
@@ -98,12 +112,13 @@ class TenantShares:
         tenant.waiting -= 1
         if not tenant.waiting:
             self._unlist(name, tenant)
-            self._forget_idle(name)
+        self._leave()
 
     def starts(self, name: str, cost: float) -> None:
         """Charge the estimated cost of a request that starts, in byte-seconds."""
         self._floor = max(self._floor, self._present())
         self._tenants.setdefault(name, _Tenant()).running += 1
+        self._request_count += 1
         self.charge(name, cost)
 
     def charge(self, name: str, cost: float) -> None:
@@ -119,7 +134,7 @@ class TenantShares:
     def ends(self, name: str) -> None:
         """Note that a request that started has ended, after its charge was corrected."""
         self._tenants[name].running -= 1
-        self._forget_idle(name)
+        self._leave()
 
     def check_integrity(self) -> list[str]:
         """Return one line per violated invariant."""
@@ -138,8 +153,17 @@ class TenantShares:
     def _unlist(self, name: str, tenant: _Tenant) -> None:
         del self._order[bisect_left(self._order, (tenant.virtual, name))]
 
-    def _forget_idle(self, name: str) -> None:
-        """Drop a tenant that has nothing here and no debt."""
-        tenant = self._tenants[name]
-        if not tenant.waiting and not tenant.running and tenant.virtual <= self._present():
-            del self._tenants[name]
+    def _leave(self) -> None:
+        """Note that a request left. Forget tenants that have none and no debt.
+
+        All are forgotten when no request is left: there is nothing to share then.
+        """
+        self._request_count -= 1
+        if not self._request_count:
+            self._tenants.clear()
+            self._floor = 0.0
+        elif len(self._tenants) > _MOST_IDLE + len(self._order):
+            present = self._present()
+            for idle in [each for each, t in self._tenants.items() if not t.is_active]:
+                if self._tenants[idle].virtual <= present:
+                    del self._tenants[idle]

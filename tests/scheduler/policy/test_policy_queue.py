@@ -1,20 +1,217 @@
-"""The queue that decides which waiting request starts next: constructed cases."""
+"""The queue that decides which waiting request starts next: what each policy promises."""
 
 from __future__ import annotations
 
-from policy_doubles import Device, Job, drive
+import random
+from collections import Counter
+from dataclasses import replace
 
+import pytest
+from policy_doubles import Devices, Job, drain
+
+from scheduler_service.policy.hold import Hold
 from scheduler_service.policy.settings import PolicySettings
 from splitpoint.options.scheduler import Policy
 
-# (K, T) of algorithms.md and of the paper's Figure 8: a budget of 5 tokens, memory for 10.
+# (K, T) of the paper's Figure 8: a budget of 5 tokens, memory for 10.
 FIGURE_8 = [Job(3, 2), Job(3, 1), Job(5, 1), Job(2, 3)]
+BEST = PolicySettings(Policy.UTILISATION)
 
 
 def test_the_papers_example_takes_two_iterations_instead_of_three() -> None:
     steps = {}
     for policy in Policy:
-        device = Device(pages=10, step_tokens=5, settings=PolicySettings(policy, ahead_steps=1))
-        steps[policy] = drive(device, FIGURE_8)
+        devices = Devices(PolicySettings(policy, ahead_steps=1), pages=10, step_tokens=5)
+        for job in FIGURE_8:
+            devices.push(job)
+        steps[policy] = drain(devices)
     assert steps[Policy.FIFO] == steps[Policy.FAIR] == [[0, 1], [2], [3]]
-    assert sorted(map(sorted, steps[Policy.UTILISATION])) == [[0, 3], [1, 2]]
+    assert [sorted(step) for step in steps[Policy.UTILISATION]] == [[0, 3], [1, 2]]
+
+
+# -- starvation --------------------------------------------------------------------------
+
+
+def large_request_among_small_ones(settings: PolicySettings, steps: int) -> float | None:
+    """Return how long a request for most of the memory waits while small ones keep coming.
+
+    None if it has not started. The small ones end at different times.
+    """
+    devices = Devices(settings, pages=10, step_tokens=20)
+    for n in range(8):
+        devices.push(Job(0, 2, steps=1 + n % 3))
+    devices.start()
+    large = devices.push(Job(8, 1))
+    for n in range(steps):
+        for _ in range(4):
+            devices.push(Job(0, 2, steps=1 + n % 3))
+        devices.step()
+        if large in devices.waited:
+            return devices.waited[large]
+    return None
+
+
+def test_without_aging_a_large_request_starves_and_with_it_none_does() -> None:
+    assert large_request_among_small_ones(replace(BEST, aging_seconds=0.0), 120) is None
+    waited = large_request_among_small_ones(replace(BEST, aging_seconds=5.0), 120)
+    assert waited is not None
+    assert waited <= 30.0
+    for policy in (Policy.FIFO, Policy.FAIR):
+        waited = large_request_among_small_ones(PolicySettings(policy), 120)
+        assert waited is not None
+        assert waited <= 10.0
+
+
+# -- tenants -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [Policy.FAIR, Policy.UTILISATION])
+def test_contending_tenants_get_their_weighted_shares_within_five_percent(policy: Policy) -> None:
+    rng = random.Random(3)
+    devices = Devices(PolicySettings(policy), pages=100, step_tokens=200, workers=2)
+    weights = {"a": 1.0, "b": 2.0, "c": 5.0}
+    served: Counter[str] = Counter()
+    for _ in range(60):
+        for tenant, weight in weights.items():  # each always has more to do
+            while sum(w.tenant == tenant for w in devices.queue) < 60:
+                cached, steps = rng.choice([0, 0, 20]), rng.randint(1, 4)
+                devices.push(Job(cached, rng.randint(2, 10), tenant, weight, steps=steps))
+        devices.start()
+        for jobs in devices.running.values():
+            for job, _ in jobs.values():
+                served[job.tenant] += job.pages
+        devices.step()
+    for tenant, weight in weights.items():
+        share = served[tenant] / served.total()
+        entitled = weight / sum(weights.values())
+        assert share == pytest.approx(entitled, abs=0.05 * max(1.0, entitled)), tenant
+        assert abs(share - entitled) <= 0.05
+    assert served.total() >= 0.8 * 60 * 200
+
+
+@pytest.mark.parametrize("policy", [Policy.FAIR, Policy.UTILISATION])
+@pytest.mark.parametrize("cached", [0, 30])
+def test_one_request_behind_five_hundred_of_another_tenant_starts_soon(
+    policy: Policy, cached: int
+) -> None:
+    devices = Devices(PolicySettings(policy), pages=100, step_tokens=50)
+    for _ in range(500):
+        devices.push(Job(0, 10, "many"))
+    for _ in range(7):
+        devices.step()
+    one = devices.push(Job(cached, 10, "one"))
+    for _ in range(3):
+        devices.step()
+    assert devices.waited[one] <= 2.0  # steps of a second
+
+
+def test_a_tenant_that_was_idle_cannot_save_up() -> None:
+    devices = Devices(PolicySettings(Policy.FAIR), pages=10, step_tokens=10)
+    devices.push(Job(0, 10, "late"))
+    devices.step()
+    for _ in range(40):
+        devices.push(Job(0, 10, "busy"))
+    for _ in range(20):
+        devices.step()
+    late = [devices.push(Job(0, 10, "late")) for _ in range(20)]
+    ran = [arrival for _ in range(10) for arrival in devices.step()]
+    assert 4 <= len(set(ran) & set(late)) <= 6  # every other one
+
+
+def test_with_one_tenant_fair_is_fifo() -> None:
+    rng = random.Random(5)
+    jobs = [Job(rng.randint(0, 6), rng.randint(1, 4), steps=rng.randint(1, 3)) for _ in range(80)]
+    histories = []
+    for policy in (Policy.FIFO, Policy.FAIR):
+        devices = Devices(PolicySettings(policy), pages=12, workers=2)
+        for job in jobs:
+            devices.push(job)
+        histories.append(drain(devices))
+    assert histories[0] == histories[1]
+
+
+def test_fair_prefers_a_cached_prefix_within_the_lead_only() -> None:
+    for lead, first in ((4.0, 1), (0.0, 0)):
+        settings = PolicySettings(Policy.FAIR, lead_requests=lead)
+        devices = Devices(settings, pages=10)
+        running = [devices.push(Job(0, 4, "a")), devices.push(Job(0, 6, "b"))]
+        assert devices.start() == running
+        waiting = [devices.push(Job(0, 10, "a")), devices.push(Job(9, 1, "b"))]
+        devices.step()
+        assert devices.start() == [waiting[first]]
+
+
+# -- late binding, restores, reservations -------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [Policy.FAIR, Policy.UTILISATION])
+def test_about_two_steps_of_prefill_are_bound_beforehand(policy: Policy) -> None:
+    devices = Devices(PolicySettings(policy), pages=1000, step_tokens=10)
+    for _ in range(20):
+        devices.push(Job(0, 4))
+    assert len(devices.start()) == 5  # 20 tokens
+    assert devices.queue.busy_workers() == ["0"]
+    waiting = next(iter(devices.queue))
+    need = devices.need(waiting.item, "0")
+    assert need is not None
+    assert devices.queue.hold(waiting.arrival, "0", need) is Hold.PREFILL
+    assert devices.queue.computed("0", 10)
+    assert len(devices.start()) == 3
+
+
+@pytest.mark.parametrize("policy", [Policy.FAIR, Policy.UTILISATION])
+def test_a_request_larger_than_two_steps_starts_and_is_computed_in_pieces(policy: Policy) -> None:
+    devices = Devices(PolicySettings(policy), pages=1000, step_tokens=10)
+    long, short = devices.push(Job(0, 500)), devices.push(Job(0, 1))
+    assert long in devices.start()
+    later = devices.push(Job(0, 1))
+    assert devices.start() == []
+    assert not devices.queue.computed("0", 470)
+    assert devices.queue.computed("0", 15)
+    devices.start()
+    assert devices.waited.keys() == {long, short, later}
+
+
+@pytest.mark.parametrize("policy", [Policy.FAIR, Policy.UTILISATION])
+def test_link_bound_requests_in_flight_are_bounded_but_one_is_let_through(policy: Policy) -> None:
+    devices = Devices(PolicySettings(policy, restoring_share=0.5), pages=1000)
+    for _ in range(6):
+        devices.push(Job(150, 1, is_link_bound=True))
+    assert len(devices.start()) == 3  # 450 of 500
+    waiting = next(iter(devices.queue))
+    need = devices.need(waiting.item, "0")
+    assert need is not None
+    assert devices.queue.hold(waiting.arrival, "0", need) is Hold.RESTORES
+    if policy is Policy.UTILISATION:
+        other = devices.push(Job(0, 1))
+        assert devices.start() == [other]
+    devices = Devices(PolicySettings(policy, restoring_share=0.1), pages=1000)
+    devices.push(Job(900, 1, is_link_bound=True))
+    assert len(devices.start()) == 1
+
+
+def test_memory_is_kept_for_the_request_that_waited_longest() -> None:
+    devices = Devices(replace(BEST, aging_seconds=5.0), pages=10)
+    devices.push(Job(0, 6, steps=50))
+    devices.start()
+    large = devices.push(Job(0, 8))
+    devices.now += 6.0
+    small = devices.push(Job(0, 2))
+    assert devices.start() == []
+    assert devices.queue.is_reserved(large)
+    need = devices.need(Job(0, 2), "0")
+    assert need is not None
+    assert devices.queue.hold(small, "0", need) is Hold.RESERVATION
+    devices.queue.withdraw(large)
+    assert devices.start() == [small]
+
+
+def test_a_pinned_request_holds_up_no_other_worker() -> None:
+    for policy in Policy:
+        devices = Devices(PolicySettings(policy, window=4), pages=10, workers=2)
+        busy = devices.push(Job(0, 10, steps=50, worker_id="0"))
+        assert devices.start() == [busy]
+        for _ in range(10):
+            devices.push(Job(0, 10, worker_id="0"))
+        free = devices.push(Job(0, 10))
+        assert devices.start() == [free]
