@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic
 
 from scheduler_service.policy.choice import Budget, Offer, choose
@@ -26,6 +27,8 @@ from scheduler_service.policy.waiting import Need, R, Waiting
 
 # Seconds after which every worker is looked at again, whatever is known to have changed.
 _FULL_LOOK_SECONDS = 0.5
+# Requests that came and are compared beyond the window. If more came, all workers are looked at.
+_MOST_FRESH = 16
 # First requests in turn that may be streamed instead of waiting for memory.
 _STREAMED = 4
 
@@ -105,6 +108,10 @@ class BestSets(Generic[R]):
         start = self._next_chosen(lead)
         if start is not None:
             return start
+        if len(self._fresh) > _MOST_FRESH:
+            self._fresh = dict(islice(self._fresh.items(), _MOST_FRESH))
+            if not self._owner.selects:
+                self._touched.update(dict.fromkeys(self._rooms.open()))
         eligible = self._look(now, lead)
         if not self._touched and not self._fresh:
             return None

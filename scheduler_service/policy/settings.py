@@ -29,7 +29,7 @@ class PolicySettings:
     lead_requests: float = POLICY_LEAD_REQUESTS.default
     ahead_steps: float = 2.0
     restoring_share: float = 0.5
-    window: int = 128
+    window: int = 64
 
     @property
     def gamma(self) -> float:

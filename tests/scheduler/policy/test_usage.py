@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
 
@@ -19,7 +18,7 @@ def test_charges_are_what_was_held(seed: int) -> None:
     for tenant in "abc":  # a tenant that is idle is forgotten
         shares.waits(tenant, rng.choice([0.5, 1.0, 3.0]))
     held: dict[int, tuple[str, int]] = {}
-    used: Counter[str] = Counter()
+    used: dict[str, float] = dict.fromkeys("abc", 0.0)
     now = 0.0
     for arrival in range(300):
         if not held or rng.random() < 0.4:
