@@ -85,7 +85,7 @@ async def serving(name: str, **options: Any) -> AsyncIterator[tuple[Stack, Async
         )
     )
     runner = StackRunner(stack, quiet=True)
-    async with runner.running(asyncio.Event()), AsyncClient(runner.address) as client:
+    async with runner.running(asyncio.Event()), AsyncClient(runner.addresses[0]) as client:
         yield stack, client
 
 

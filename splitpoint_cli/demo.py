@@ -148,7 +148,7 @@ async def run() -> None:
     runner = StackRunner(stack)
     async with (
         runner.running(asyncio.Event()),
-        AsyncClient(runner.address, identity=PLAIN) as client,
+        AsyncClient(runner.addresses[0], identity=PLAIN) as client,
     ):
         await demonstrate(client, stack.store_address)
     left = leftovers(stack)

@@ -28,7 +28,7 @@ from scheduler_service.api.selection import followed_by
 from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.placement.charging import Charging, Way
 from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of
-from scheduler_service.placement.ledger import Ledger, SlotLedger
+from scheduler_service.placement.ledger import Ledger, OthersHold, SlotLedger
 from scheduler_service.placement.reasons import Explanation, Place, explain
 from scheduler_service.placement.residency import streamed_instead
 from scheduler_service.placement.routing import candidate_of, choose_worker
@@ -150,6 +150,13 @@ class AdmissionQueue:
         ledger = self._ledgers.get(worker_id)
         if ledger is not None:
             ledger.device_marks = frozenset(marks)
+
+    def set_others(self, worker_id: str, others: OthersHold) -> None:
+        """Note what other schedulers hold and want on a worker."""
+        ledger = self._ledgers.get(worker_id)
+        if ledger is not None:
+            ledger.others = others
+            self.policy.touch(worker_id)
 
     def slots_promised_on(self, worker_id: str) -> int:
         """Return the slots that streamed requests on this worker may still fill."""

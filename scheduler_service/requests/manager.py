@@ -211,7 +211,7 @@ class RequestManager:
             self._start_all()
         finally:
             self._is_starting = False
-        self.sharing.tell()
+        self.sharing.changed()
 
     def _start_all(self) -> None:
         while (admitted := self.admission.admit()) is not None:

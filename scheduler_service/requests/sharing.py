@@ -14,6 +14,9 @@ from scheduler_service.placement.admission import AdmissionQueue
 from scheduler_service.placement.ledger import Ledger, OthersHold
 from splitpoint.v1 import worker_pb2
 
+# Shortest time between two reports, but for ticks: the queue is looked through for each.
+_LEAST_SECONDS = 0.02
+
 
 @dataclass(slots=True)
 class _Shared:
@@ -34,6 +37,7 @@ class Sharing:
         self._admission = admission
         self._clock = clock
         self._workers: dict[str, _Shared] = {}
+        self._told_at = -_LEAST_SECONDS
 
     def heard(self, worker_id: str, message: worker_pb2.OtherStreams) -> None:
         """Note what a worker says of its other Run streams."""
@@ -42,7 +46,7 @@ class Sharing:
             return
         if not message.stream_count:
             self.forget(worker_id)
-            ledger.others = OthersHold()
+            self._admission.set_others(worker_id, OthersHold())
             return
         known = self._workers.get(worker_id)
         self._workers[worker_id] = _Shared(
@@ -50,8 +54,8 @@ class Sharing:
             waiting_since=self._clock() - message.charges.waited_seconds,
             told=worker_pb2.Charges() if known is None else known.told,
         )
-        ledger.others = self._workers[worker_id].others
-        self.tell()
+        self._admission.set_others(worker_id, self._workers[worker_id].others)
+        self.changed()
 
     def forget(self, worker_id: str) -> None:
         """Drop a worker that is lost, or that no other scheduler uses."""
@@ -64,13 +68,19 @@ class Sharing:
             ledger = self._admission.ledger(worker_id)
             if ledger is not None:
                 waited = max(0.0, now - shared.waiting_since)
-                ledger.others = replace(shared.others, waited_seconds=waited)
                 ledger.tick()
-        self.tell()
+                others = replace(shared.others, waited_seconds=waited)
+                self._admission.set_others(worker_id, others)
+        self._tell()
         return bool(self._workers)
 
-    def tell(self) -> None:
-        """Tell the workers that are shared what has changed here."""
+    def changed(self) -> None:
+        """Tell the workers that are shared what has changed here, now or with the next tick."""
+        if self._workers and self._clock() - self._told_at >= _LEAST_SECONDS:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told_at = self._clock()
         for worker_id, shared in self._workers.items():
             connection = self._registry.find(worker_id)
             charges = self._charges(worker_id)

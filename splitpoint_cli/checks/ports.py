@@ -18,27 +18,48 @@ _ROW_NEIGHBOURS = 1000
 _ANSWER_SECONDS = 0.5
 
 
-def metrics_addresses(port: int | None, listen: str, workers: int) -> tuple[str, ...]:
-    """Return the addresses of the scheduler's, the store's and each worker's metrics.
+def scheduler_addresses(listen: str, count: int) -> tuple[str, ...]:
+    """Return the addresses of so many schedulers: `listen`, and the ports or paths after it.
+
+    Port 0 stays 0: each scheduler takes a free one. Raises InvalidArgument for a port above 65535.
+    """
+    if listen.startswith("unix:"):
+        return (listen, *(f"{listen}-{number}" for number in range(1, count)))
+    host, _, port = listen.rpartition(":")
+    first, last = int(port), int(port) + count - 1
+    if not first:
+        return (listen,) * count
+    if last > 65535:
+        raise InvalidArgument(
+            f"--schedulers {count}: ports {first} to {last} are not all below 65536",
+            field="schedulers",
+        )
+    return tuple(f"{host}:{each}" for each in range(first, last + 1))
+
+
+def metrics_addresses(port: int | None, listens: Sequence[str], workers: int) -> tuple[str, ...]:
+    """Return the addresses of metrics: a scheduler's, the store's, each worker's, then those of
+    the other schedulers.
 
     They are `port` and the ports after it; empty if `port` is None. Raises InvalidArgument for
-    a port above 65535 and for that of `listen`.
+    a port above 65535 and for those of `listens`.
     """
     if port is None:
         return ()
-    ports = range(port, port + 2 + workers)
+    ports = range(port, port + 1 + workers + len(listens))
     if not 1 <= ports[0] <= ports[-1] <= 65535:
         raise InvalidArgument(
             f"--metrics: {len(ports)} ports from {port} on are not all between 1 and 65535",
             field="metrics",
         )
-    listening = listen.rpartition(":")[2]
-    if not listen.startswith("unix:") and int(listening) in ports:
-        raise InvalidArgument(
-            f"--metrics: ports {ports[0]} to {ports[-1]} would be for metrics, but clients "
-            f"connect to {listening} (--listen)",
-            field="metrics",
-        )
+    for listen in listens:
+        listening = listen.rpartition(":")[2]
+        if not listen.startswith("unix:") and int(listening) in ports:
+            raise InvalidArgument(
+                f"--metrics: ports {ports[0]} to {ports[-1]} would be for metrics, but clients "
+                f"connect to {listening} (--listen)",
+                field="metrics",
+            )
     return tuple(f"127.0.0.1:{each}" for each in ports)
 
 

@@ -197,7 +197,13 @@ def _metrics(wanted: str, options: DoctorOptions) -> Finding:
     if not wanted.isdigit():
         return ports.check_free("metrics", wanted, "--metrics")
     workers = len(_devices(options))
-    return ports.check_metrics(ports.metrics_addresses(int(wanted), options.listen, workers))
+    listens = ports.scheduler_addresses(options.listen, options.schedulers)
+    return ports.check_metrics(ports.metrics_addresses(int(wanted), listens, workers))
+
+
+def _listen(options: DoctorOptions, *, has_tls: bool, has_tokens: bool) -> Iterator[Finding]:
+    for address in ports.scheduler_addresses(options.listen, options.schedulers):
+        yield ports.check_listen(address, has_tls=has_tls, has_tokens=has_tokens)
 
 
 def _network(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[Check]:
@@ -206,10 +212,7 @@ def _network(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator
         running = own
         yield Check("instance", lambda: own_stack.check_own_stack(running))
     else:
-        yield Check(
-            "listen",
-            lambda: ports.check_listen(options.listen, has_tls=has_tls, has_tokens=has_tokens),
-        )
+        yield Check("listen", lambda: _listen(options, has_tls=has_tls, has_tokens=has_tokens))
     if options.metrics is not None and own is None:
         metrics = options.metrics
         yield Check("metrics", lambda: _metrics(metrics, options))

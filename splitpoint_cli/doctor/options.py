@@ -36,6 +36,7 @@ class DoctorOptions:
     numa_node: str = of(store.NUMA_NODE)
     pin_limit: str | None = of(worker.PIN_LIMIT)
     listen: str = of(up.LISTEN)
+    schedulers: int = of(up.SCHEDULERS)
     instance: str | None = of(up.INSTANCE)
     metrics: str | None = of(_METRICS)
     redis: str | None = of(service.REDIS)

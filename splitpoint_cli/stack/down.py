@@ -97,8 +97,10 @@ def stack_at(asked: str, stacks: Sequence[RunningStack]) -> RunningStack | None:
     Raises NotFound, which names the stacks, if several are, or if the one that has the
     address's name listens elsewhere.
     """
-    there = [each for each in stacks if each.address == asked]
-    there = there or [each for each in stacks if _is_same(each.address, asked)]
+    there = [each for each in stacks if asked in each.addresses]
+    there = there or [
+        each for each in stacks if any(_is_same(address, asked) for address in each.addresses)
+    ]
     if len(there) == 1:
         return there[0]
     named = [each for each in stacks if each.name == instance_of(asked) and each.address]

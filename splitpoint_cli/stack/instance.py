@@ -48,7 +48,8 @@ class Held:
         self.services = _open(runtime / _SERVICES)
 
     def listens_at(self, address: str) -> None:
-        """Note the scheduler's address, by which `splitpoint down` finds the stack."""
+        """Note the schedulers' addresses, with commas between them, by which `splitpoint down`
+        finds the stack."""
         self._address = address
         os.pwrite(self._lock, f"\n{address}".encode(), _ID_DIGITS)
 
@@ -154,11 +155,18 @@ def running_process(runtime: Path, *, seconds: float = _ID_SECONDS) -> int | Non
 
 @dataclass(frozen=True, slots=True)
 class RunningStack:
-    """A stack whose `up` runs; `address` is empty until its scheduler listens."""
+    """A stack whose `up` runs.
+
+    `address`: those of its schedulers, with commas between them; empty until they listen.
+    """
 
     name: str
     process_id: int
     address: str
+
+    @property
+    def addresses(self) -> list[str]:
+        return self.address.split(",")
 
 
 def running_stacks(parent: Path) -> list[RunningStack]:

@@ -1,12 +1,12 @@
 """Restarts dead services by the restart policy, and decides when the stack cannot go on.
 
-A stack goes on without a worker while another one is left. It needs store and scheduler.
+A stack goes on without a worker, or a scheduler, while another one is left. It needs its store.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from splitpoint_cli.output import duration_text
 from splitpoint_cli.stack.child import (
@@ -31,6 +31,7 @@ class Keeper:
         limits: of each service's restarts; None: the first death ends the stack.
         say: called with a service's name and a message about it.
         workers: names and addresses of the workers, of which one is enough.
+        schedulers: names of the schedulers, of which one is enough.
         show_tail: called with the death of a worker that is given up.
     """
 
@@ -41,17 +42,19 @@ class Keeper:
         say: Callable[[str, str], None],
         *,
         workers: Mapping[str, str],
+        schedulers: Collection[str] = (),
         show_tail: Callable[[ServiceExited], None],
     ) -> None:
         self._supervisor = supervisor
         self._limits = limits
         self._say = say
         self._workers = workers
+        self._schedulers = schedulers
         self._show_tail = show_tail
         self._policies: dict[str, RestartPolicy] = {}
         self._starts: set[asyncio.Task[None]] = set()
         self._failures: asyncio.Queue[BaseException] = asyncio.Queue()
-        # Given-up workers: the message of the last death, and the time of the next start.
+        # Given-up workers and schedulers: the last death's message, and when the next start is.
         self._given_up: dict[str, tuple[str, float]] = {}
         # Services that are being replaced: their exits are expected.
         self._renewed: set[Service] = set()
@@ -85,6 +88,7 @@ class Keeper:
         return [
             GivenUpWorker(self._workers[name], why, max(0.0, at - now))
             for name, (why, at) in self._given_up.items()
+            if name in self._workers
         ]
 
     async def renew(self, names: Iterable[str]) -> None:
@@ -124,9 +128,10 @@ class Keeper:
         return None
 
     def _try_give_up(self, name: str, death: ServiceExited, decision: GiveUp) -> bool:
-        """Return True if other workers are left; then note and report this one as given up."""
-        others = self._workers.keys() - self._given_up.keys() - {name}
-        if name not in self._workers or not others or not decision.retry_seconds:
+        """Return True if others of its kind are left; then note and report it as given up."""
+        kind = next((each for each in (self._workers, self._schedulers) if name in each), ())
+        others = set(kind) - self._given_up.keys() - {name}
+        if not others or not decision.retry_seconds:
             return False
         at = asyncio.get_running_loop().time() + decision.retry_seconds
         self._given_up[name] = (death.message, at)

@@ -43,6 +43,17 @@ DEVICE: Option[str] = Option(
     "Device of the workers; cuda spreads them over the GPUs in turn; auto: cuda if there is a GPU.",
     choices=("auto", "cpu", "cuda"),
 )
+SCHEDULERS: Option[int] = Option(
+    "schedulers",
+    int,
+    1,
+    "Number of schedulers, which share the workers; the first listens at --listen, the others at "
+    "the ports after it. Clients take all addresses and survive the loss of a scheduler "
+    "(docs/operations.md).",
+    unit="N",
+    least=1,
+    most=8,
+)
 HOST_MEMORY: Option[str | None] = Option(
     "host-memory",
     str,
@@ -122,6 +133,7 @@ class StackOptions:
     dtype: str = of(store.DTYPE)
     weights: str = of(store.WEIGHTS)
     listen: str = of(LISTEN)
+    schedulers: int = of(SCHEDULERS)
 
     residency: str = of(scheduler.RESIDENCY, _SERVING)
     objective: str = of(scheduler.OBJECTIVE, _SERVING)

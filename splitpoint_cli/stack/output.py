@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rich.markup import escape
@@ -228,22 +228,29 @@ def _prefix(service: str) -> str:
 def _print_metrics(stack: Stack) -> None:
     # Only the scheduler has the certificate; the other services are for this host.
     scheme = "https" if stack.identity.serves_tls else "http"
-    scheduler, store, *workers = stack.metrics
+    scheduler, store, *rest = stack.metrics
+    workers, others = rest[: len(stack.workers)], rest[len(stack.workers) :]
     first, last = (address.rpartition(":")[2] for address in (workers[0], workers[-1]))
     ports = f"{first} (worker 0)" if first == last else f"{first} to {last} (workers)"
     out.print(f"  metrics    {scheme}://{scheduler}/metrics (scheduler)")
     out.print(f"             http://{store}/metrics (store), {ports}")
+    for number, other in enumerate(others, start=1):
+        out.print(f"             {scheme}://{other}/metrics (scheduler {number})")
 
 
-def print_summary(stack: Stack, address: str) -> None:
-    """Print the addresses and files of the stack, and commands to try, on stdout."""
+def print_summary(stack: Stack, addresses: Sequence[str]) -> None:
+    """Print the addresses and files of the stack, and commands to try, on stdout.
+
+    `addresses`: where the schedulers listen.
+    """
     shape = stack.shape
     kept = " (kept on exit)" if stack.keep_arena else ""
     memory = config.format_size(stack.host_memory_bytes)
     out.print(f"Splitpoint serves {escape(stack.name)} ({shape.data_type.value}):")
     if stack.weights.is_lossy:
         out.print(f"  weights    {stack.weights.value}: answers are approximate (docs/memory.md)")
-    out.print(f"  scheduler  {address}")
+    for address in addresses:
+        out.print(f"  scheduler  {address}")
     for i, (device, worker) in enumerate(zip(stack.devices, stack.worker_addresses, strict=True)):
         out.print(f"  worker {i}   {worker} on {device}")
     out.print(f"  store      {stack.store_address}")
@@ -252,7 +259,7 @@ def print_summary(stack: Stack, address: str) -> None:
         out.print(f"  pages      {counted(stack.pages.tokens, 'token')}: {stack.pages.reason}")
     if stack.metrics:
         _print_metrics(stack)
-    address = config.reachable_address(address)
+    address = ",".join(map(config.reachable_address, addresses))
     where = "" if address == config.DEFAULT_ADDRESS else f" --address {address}"
     out.print("Try:")
     if stack.identity.serves_tls or stack.has_tokens:

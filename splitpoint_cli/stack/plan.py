@@ -31,7 +31,7 @@ from splitpoint.options.speculation import SpeculativeConfig, read_speculative_c
 from splitpoint.shapes import Encoding, ModelShape, WeightFormat
 from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity
-from splitpoint_cli.checks.ports import metrics_addresses
+from splitpoint_cli.checks.ports import metrics_addresses, scheduler_addresses
 from splitpoint_cli.devices import choose_devices, default_threads, worker_spin_count
 from splitpoint_cli.files import check_output
 from splitpoint_cli.models import find_draft, model_shape
@@ -49,7 +49,7 @@ _MOST_DEFAULT_HOST_MEMORY = 8 << 30
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """All decisions about a stack, ready to start: store, then workers, then scheduler."""
+    """All decisions about a stack, ready to start: store, then workers, then schedulers."""
 
     model: Path
     name: str
@@ -65,15 +65,17 @@ class Stack:
     keep_arena: bool
     store_address: str
     worker_addresses: tuple[str, ...]
-    listen: str
-    # Identity of the scheduler, for the check that it serves.
+    # Where the schedulers listen, in order.
+    listens: tuple[str, ...]
+    # Identity of the schedulers, for the check that they serve.
     identity: Identity
     has_tokens: bool
-    # Addresses of metrics: the scheduler's, the store's, the workers' in order; empty: none.
+    # Addresses of metrics: the first scheduler's, the store's, the workers' in order, the other
+    # schedulers'; empty: none.
     metrics: tuple[str, ...]
     store: ServiceCommand
     workers: tuple[ServiceCommand, ...]
-    scheduler: ServiceCommand
+    schedulers: tuple[ServiceCommand, ...]
     # Format of log lines of services and of `up`.
     log_format: LogFormat = LogFormat.TEXT
     # Of the served model; a draft model's are native.
@@ -86,10 +88,12 @@ class _Places:
 
     Attributes:
         key: file of the secret behind the chunk keys.
-        metrics: addresses of the scheduler, the store and each worker; empty: no metrics.
+        listens: addresses of the schedulers.
+        metrics: addresses of the first scheduler, the store, each worker and the other
+            schedulers; empty: no metrics.
     """
 
-    listen: str
+    listens: tuple[str, ...]
     instance: str
     runtime: Path
     arena: Path
@@ -164,13 +168,13 @@ def plan_stack(options: StackOptions) -> Stack:
         keep_arena=options.keep_arena,
         store_address=places.store,
         worker_addresses=places.workers,
-        listen=places.listen,
+        listens=places.listens,
         identity=identity,
         has_tokens=options.tokens is not None,
         metrics=places.metrics,
         store=_store_command(options, model, places, host_memory, pages),
         workers=_worker_commands(options, model, speculation, places, devices, threads, spinning),
-        scheduler=_scheduler_command(options, model, places),
+        schedulers=_scheduler_commands(options, model, places),
         log_format=LogFormat(options.log_format),
         weights=WeightFormat(options.weights),
     )
@@ -203,7 +207,8 @@ def _check(options: StackOptions) -> Identity:
 
 
 def _places_of(options: StackOptions, worker_count: int) -> _Places:
-    metrics = metrics_addresses(options.metrics, options.listen, worker_count)
+    listens = scheduler_addresses(options.listen, options.schedulers)
+    metrics = metrics_addresses(options.metrics, listens, worker_count)
     instance = config.check_instance(options.instance or instance_of(options.listen))
     runtime = config.runtime_path(instance)
     arena = config.arena_path(instance)
@@ -214,7 +219,7 @@ def _places_of(options: StackOptions, worker_count: int) -> _Places:
     # if the socket there is another server's by then.
     start = secrets.token_hex(3)
     return _Places(
-        listen=options.listen,
+        listens=tuple(config.check_address(each) for each in listens),
         instance=instance,
         runtime=runtime,
         arena=arena,
@@ -345,22 +350,49 @@ def _worker_commands(
     )
 
 
-def _scheduler_command(options: StackOptions, model: _Model, places: _Places) -> ServiceCommand:
+def _scheduler_commands(
+    options: StackOptions, model: _Model, places: _Places
+) -> tuple[ServiceCommand, ...]:
+    count = len(places.listens)
+    # After the metrics of the first scheduler, the store and the workers.
+    metrics = places.metrics[:1] + places.metrics[2 + len(places.workers) :]
+    return tuple(
+        _scheduler_command(
+            options,
+            model,
+            places,
+            name="scheduler" if count == 1 else f"scheduler {number}",
+            listen=listen,
+            metrics=metrics[number] if metrics else None,
+        )
+        for number, listen in enumerate(places.listens)
+    )
+
+
+def _scheduler_command(
+    options: StackOptions,
+    model: _Model,
+    places: _Places,
+    *,
+    name: str,
+    listen: str,
+    metrics: str | None,
+) -> ServiceCommand:
     return ServiceCommand(
-        "scheduler",
+        name,
         [
             *("-m", "scheduler_service"),
-            *("--listen", places.listen),
+            *("--listen", listen),
             *(part for address in places.workers for part in ("--worker", address)),
             *model.arguments,
-            # Chunk keys depend on this secret: without it neither a scheduler that
-            # is started again nor the next user of a kept arena finds a chunk.
+            # Chunk keys depend on this secret: without it neither another scheduler, nor one
+            # that is started again, nor the next user of a kept arena finds a chunk.
             *("--server-key-file", str(places.key)),
-            *_given("--metrics", places.metrics[0] if places.metrics else None),
+            *_given("--metrics", metrics),
             *arguments_of(_SCHEDULER, options),
         ],
         stop_seconds=options.grace_seconds + _SCHEDULER_STOP_SECONDS,
-        socket=socket_path(places.listen),
+        socket=socket_path(listen),
     )
 
 

@@ -39,8 +39,9 @@ def check_machine(stack: Stack, say: Say) -> None:
     if stack.metrics:
         _judge(ports.check_metrics(stack.metrics), Unavailable, say, reason="METRICS_PORT")
     has_tls = stack.identity.serves_tls
-    listen = ports.check_listen(stack.listen, has_tls=has_tls, has_tokens=stack.has_tokens)
-    _judge(listen, Unavailable, say)
+    for address in stack.listens:
+        listen = ports.check_listen(address, has_tls=has_tls, has_tokens=stack.has_tokens)
+        _judge(listen, Unavailable, say)
     for finding in _memory(stack):
         _judge(finding, ResourceExhausted, say)
     _judge(model.check_weights(stack.model), InvalidArgument, say)

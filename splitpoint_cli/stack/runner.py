@@ -44,7 +44,8 @@ class StackRunner:
     def __init__(self, stack: Stack, *, verbose: bool = False, quiet: bool = False) -> None:
         self._stack = stack
         self.output = output_of(stack.log_format, verbose=verbose, quiet=quiet)
-        self.address = stack.listen
+        # Where the schedulers listen, once they do.
+        self.addresses = stack.listens
         # An arena that an earlier run kept is ours once our store has opened it.
         self._arena_is_ours = False
         self._held: Held | None = None
@@ -101,6 +102,7 @@ class StackRunner:
             limits,
             self.output.event,
             workers=dict(zip(names, stack.worker_addresses, strict=True)),
+            schedulers=[scheduler.name for scheduler in stack.schedulers],
             show_tail=self.output.show_tail,
         )
         keeper.on_given_up = lambda: self._note_given_up(keeper)
@@ -180,13 +182,18 @@ class StackRunner:
                 for worker, device in zip(workers, stack.devices, strict=True)
             )
         )
-        scheduler = await supervisor.start(stack.scheduler)
-        self.address = await self._await_ready(scheduler, "connecting")
+        addresses = []
+        for command in stack.schedulers:
+            # One after the other: the first makes the key that all of them read.
+            scheduler = await supervisor.start(command)
+            addresses.append(await self._await_ready(scheduler, "connecting"))
+        self.addresses = tuple(addresses)
         if self._held is not None:
-            self._held.listens_at(self.address)
-        at, identity = config.reachable_address(self.address), trusting_own_server(stack.identity)
-        async with AsyncClient(at, identity=identity) as client:
-            await client.wait_ready(_SERVE_SECONDS)
+            self._held.listens_at(",".join(self.addresses))
+        identity = trusting_own_server(stack.identity)
+        for address in map(config.reachable_address, self.addresses):
+            async with AsyncClient(address, identity=identity) as client:
+                await client.wait_ready(_SERVE_SECONDS)
         self.output.progress(f"all ready after {time.monotonic() - began:.1f} s")
 
     async def _await_ready(self, service: Service, doing: str) -> str:
@@ -247,7 +254,7 @@ async def _run_stack(stack: Stack, *, verbose: bool, limits: RestartLimits | Non
     runner = StackRunner(stack, verbose=verbose)
     try:
         async with runner.running(stop) as supervisor:
-            print_summary(stack, runner.address)
+            print_summary(stack, runner.addresses)
             await runner.keep(supervisor, stop, limits)
             runner.output.progress("stopping (once more to stop at once) ...")
     except Cancelled:

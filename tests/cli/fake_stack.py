@@ -63,7 +63,7 @@ def main(
         worker_addresses=tuple(f"unix:{stack.runtime}/worker-{i}.sock" for i in range(2)),
         store=fake("store", store),
         workers=tuple(fake(f"worker {i}", worker) for i in range(2)),
-        scheduler=fake("scheduler", scheduler, "--health", f"unix:{stack.runtime}/public.sock"),
+        schedulers=(fake("scheduler", scheduler, "--health", f"unix:{stack.runtime}/public.sock"),),
     )
     limits = (
         RestartLimits(first_delay_seconds=float(pause), first_retry_seconds=float(retry))

@@ -1,9 +1,10 @@
 """A worker in a process of its own: attaches, writes a sequence, perhaps seals it, and waits.
 
-    python kvstore_worker.py ADDRESS TOKENS_AS_JSON seal|write|fork
+    python kvstore_worker.py ADDRESS TOKENS_AS_JSON seal|late|write|fork
 
 Prints DONE, then keeps its session alive until a line comes on stdin. "fork" writes,
-and then has a child that inherits everything and ends.
+and then has a child that inherits everything and ends. "late" seals when the line has come, and
+prints the status.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 from kvstore_helpers import seed_of, write_payload
 
 from splitpoint.arena.mapping import Arena
 from splitpoint.keys import chunk_key
 from splitpoint.transport.channels import open_sync_channel
 from splitpoint.transport.convert import layout_from_proto
+from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
@@ -79,12 +82,11 @@ def main() -> None:
             )
         )
         parent = chunk_key(layout.layout_hash, b"", parent, piece)
+    seal = pb.SealRequest(
+        session_id=session.session_id, request_id=b"2", chunks=chunks, keep_leased=True
+    )
     if seals:
-        stub.Seal(
-            pb.SealRequest(
-                session_id=session.session_id, request_id=b"2", chunks=chunks, keep_leased=True
-            )
-        )
+        stub.Seal(seal)
     if sys.argv[3] == "fork":
         child = os.fork()
         if not child:
@@ -92,6 +94,13 @@ def main() -> None:
         os.waitpid(child, 0)
     print("DONE", flush=True)
     sys.stdin.readline()
+    if sys.argv[3] == "late":
+        try:
+            stub.Seal(seal)
+        except grpc.RpcError as error:
+            print(error_of(error).reason, flush=True)
+        else:
+            print("SEALED", flush=True)
     stop.set()
 
 

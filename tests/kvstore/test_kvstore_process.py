@@ -93,10 +93,15 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def start_worker(
-    address: str, tokens: list[int], *, seals: bool = False, forks: bool = False
+    address: str,
+    tokens: list[int],
+    *,
+    seals: bool = False,
+    forks: bool = False,
+    seals_late: bool = False,
 ) -> subprocess.Popen[str]:
     """Start a process that writes a sequence, then waits for a line on stdin."""
-    what = "seal" if seals else "fork" if forks else "write"
+    what = "seal" if seals else "fork" if forks else "late" if seals_late else "write"
     worker = subprocess.Popen(
         [sys.executable, str(WORKER), address, json.dumps(tokens), what],
         cwd=ROOT,
@@ -185,6 +190,23 @@ def test_a_stopped_worker_keeps_its_slots_until_it_dies(store: StoreProcess) -> 
         worker.kill()
         finish(worker)
         eventually(lambda: stats_of(stub).quarantined_slot_count == 0)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_the_seals_of_a_worker_that_was_stopped_beyond_its_lease_are_refused(
+    store: StoreProcess, is_stopped: bool
+) -> None:
+    worker = start_worker(store.address or "", [1] * 10, seals_late=True)
+    channel, stub = store.stub()
+    with channel:
+        if is_stopped:
+            worker.send_signal(signal.SIGSTOP)
+            eventually(lambda: stats_of(stub).quarantined_slot_count == 3)
+            worker.send_signal(signal.SIGCONT)
+        answer, _ = worker.communicate("\n", timeout=30)
+        assert answer == ("SESSION_EXPIRED\n" if is_stopped else "SEALED\n")
+        eventually(lambda: stats_of(stub).quarantined_slot_count == 0)
+        assert stats_of(stub).sealed_slot_count == (0 if is_stopped else 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -156,7 +156,7 @@ def test_another_vocabulary_is_refused_alike_before_anything_starts(tmp_path: Pa
 def test_the_scheduler_gets_its_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, expected in (((), "latency"), (("--objective", "throughput"), "throughput")):
         stack = planned(monkeypatch, *arguments)
-        scheduler = parse_scheduler(list(stack.scheduler.arguments[2:]))
+        scheduler = parse_scheduler(list(stack.schedulers[0].arguments[2:]))
         assert scheduler.objective == expected
 
 
@@ -209,7 +209,7 @@ def test_redis_is_for_every_service(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     parsed = [
         parse_store(list(stack.store.arguments[2:])),
         *(parse_worker(list(worker.arguments[2:])) for worker in stack.workers),
-        parse_scheduler(list(stack.scheduler.arguments[2:])),
+        parse_scheduler(list(stack.schedulers[0].arguments[2:])),
     ]
     for service in parsed:
         assert service.redis == "rediss://ann@h"
@@ -219,7 +219,7 @@ def test_redis_is_for_every_service(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_every_service_has_its_port_for_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = planned(monkeypatch, "--metrics", "9400")
-    commands = [stack.scheduler, stack.store, *stack.workers]
+    commands = [*stack.schedulers, stack.store, *stack.workers]
     parsers: list[Callable[[list[str]], argparse.Namespace]]
     parsers = [parse_scheduler, parse_store, parse_worker, parse_worker]
     for i, (command, parse) in enumerate(zip(commands, parsers, strict=True)):

@@ -1,0 +1,174 @@
+"""Two schedulers on the same workers: equal texts, shared memory, and the loss of one of them.
+
+About 25 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from local_stack import (
+    StackShape,
+    make_scheduler,
+    serving_worker,
+    start_store,
+    stop_process,
+    wait_for_workers,
+)
+from own_names import instance_name, shared_memory_folder
+from test_e2e_cli import assert_nothing_left, service_processes
+from tiny_models import build_tiny, clear_prompt, write_tiny
+from up_process import up_process, wait_until_up
+
+from splitpoint.client import AsyncClient
+
+NEW_TOKENS = 40
+MODEL = build_tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+async def test_two_schedulers_share_a_small_worker_fairly(folder: Path, tmp_path: Path) -> None:
+    """One fills the worker and its own queue first; the other still starts before it is done."""
+    shape = StackShape(workers=1, max_batch_size=4)
+    wanted = [clear_prompt(MODEL, 20 + n, NEW_TOKENS, seed=n) for n in range(16)]
+    arena = shared_memory_folder() / "arena"
+    async with AsyncExitStack() as cleanup:
+        store = await start_store(folder, f"unix:{tmp_path}/kv", arena, shape)
+        cleanup.push_async_callback(stop_process, store)
+        worker, _ = await cleanup.enter_async_context(
+            serving_worker(folder, "0", f"unix:{tmp_path}/w0", f"unix:{tmp_path}/kv", shape)
+        )
+        clients, schedulers = [], []
+        for _ in range(2):
+            scheduler = make_scheduler(folder, tmp_path, shape)
+            address = await scheduler.start("127.0.0.1:0")
+            cleanup.push_async_callback(scheduler.stop, 1.0)
+            client = await cleanup.enter_async_context(AsyncClient(address))
+            await wait_for_workers(client, 1)
+            clients.append(client)
+            schedulers.append(scheduler)
+        order: list[int] = []
+        most = 0
+
+        async def run(number: int, prompt: Sequence[int], name: str) -> list[int]:
+            stream = clients[number].generate(
+                prompt, max_tokens=NEW_TOKENS, ignore_eos=True, request_id=name
+            )
+            done = await stream.complete()
+            order.append(number)
+            return list(done.token_ids)
+
+        first = [asyncio.create_task(run(0, p, f"r{n}")) for n, (p, _) in enumerate(wanted[:12])]
+        async with asyncio.timeout(30):
+            while len(worker.runtime.live) < 4:
+                await asyncio.sleep(0)
+        second = [asyncio.create_task(run(1, p, f"r{n}")) for n, (p, _) in enumerate(wanted[12:])]
+        while not all(task.done() for task in (*first, *second)):
+            most = max(most, len(worker.runtime.live))
+            await asyncio.sleep(0.002)
+        answers = [task.result() for task in (*first, *second)]
+        assert answers == [tokens for _, tokens in wanted]
+        # Not only when the first scheduler has nothing left.
+        assert order.index(1) < 10, order
+        # A race of both may exceed the batch for a moment; the worker then queues.
+        assert most <= 8
+        for scheduler in schedulers:
+            ledger = scheduler.manager.admission.ledger("0")
+            assert ledger is not None
+            async with asyncio.timeout(30):
+                while ledger.others.request_count or ledger.charged_pages:
+                    await asyncio.sleep(0.02)
+            assert (ledger.others.pages, ledger.others.wanted_pages) == (0, 0)
+
+
+def test_the_loss_of_one_scheduler_leaves_the_streams_of_the_other_alone(folder: Path) -> None:
+    instance = instance_name("two")
+    command = [
+        *(sys.executable, "-m", "splitpoint_cli", "up", "--model", str(folder)),
+        *("--device", "cpu", "--dtype", "float32", "--threads", "1", "--workers", "2"),
+        *("--host-memory", "48MiB", "--device-memory", "64MiB", "--schedulers", "2"),
+        *("--listen", "127.0.0.1:0", "--instance", instance),
+    ]
+    wanted = [clear_prompt(MODEL, 20 + n, 300, seed=n) for n in range(6)]
+    with up_process(command) as process:
+        summary = wait_until_up(process)
+        addresses = re.findall(r"scheduler  (\S+)", summary)
+        assert len(addresses) == 2
+        assert f"--address {addresses[0]},{addresses[1]}" in summary
+
+        async def play() -> None:
+            async with AsyncClient(addresses[0]) as one, AsyncClient(addresses[1]) as two:
+                # The same ids at both: each scheduler has requests of its own.
+                lost = [
+                    asyncio.create_task(ask(one, prompt, f"r{n}"))
+                    for n, (prompt, _) in enumerate(wanted)
+                ]
+                kept = [
+                    asyncio.create_task(ask(two, prompt, f"r{n}"))
+                    for n, (prompt, _) in enumerate(wanted)
+                ]
+                async with asyncio.timeout(60):
+                    while (await one.scheduler_status()).generated_token_count < 50:
+                        await asyncio.sleep(0)
+                kill_scheduler_at(addresses[0], instance)
+                assert await asyncio.gather(*kept) == [tokens for _, tokens in wanted]
+                for task in lost:
+                    task.cancel()
+                await asyncio.gather(*lost, return_exceptions=True)
+
+        asyncio.run(play())
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "scheduler 0" in line and "ready again" in line:
+                break
+        answers = asyncio.run(ask_at(addresses[0], wanted[0][0]))
+        assert answers == wanted[0][1]
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert_nothing_left(instance)
+
+
+async def ask(client: AsyncClient, prompt: Sequence[int], name: str) -> list[int]:
+    stream = client.generate(prompt, max_tokens=300, ignore_eos=True, request_id=name)
+    return list((await stream.complete()).token_ids)
+
+
+async def ask_at(address: str, prompt: Sequence[int]) -> list[int]:
+    async with AsyncClient(address) as client:
+        await client.wait_ready(30)
+        return await ask(client, prompt, "again")
+
+
+def kill_scheduler_at(address: str, instance: str) -> None:
+    """kill -9 of the scheduler process that listens at this address."""
+    (process,) = [
+        pid
+        for pid, name in service_processes(instance).items()
+        if name == "scheduler_service" and listens(pid, int(address.rpartition(":")[2]))
+    ]
+    os.kill(process, signal.SIGKILL)
+
+
+def listens(process: int, port: int) -> bool:
+    """Return True if the process has a socket that listens at this port."""
+    nodes = {
+        line.split()[9]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == port
+    }
+    links = (os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir())
+    return any(link == f"socket:[{node}]" for link in links for node in nodes)
