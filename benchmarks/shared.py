@@ -77,15 +77,18 @@ def run_in_rounds(
 
 
 @asynccontextmanager
-async def serving(name: str, **options: Any) -> AsyncIterator[tuple[Stack, AsyncClient]]:
-    """Run a stack on the CPU, with these StackOptions, and a client of it."""
+async def serving(
+    name: str, *, token: str | None = None, **options: Any
+) -> AsyncIterator[tuple[Stack, AsyncClient]]:
+    """Run a stack on the CPU, with these StackOptions, and a client of it with this token."""
     stack = plan_stack(
         StackOptions(
             device="cpu", listen="127.0.0.1:0", instance=f"{name}-{os.getpid()}", **options
         )
     )
     runner = StackRunner(stack, quiet=True)
-    async with runner.running(asyncio.Event()), AsyncClient(runner.addresses[0]) as client:
+    running = runner.running(asyncio.Event())
+    async with running, AsyncClient(runner.addresses[0], token=token) as client:
         yield stack, client
 
 

@@ -202,7 +202,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    options = {
+    options: dict[str, Any] = {
         "workers": 1,
         "threads": 1,
         "device_memory": DEVICE_MEMORY,
