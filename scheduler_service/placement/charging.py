@@ -71,6 +71,7 @@ class Charging:
             new_tokens=known - cached,
             shared_tokens=(len(charge.marks) + charge.own_pages - pages) * worker.chunk_tokens,
             answer_tokens=self.steps_left(request),
+            is_streamed=fits.residency is Residency.STREAMED,
             link_bytes=restored * ledger.stored_bytes_per_token,
             is_link_bound=restored > ledger.kappa_crit * (known - cached) > 0,
             fits=fits,

@@ -29,8 +29,6 @@ from scheduler_service.policy.waiting import Need, R, Waiting
 _FULL_LOOK_SECONDS = 0.5
 # Requests that came and are compared beyond the window. If more came, all workers are looked at.
 _MOST_FRESH = 16
-# First requests in turn that may be streamed instead of waiting for memory.
-_STREAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +184,15 @@ class BestSets(Generic[R]):
                     if needs:
                         yield fresh, needs
 
+    def _gives_way(self, waiting: Waiting[R], need: Need, worker_id: str, now: float) -> bool:
+        """Return True if a streamed request lets others go first for a while.
+
+        It holds few pages, so that it would always fit, but it takes the link from all others.
+        """
+        if not need.is_streamed or self._rooms.is_idle(worker_id) or len(self._order) == 1:
+            return False
+        return self.reservations.gamma * (now - waiting.since) < 1
+
     def _needs(self, waiting: Waiting[R], workers: Iterable[str]) -> dict[str, Need]:
         """Return what a request needs of those of these workers on which it could run."""
         return {
@@ -230,7 +237,7 @@ class BestSets(Generic[R]):
         """Choose sets of these, on workers that no request of the tenants `before` could use."""
         found = _Found[R]({}, {}, [])
         for waiting, needs in window:
-            self._collect(waiting, needs, found, before)
+            self._collect(waiting, needs, found, before, now)
         for worker_id, candidates in found.candidates.items():
             budget = found.budgets[worker_id]
             if budget is not None:
@@ -244,6 +251,7 @@ class BestSets(Generic[R]):
         needs: Mapping[str, Need],
         found: _Found[R],
         before: Sequence[str],
+        now: float,
     ) -> None:
         """Add a request to the candidates of the worker that suits it best."""
         possible: dict[str, Need] = {}
@@ -257,12 +265,12 @@ class BestSets(Generic[R]):
             if not need.can_start:
                 if self.reservations.of(worker_id) in (None, waiting):
                     lacking[worker_id] = need
-            elif need.pages <= budget.pages:
+            elif need.pages <= budget.pages and not self._gives_way(waiting, need, worker_id, now):
                 possible[worker_id] = need
         if possible:
             worker_id = self._owner.prefer(waiting.item, possible)
             found.candidates.setdefault(worker_id, []).append((waiting, possible[worker_id]))
-        elif lacking and len(found.lacking) < _STREAMED:
+        elif lacking and not found.lacking:  # the first in turn may be streamed instead
             found.lacking.append((waiting, lacking))
 
     def _is_open(self, worker_id: str, need: Need) -> bool:
@@ -323,10 +331,11 @@ class BestSets(Generic[R]):
         for waiting, _ in candidates:
             oldest[waiting.tenant] = min(waiting.since, oldest.get(waiting.tenant, now))
         first = min(oldest.values())
+        gamma = self.reservations.gamma
         return [
             Offer(
                 gain=need.density,
-                age=self._settings.gamma * (now - waiting.since + oldest[waiting.tenant] - first),
+                age=gamma * (now - waiting.since + oldest[waiting.tenant] - first),
                 pages=need.pages,
                 tokens=need.new_tokens,
             )

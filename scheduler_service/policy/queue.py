@@ -151,7 +151,7 @@ class PolicyQueue(Generic[R]):
         """End a request that started, and correct its tenant's charge. Unknown ones are ignored."""
         worker_id = self._usage.end(arrival, now)
         if worker_id is not None:
-            self.rooms.prefilled(arrival)
+            self.rooms.ended(worker_id, arrival)
             self._sets.touch(worker_id)
 
     # -- questions ----------------------------------------------------------------

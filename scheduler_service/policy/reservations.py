@@ -43,6 +43,15 @@ class Reservations(Generic[R]):
         """Return the request for which a worker is reserved; None if it is not."""
         return self._by_worker.get(worker_id)
 
+    @property
+    def gamma(self) -> float:
+        """What a second of waiting is worth: 1 is as much as the best use of the memory.
+
+        1 / aging_seconds; less where requests usually wait longer than that.
+        """
+        aging = self._settings.aging_seconds
+        return 1.0 / max(aging, self._usual_wait) if aging else 0.0
+
     def started(self, waited_seconds: float) -> None:
         """Learn how long requests usually wait."""
         self._usual_wait += _NEWEST * (waited_seconds - self._usual_wait)

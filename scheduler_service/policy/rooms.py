@@ -115,6 +115,7 @@ class WorkerRooms:
         """Add the work of a request that starts on a worker."""
         room = self._rooms[worker_id]
         self._prefilling[arrival] = worker_id
+        room.running_count += 1
         room.new_tokens[arrival] = need.new_tokens
         room.new_token_count += need.new_tokens
         room.link_bytes[arrival] = need.link_bytes
@@ -158,6 +159,16 @@ class WorkerRooms:
                 room.restoring.discard(arrival)
                 room.restoring_byte_count -= size
 
+    def ended(self, worker_id: str, arrival: int) -> None:
+        """Note that a request left a worker, with its first token or without."""
+        self.prefilled(arrival)
+        if worker_id in self._rooms:
+            self._rooms[worker_id].running_count -= 1
+
+    def is_idle(self, worker_id: str) -> bool:
+        """Return True if no request runs on a worker."""
+        return not self._rooms[worker_id].running_count
+
     def check_integrity(self) -> list[str]:
         """Return one line per violated invariant."""
         problems = []
@@ -186,10 +197,12 @@ class _Room:
         "new_tokens",
         "restoring",
         "restoring_byte_count",
+        "running_count",
     )
 
     def __init__(self, limits: WorkerLimits) -> None:
         self.limits = limits
+        self.running_count = 0
         self.new_tokens: dict[int, int] = {}
         self.new_token_count = 0
         self.link_bytes: dict[int, int] = {}

@@ -13,9 +13,10 @@ class PolicySettings:
 
     Attributes:
         policy: fifo, fair or utilisation.
-        aging_seconds: waiting for so long counts as much as the largest gain of another request;
-            gamma of the paper is 1 / aging_seconds. A request that waited longer gets memory
-            reserved. 0: waiting counts nothing, so that a request can starve.
+        aging_seconds: waiting for so long counts as much as the best use of the memory: gamma is
+            1 / aging_seconds, or less where requests usually wait longer. One that has waited so
+            long, and twice as long as usual, gets memory reserved. 0: waiting counts nothing, so
+            that a request can starve.
         lead_requests: how far a tenant may get ahead of its share, in mean requests: in favour of
             better sets, and of prefixes that are cached.
         ahead_steps: prefill work that is bound to a worker beforehand, in full steps of it.
@@ -30,8 +31,3 @@ class PolicySettings:
     ahead_steps: float = 2.0
     restoring_share: float = 0.5
     window: int = 64
-
-    @property
-    def gamma(self) -> float:
-        """What one second of waiting is worth; 1 is the largest gain."""
-        return 1.0 / self.aging_seconds if self.aging_seconds else 0.0

@@ -48,6 +48,7 @@ class Need:
         new_tokens: T, tokens that are prefilled; at least 1.
         shared_tokens: tokens of those in chunks that running requests hold already.
         answer_tokens: expected tokens that are generated.
+        is_streamed: its cache crosses the link in each decode step.
         link_bytes: bytes that cross the link before its first token.
         is_link_bound: K / T is above the worker's kappa_crit.
         can_start: the worker has the memory, the place and all else that it needs now.
@@ -58,6 +59,7 @@ class Need:
     new_tokens: int
     shared_tokens: int = 0
     answer_tokens: int = 0
+    is_streamed: bool = False
     link_bytes: int = 0
     is_link_bound: bool = False
     can_start: bool = True

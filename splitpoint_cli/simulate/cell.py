@@ -181,6 +181,7 @@ class Cell:
             new_tokens=new,
             shared_tokens=(len(charge.marks) + charge.own_pages - pages) * chunk,
             answer_tokens=item.output_tokens,
+            is_streamed=is_streamed,
             link_bytes=restored * ledger.stored_bytes_per_token,
             is_link_bound=restored > ledger.kappa_crit * new,
             can_start=ledger.has_room(charge),
