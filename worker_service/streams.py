@@ -88,6 +88,8 @@ class RunStreams:
                 retry_after_seconds=1.0,
             )
         listener = Listener(secrets.randbits(63))
+        if self._listeners:  # it hears at once what they hold
+            listener.outputs.put_nowait(self._idle_output())
         self._listeners[listener.stream] = listener
         self._others_changed(listener)
         return listener

@@ -19,11 +19,20 @@ from worker_service.engine.messages import (
 )
 from worker_service.engine.sampling import Choice
 from worker_service.lanes.timeline import StepTimes
-from worker_service.streams import OUTPUT_LIMIT, STREAM_LIMIT, Charges, RunStreams
+from worker_service.streams import OUTPUT_LIMIT, STREAM_LIMIT, Charges, Listener, RunStreams
 
 
 def make_streams(now: float = 0.0) -> RunStreams:
     return RunStreams(StepOutput, clock=lambda: now)
+
+
+def open_quiet(streams: RunStreams, count: int) -> list[Listener]:
+    """Open streams that have taken what they heard of each other."""
+    listeners = [streams.open() for _ in range(count)]
+    for listener in listeners:
+        while not listener.outputs.empty():
+            listener.outputs.get_nowait()
+    return listeners
 
 
 def token(stream: int, index: int = 0) -> TokenEvent:
@@ -76,9 +85,7 @@ def test_each_stream_gets_exactly_its_own_events_in_their_order() -> None:
 
 def test_only_a_stream_with_requests_hears_of_steps_without_its_tokens() -> None:
     streams = make_streams()
-    busy, quiet = streams.open(), streams.open()
-    while not busy.outputs.empty():
-        busy.outputs.get_nowait()
+    busy, quiet = open_quiet(streams, 2)
     step = StepOutput(step=StepEvent(StepTimes.of(0.1, []), 5, 0))
     streams.emit(step, {busy.stream})
     assert (busy.outputs.qsize(), quiet.outputs.qsize()) == (1, 0)
@@ -86,7 +93,7 @@ def test_only_a_stream_with_requests_hears_of_steps_without_its_tokens() -> None
 
 def test_a_stream_that_takes_nothing_is_closed_and_the_others_go_on() -> None:
     streams = make_streams()
-    slow, quick = streams.open(), streams.open()
+    slow, quick = open_quiet(streams, 2)
     for index in range(OUTPUT_LIMIT + 5):
         closed = streams.emit(
             StepOutput(tokens=[token(slow.stream, index), token(quick.stream, index)]), ()
@@ -109,6 +116,18 @@ def test_the_number_of_streams_is_bounded() -> None:
         streams.open()
     streams.close(listeners[3])
     assert streams.open().stream not in {each.stream for each in listeners}
+
+
+def test_a_new_stream_hears_at_once_what_the_others_hold() -> None:
+    streams = make_streams()
+    first = streams.open()
+    assert first.outputs.empty()
+    streams.charge(first, Charges(1000, 2, 3))
+    second = streams.open()
+    assert second.outputs.qsize() == 1
+    others = streams.others_to_tell(second)
+    assert others is not None
+    assert others.charges == Charges(1000, 2, 3)
 
 
 def test_charges_of_the_others_are_added_and_told_once() -> None:

@@ -60,7 +60,8 @@ def due_seconds(arrivals: Arrivals, count: int, rng: random.Random) -> list[floa
         return [0.0] * count
     shape, now, due = arrivals.burstiness, 0.0, []
     for index in range(count):
-        rate = _rate(arrivals, index / count)
+        # In the middle of its step: a ramp may begin at a rate of 0.
+        rate = _rate(arrivals, (index + 0.5) / count)
         now += rng.gammavariate(shape, 1 / (rate * shape))
         due.append(now)
     if arrivals.ramp_up is None and due:
@@ -74,8 +75,7 @@ def _rate(arrivals: Arrivals, progress: float) -> float:
     first, last = arrivals.start_rate, arrivals.end_rate
     match arrivals.ramp_up:
         case RampUp.LINEAR:
-            # A rate of 0 would never send the first request.
-            return max(first + (last - first) * progress, last / 1000)
+            return first + (last - first) * progress
         case RampUp.EXPONENTIAL:
             return first * float((last / first) ** progress)
         case None:

@@ -21,6 +21,10 @@ class RampUp(StrEnum):
     EXPONENTIAL = "exponential"
 
 
+# With more bursts than this, gamma-distributed gaps underflow to 0.
+LEAST_BURSTINESS = 0.01
+
+
 @dataclass(frozen=True, slots=True)
 class Arrivals:
     """When requests are sent.
@@ -41,8 +45,8 @@ class Arrivals:
     def __post_init__(self) -> None:
         if not self.rate > 0:
             raise InvalidArgument("must be above 0, or inf", field="request_rate")
-        if not 0 < self.burstiness < math.inf:
-            raise InvalidArgument("must be above 0", field="burstiness")
+        if not LEAST_BURSTINESS <= self.burstiness < math.inf:
+            raise InvalidArgument(f"must be at least {LEAST_BURSTINESS:g}", field="burstiness")
         if self.ramp_up is None:
             if self.start_rate or self.end_rate:
                 raise InvalidArgument(

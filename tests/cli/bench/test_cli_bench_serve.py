@@ -85,11 +85,25 @@ def test_a_ramp_goes_from_its_first_rate_to_its_last(strategy: RampUp, middle: f
     assert rates[-1] == pytest.approx(40.0, rel=0.02)
 
 
+def test_a_linear_ramp_from_nothing_begins_soon() -> None:
+    due = due_seconds(Arrivals(math.inf, 1e6, RampUp.LINEAR, 0.0, 5.0), 4, random.Random(2))
+    # The rates are those in the middle of the four steps: 0.625, 1.875, 3.125 and 4.375.
+    assert gaps(due) == pytest.approx([1.6, 1 / 1.875, 0.32, 1 / 4.375], rel=0.01)
+
+
+@pytest.mark.parametrize("burstiness", [0.01, 0.05])
+def test_the_largest_bursts_have_times(burstiness: float) -> None:
+    due = due_seconds(Arrivals(20.0, burstiness), 3, random.Random(1))
+    assert due == sorted(due)
+    assert due[-1] == pytest.approx(3 / 20)
+
+
 @pytest.mark.parametrize(
     "arrivals",
     [
         lambda: Arrivals(0.0),
         lambda: Arrivals(1.0, 0.0),
+        lambda: Arrivals(1.0, 0.0001),
         lambda: Arrivals(1.0, 1.0, None, 1.0, 2.0),
         lambda: Arrivals(1.0, 1.0, RampUp.LINEAR, 1.0, 2.0),
         lambda: Arrivals(math.inf, 1.0, RampUp.LINEAR, 3.0, 2.0),
