@@ -295,3 +295,20 @@ def test_a_tenants_quota_counts_what_has_not_ended() -> None:
     table.ended(requests[0])
     table.check_quota("a")
     RequestTable(Limits()).check_quota("a")
+
+
+def test_a_resume_reaches_no_other_tenants_request() -> None:
+    table = RequestTable(Limits())
+    theirs = checked(request_id="r", tenant="a")
+    table.add(theirs)
+    message = ids_request([5], 50, request_id="r")
+    for tenant in ("a", "b"):
+        message.resume.next_index = 2
+        message.resume.token_ids[:] = [7, 8]
+        again = validate_generate(
+            message, MODEL_SHAPE, TOKENIZER.encode, tenant=tenant, server_key=b"k" * 32
+        )
+        # The resume is not part of the body, and the seed is the tenant's own.
+        assert (again.body_digest, again.resume.token_ids) == (theirs.body_digest, (7, 8))
+        assert table.find(again) is (theirs if tenant == "a" else None)
+        assert (again.sampling.seed == theirs.sampling.seed) is (tenant == "a")
