@@ -45,7 +45,7 @@ class OthersHold:
         slot_count: slots of the worker's store that are promised to streamed ones.
         busy_count: schedulers that have requests there, running or waiting.
         wanted_pages: needed by the request that has waited longest; 0 if none waits.
-        waited_seconds: how long that request has waited.
+        waited_seconds: how long it has waited since its scheduler last started a request there.
     """
 
     pages: int = 0
@@ -72,6 +72,10 @@ class Ledger:
         # Marks of the chunks on its device, by its last report.
         self.device_marks: frozenset[bytes] = frozenset()
         self.others = OthersHold()
+        # How long our own first request has waited for this worker, or since the last start there.
+        self.waited_seconds = 0.0
+        # Requests that were ever charged.
+        self.grant_count = 0
         # Ticks since anything was charged on it, by any scheduler.
         self._idle_ticks = _IDLE_TICKS
         self._grants: dict[int, Charge] = {}
@@ -170,25 +174,36 @@ class Ledger:
         """Return True if so many more pages leave other schedulers what is theirs.
 
         While their requests wait, a scheduler that has its equal share of the worker leaves free
-        what the first of them needs. One that has waited long is left its memory by all. Nothing
-        is kept free on a worker where nothing has run for a few ticks.
+        what the first of them needs. One that has waited long, and longer than ours, is left its
+        memory in any case. On an idle worker the one that has waited longest goes first.
         """
         others = self.others
-        if not others.wanted_pages or self._idle_ticks >= _IDLE_TICKS:
+        if not others.wanted_pages:
             return True
-        sharers = others.busy_count + 1
-        has_share = (
-            self.charged_pages + pages <= self.page_count // sharers
-            and self.running_count < self.facts.max_batch_size // sharers
-        )
-        if has_share and others.waited_seconds < _LONG_WAIT_SECONDS:
+        is_first = self.waited_seconds >= others.waited_seconds
+        if self._is_idle and (is_first or self._idle_ticks >= _IDLE_TICKS):
+            return True
+        if max(self.waited_seconds, others.waited_seconds) >= _LONG_WAIT_SECONDS:
+            if is_first:
+                return True
+        elif self._has_share(pages, others.busy_count + 1):
             return True
         return self.free_pages - pages >= others.wanted_pages and self.free_places > 1
 
+    def _has_share(self, pages: int, sharers: int) -> bool:
+        """Return True if so many more pages, and a place, are within an equal share."""
+        return (
+            self.charged_pages + pages <= self.page_count // sharers
+            and self.running_count < self.facts.max_batch_size // sharers
+        )
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self.charged_pages or self.others.pages)
+
     def tick(self) -> None:
         """Note that a moment has passed."""
-        is_idle = not (self.charged_pages or self.others.pages)
-        self._idle_ticks = self._idle_ticks + 1 if is_idle else 0
+        self._idle_ticks = self._idle_ticks + 1 if self._is_idle else 0
 
     def grant(self, arrival: int, charge: Charge) -> None:
         """Charge a request. Raises ValueError for a second grant, or for more than is free."""
@@ -197,7 +212,8 @@ class Ledger:
         if not self.has_room(charge):
             raise ValueError(f"{self.pages_of(charge)} pages exceed the {self.free_pages} free")
         self._grants[arrival] = charge
-        self._idle_ticks = 0
+        self._idle_ticks, self.waited_seconds = 0, 0.0
+        self.grant_count += 1
         self._holders.update(charge.marks)
         self._own_pages += charge.own_pages
 

@@ -7,7 +7,7 @@ to a worker that no other scheduler uses.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.placement.admission import AdmissionQueue
@@ -20,11 +20,19 @@ _LEAST_SECONDS = 0.02
 
 @dataclass(slots=True)
 class _Shared:
-    """A worker with other schedulers: when their request began to wait, and what it was told."""
+    """A worker with other schedulers.
+
+    Attributes:
+        waiting_since: when their first request began to wait.
+        told: what the worker was told last.
+        grant_count, started_at: starts on the worker so far, and when the last one was seen.
+    """
 
     others: OthersHold
     waiting_since: float
-    told: worker_pb2.Charges
+    told: worker_pb2.Charges = field(default_factory=worker_pb2.Charges)
+    grant_count: int = 0
+    started_at: float = 0.0
 
 
 class Sharing:
@@ -48,12 +56,9 @@ class Sharing:
             self.forget(worker_id)
             self._admission.set_others(worker_id, OthersHold())
             return
-        known = self._workers.get(worker_id)
-        self._workers[worker_id] = _Shared(
-            others=_held(message, ledger),
-            waiting_since=self._clock() - message.charges.waited_seconds,
-            told=worker_pb2.Charges() if known is None else known.told,
-        )
+        others, since = _held(message, ledger), self._clock() - message.charges.waited_seconds
+        known = self._workers.setdefault(worker_id, _Shared(others, since))
+        known.others, known.waiting_since = others, since
         self._admission.set_others(worker_id, self._workers[worker_id].others)
         self.changed()
 
@@ -83,7 +88,7 @@ class Sharing:
         self._told_at = self._clock()
         for worker_id, shared in self._workers.items():
             connection = self._registry.find(worker_id)
-            charges = self._charges(worker_id)
+            charges = self._charges(worker_id, shared)
             if connection is None or connection.ready is None or charges is None:
                 continue
             waited, charges.waited_seconds = charges.waited_seconds, 0.0
@@ -93,7 +98,7 @@ class Sharing:
                 told.MergeFrom(charges)
                 connection.ready.stream.charge(told)
 
-    def _charges(self, worker_id: str) -> worker_pb2.Charges | None:
+    def _charges(self, worker_id: str, shared: _Shared) -> worker_pb2.Charges | None:
         """Return what is charged and wanted on a worker; None if it is not there."""
         ledger = self._admission.ledger(worker_id)
         if ledger is None:
@@ -107,8 +112,11 @@ class Sharing:
         if waiting is not None:
             request, pages = waiting
             charges.wanted_bytes = max(1, pages) * ledger.facts.page_bytes
-            began = request.times.queued
-            charges.waited_seconds = 0.0 if began is None else max(0.0, self._clock() - began)
+            if ledger.grant_count != shared.grant_count:
+                shared.grant_count, shared.started_at = ledger.grant_count, self._clock()
+            began = max(shared.started_at, request.times.queued or 0.0)
+            charges.waited_seconds = max(0.0, self._clock() - began)
+        ledger.waited_seconds = charges.waited_seconds
         return charges
 
 
