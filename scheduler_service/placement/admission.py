@@ -20,7 +20,7 @@ better (`residency.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
@@ -39,6 +39,7 @@ from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.policy.waiting import Need, Waiting
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.first_token import Backlog
+from splitpoint.options.scheduler import Policy
 from splitpoint.planning.plan import Objective, Residency
 from splitpoint.shapes import chunks_of
 from splitpoint.words import counted
@@ -251,6 +252,11 @@ class AdmissionQueue:
     def waiting_count(self) -> int:
         return len(self.policy)
 
+    @property
+    def decides_by_time(self) -> bool:
+        """True if requests wait that may start without any event, since they have waited long."""
+        return self.policy.settings.policy is Policy.UTILISATION and bool(len(self.policy))
+
     def in_turn(self) -> list[Request]:
         """Return the waiting requests in the order in which their turn comes, as far as it is
         known: sets that fill a device better may go before."""
@@ -336,13 +342,11 @@ class AdmissionQueue:
 
     # -- inside -------------------------------------------------------------------
 
-    def _open(self, request: Request) -> list[Ledger]:
-        """Return the workers that take new requests and that it is not pinned away from."""
-        return [
-            ledger
-            for worker_id, ledger in self._ledgers.items()
-            if not ledger.is_closed and request.worker_id in ("", worker_id)
-        ]
+    def _open(self, request: Request) -> Iterator[Ledger]:
+        """Iterate over the workers that take new requests and that it is not pinned away from."""
+        for worker_id, ledger in self._ledgers.items():
+            if not ledger.is_closed and request.worker_id in ("", worker_id):
+                yield ledger
 
     def _verdict(self, request: Request, ledger: Ledger) -> Fits | NeverFits:
         """Return the footprint of a request on an empty worker."""
@@ -406,7 +410,7 @@ class AdmissionQueue:
             if not free:
                 break
             if not waiting.item.is_paused:
-                theirs = self._open(waiting.item)
+                theirs = list(self._open(waiting.item))
                 free = [
                     ledger
                     for ledger in free

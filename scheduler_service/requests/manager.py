@@ -498,7 +498,7 @@ class RequestManager:
     def tick(self) -> None:
         """Forget old requests, and fail those that waited too long for a worker."""
         now = self._clock()
-        if self.sharing.tick() or self.admission.waiting_count:
+        if self.sharing.tick() or self.admission.decides_by_time:
             self._start_waiting()
         self.requests.expire(now)
         for request in self.admission.queue():
