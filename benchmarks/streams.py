@@ -35,7 +35,7 @@ from splitpoint_cli.stack.child import LogLine, Service, ServiceCommand, child_e
 
 LEAST_TOKENS_PER_SECOND = 8_000
 PROMPT_TOKENS = 16
-WARM_UP_STREAMS = 32
+WARM_UP_STREAMS = 8
 
 
 @asynccontextmanager

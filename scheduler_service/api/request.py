@@ -186,20 +186,19 @@ class Request:
     def append(
         self, token_ids: Sequence[int], logprobs: Sequence[types_pb2.PositionLogprobs]
     ) -> None:
-        """Add generated tokens."""
+        """Add generated tokens; `wake_readers` tells the readers."""
         self.output.append(token_ids, logprobs)
-        self._wake_readers()
         self.update_pause()
 
     def complete(self, message: scheduler_pb2.GenerateComplete, now: float) -> None:
         self._complete = message
         self.ended_at = now
-        self._wake_readers()
+        self.wake_readers()
 
     def fail(self, error: SplitpointError, now: float) -> None:
         self._error = error
         self.ended_at = now
-        self._wake_readers()
+        self.wake_readers()
 
     # -- the reading side -----------------------------------------------------------
 
@@ -262,7 +261,8 @@ class Request:
             return scheduler_pb2.GenerateResponse(complete=self._complete)
         return None
 
-    def _wake_readers(self) -> None:
+    def wake_readers(self) -> None:
+        """Let readers that wait go on."""
         for reader in self._readers:
             reader.wake()
 

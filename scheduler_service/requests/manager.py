@@ -18,6 +18,7 @@ from contextlib import suppress
 
 from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
+from scheduler_service.api.rounds import Rounds
 from scheduler_service.cluster.connection import WorkerConnection
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.options import SchedulerOptions
@@ -92,6 +93,7 @@ class RequestManager:
         self._clock = clock
         self._on_readiness = on_readiness
         self._tasks = RequestTasks(self._fail_and_cancel)
+        self._rounds = Rounds()
         self._arrivals = itertools.count()
         self._last_arrival: asyncio.Task[None] | None = None
         self._is_starting = False
@@ -301,6 +303,7 @@ class RequestManager:
                 self._on_tokens(attempt, result, now)
             except Exception:
                 self._tasks.failed(attempt.request)
+        self._rounds.deliver()
         for finish in response.finishes:
             attempt = self.attempts.find(finish.request_id, finish.attempt)
             if attempt is not None:  # else the request was retried
@@ -335,6 +338,7 @@ class RequestManager:
         request.drafts.add(result)
         request.selected.add(result)
         request.append(token_ids[-count:], result.logprobs[-count:])
+        self._rounds.add(request)
         if self.admission.tokens_came(attempt.admitted):
             self._start_waiting()
 

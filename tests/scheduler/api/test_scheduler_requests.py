@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from scheduler_doubles import SHAPE, TOKENIZER, ids_request
 
 from scheduler_service.api.output import GROUP_TOKENS, Output
-from scheduler_service.api.request import Request
+from scheduler_service.api.request import Reader, Request
+from scheduler_service.api.rounds import Rounds
 from scheduler_service.api.validation import validate_generate
 from scheduler_service.limits import Limits
 from scheduler_service.requests.table import RequestTable
@@ -56,6 +58,66 @@ def make_request(listener: Listener | None = None, lag: int = 8, **sampling: Any
     request.listener = listener or Listener()
     request.lag_tokens = lag
     return request
+
+
+# -- rounds ------------------------------------------------------------------------
+
+
+def grow(request: Request, rounds: Rounds, token_id: int) -> None:
+    """Do what the manager does with a step."""
+    request.append([token_id], [])
+    rounds.add(request)
+    rounds.deliver()
+
+
+async def tokens_of(reader: Reader, messages: list[list[int]], busy_seconds: float) -> None:
+    """Collect messages; each takes the event loop so long."""
+    async for response in reader:
+        if response.HasField("chunk"):
+            messages.append(list(response.chunk.token_ids))
+            time.sleep(busy_seconds)  # noqa: ASYNC251 -- a busy loop
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_short_rounds_deliver_each_step_as_it_comes() -> None:
+    request, rounds = make_request(), Rounds()
+    messages: list[list[int]] = []
+    with request.attach() as reader:
+        reading = asyncio.create_task(tokens_of(reader, messages, 0.0))
+        await settle()
+        for index in range(3):
+            grow(request, rounds, 10 + index)
+            await asyncio.sleep(0.02)  # a round that was disturbed is over, too
+            await settle()
+        request.complete(scheduler_pb2.GenerateComplete(), 1.0)
+        await reading
+    assert messages == [[10], [11], [12]]
+
+
+async def test_tokens_that_come_after_a_long_round_share_a_message() -> None:
+    request, rounds = make_request(), Rounds()
+    messages: list[list[int]] = []
+    with request.attach() as reader:
+        reading = asyncio.create_task(tokens_of(reader, messages, 0.05))
+        await settle()
+        grow(request, rounds, 10)
+        await settle()
+        assert messages == [[10]]
+        for index in range(3):  # well within the pause that follows
+            grow(request, rounds, 11 + index)
+            await settle()
+        assert messages == [[10]]
+        while len(messages) < 2:
+            await asyncio.sleep(0.01)
+        grow(request, rounds, 14)
+        # The end of a request waits for no round, and comes after all tokens.
+        request.complete(scheduler_pb2.GenerateComplete(), 1.0)
+        await reading
+    assert messages == [[10], [11, 12, 13], [14]]
 
 
 # -- output ------------------------------------------------------------------------
@@ -158,6 +220,7 @@ async def test_readers_get_everything_from_token_zero() -> None:
     tasks = [asyncio.create_task(read(delay)) for delay in (0, 1, 5)]
     for index in range(20):
         request.append([10 + index], [])
+        request.wake_readers()
         await asyncio.sleep(0)
     request.complete(done, 1.0)
     late = asyncio.create_task(read(0))
