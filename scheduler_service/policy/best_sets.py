@@ -241,7 +241,7 @@ class BestSets(Generic[R]):
         for worker_id, candidates in found.candidates.items():
             budget = found.budgets[worker_id]
             if budget is not None:
-                for waiting in self._best_set(candidates, budget, now):
+                for waiting in self._best_set(worker_id, candidates, budget, now):
                     self._chosen.append(_Chosen(waiting, worker_id, not before))
         return self._next_chosen(lead) or self._streamed(found)
 
@@ -303,15 +303,32 @@ class BestSets(Generic[R]):
         )
 
     def _best_set(
-        self, candidates: Sequence[tuple[Waiting[R], Need]], budget: Budget, now: float
+        self,
+        worker_id: str,
+        candidates: Sequence[tuple[Waiting[R], Need]],
+        budget: Budget,
+        now: float,
     ) -> list[Waiting[R]]:
-        """Return the best set: of each tenant's highest priorities first, then of the next ones."""
+        """Return the best set: of each tenant's highest priorities first, then of the next ones.
+
+        While the worker restores nothing, the link-bound request that has waited longest comes
+        before all of them: its restore overlaps their compute.
+        """
         offers = self._offers(candidates, now)
         levels = self._levels(candidates)
         chosen: list[Waiting[R]] = []
         pages, tokens, places = budget.pages, budget.tokens, budget.places
+        first = None
+        if not self._rooms.restoring_bytes(worker_id):
+            over_link = [i for i, (_, need) in enumerate(candidates) if need.is_link_bound]
+            over_link = [i for i in over_link if not levels[i]]
+            first = min(over_link, key=lambda i: candidates[i][0].since, default=None)
+        if first is not None:
+            waiting, need = candidates[first]
+            chosen.append(waiting)
+            pages, tokens, places = pages - need.pages, tokens - need.new_tokens, places - 1
         for level in sorted(set(levels)):
-            indices = [index for index, each in enumerate(levels) if each == level]
+            indices = [i for i, each in enumerate(levels) if each == level and i != first]
             left = Budget(pages, tokens, places)
             for index in choose([offers[index] for index in indices], left):
                 waiting, need = candidates[indices[index]]
