@@ -181,7 +181,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
-    parser.add_argument("--step-ms", type=float, default=40.0, help="of the double's engine step")
+    parser.add_argument("--step-ms", type=float, default=25.0, help="of the double's engine step")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     result = run_until_signal(measure(arguments))
