@@ -75,6 +75,9 @@ class Stack:
     async def run(self, requests: Requests, at_once: int | None = None) -> list[Record]:
         backend = splitpoint_backend(self.address, PLAIN, {}, _SAMPLING, "")
         found = await measured(backend, requests, at_once, self.progress)
+        failed = [each for each in found.records if each.error]
+        if failed:
+            raise RuntimeError(f"{len(failed)} requests failed, one by {failed[0].message}")
         return found.records
 
     async def alike(self, count: int, at_once: int, prompt: int, answer: int) -> list[Record]:

@@ -370,7 +370,7 @@ class AdmissionQueue:
         way = self._charging.way(request, ledger, fits)
         way.can_start = (
             ledger.trial.may_start(is_suspect=request.is_suspect)
-            and ledger.has_room(way.charge)
+            and ledger.has_room_for(way.pages)
             and self.has_slots(ledger, fits)
         )
         return way

@@ -86,6 +86,7 @@ class Ledger:
     def set_facts(self, facts: WorkerFacts) -> None:
         """Note what is known of the worker now; only its measured costs may have changed."""
         self.facts = facts
+        self.page_count = facts.cache_capacity_bytes // facts.page_bytes
         self.first_token = facts.first_token()
         self.kappa_crit = kappa_crit(facts.shape, facts.profile, facts.encoding)
         self.stored_bytes_per_token = facts.shape.stored_kv_bytes_per_token(facts.encoding)
@@ -107,10 +108,6 @@ class Ledger:
     def free_pages(self) -> int:
         """Pages that no scheduler has charged; negative if more is charged than there is."""
         return self.page_count - self.charged_pages - self.others.pages
-
-    @property
-    def page_count(self) -> int:
-        return self.facts.cache_capacity_bytes // self.facts.page_bytes
 
     @property
     def free_places(self) -> int:
@@ -167,7 +164,10 @@ class Ledger:
 
         Without a place in the batch the worker would queue the request by itself.
         """
-        pages = self.pages_of(charge)
+        return self.has_room_for(self.pages_of(charge))
+
+    def has_room_for(self, pages: int) -> bool:
+        """Return True if a place in the batch and so many pages are free."""
         return self.free_places > 0 and pages <= self.free_pages and self.leaves_share(pages)
 
     def leaves_share(self, pages: int) -> bool:

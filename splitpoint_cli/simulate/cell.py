@@ -50,9 +50,11 @@ class _Station:
         self.device.totals.page_seconds += charged * (now - self.counted_until)
         self.counted_until = now
 
-    def device_count(self, marks: Sequence[bytes]) -> int:
-        """Return how many of these leading chunks are on the device."""
-        count = self.ledger.shared_count(marks)
+    def with_kept(self, marks: Sequence[bytes], count: int) -> int:
+        """Return how many of these leading chunks are on the device.
+
+        `count`: those that running requests have.
+        """
         while count < len(marks) and marks[count] in self.kept:
             count += 1
         return count
@@ -170,21 +172,21 @@ class Cell:
         """Return what a request would take now; see `placement.charging.Charging.way`."""
         ledger, chunk = station.ledger, self.chunk_tokens
         charge = self._charge(item, fits)
-        is_streamed = fits.residency is Residency.STREAMED
-        device = 0 if is_streamed else station.device_count(item.marks) * chunk
+        shared = ledger.shared_count(charge.marks) if charge.marks else 0
+        pages = len(charge.marks) - shared + charge.own_pages
+        device = station.with_kept(charge.marks, shared) * chunk if charge.marks else 0
         cached = max(item.cached_tokens, device)
         new, restored = item.input_tokens - cached, cached - device
-        pages = ledger.pages_of(charge)
         return Way(
             pages=pages,
             cached_tokens=cached,
             new_tokens=new,
-            shared_tokens=(len(charge.marks) + charge.own_pages - pages) * chunk,
+            shared_tokens=shared * chunk,
             answer_tokens=item.output_tokens,
             is_streamed=is_streamed,
             link_bytes=restored * ledger.stored_bytes_per_token,
             is_link_bound=restored > ledger.kappa_crit * new,
-            can_start=ledger.has_room(charge),
+            can_start=ledger.has_room_for(pages),
             fits=fits,
             charge=charge,
             device_tokens=device,
@@ -213,11 +215,11 @@ class Cell:
     # -- events -------------------------------------------------------------------------
 
     def _arrive(self, request: SimulatedRequest) -> None:
-        footprints = [
-            self._footprint(each.worker, request.token_count) for each in self.stations.values()
-        ]
         is_too_long = request.token_count > self.context_length
-        if is_too_long or all(isinstance(each, NeverFits) for each in footprints):
+        if is_too_long or not any(
+            isinstance(self._footprint(each.worker, request.token_count), Fits)
+            for each in self.stations.values()
+        ):
             request.ended = self.now
             self.rejected.append(request)
             return
@@ -367,8 +369,10 @@ class Cell:
     def _charge(self, request: SimulatedRequest, fits: Fits) -> Charge:
         if fits.residency is Residency.STREAMED:
             return Charge((), fits.size_bytes // self._page_bytes)
-        pages = chunks_of(request.token_count, self.chunk_tokens)
-        return Charge(request.marks, pages - len(request.marks))
+        if request.charge is None:
+            pages = chunks_of(request.token_count, self.chunk_tokens)
+            request.charge = Charge(request.marks, pages - len(request.marks))
+        return request.charge
 
     @property
     def _page_bytes(self) -> int:

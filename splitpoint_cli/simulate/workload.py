@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from splitpoint_cli.traces.arrival import Arrival
+
+if TYPE_CHECKING:
+    from scheduler_service.placement.ledger import Charge
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +26,7 @@ class SimulatedRequest:
         end_step: the device's step at whose end the answer is whole.
         pages: what its worker's ledger counts for it, shared pages included.
         restored_tokens: tokens of its prompt that were not computed again.
+        charge: its pages by chunk as a resident request; None: not asked yet.
     """
 
     number: int
@@ -43,6 +48,7 @@ class SimulatedRequest:
     end_step: int = 0
     pages: int = 0
     restored_tokens: int = 0
+    charge: Charge | None = None
 
     @property
     def token_count(self) -> int:
