@@ -34,10 +34,10 @@ class Timed(Generic[T]):
 
 def timed(run: Callable[[], T]) -> Timed[T]:
     """Run once."""
-    busy, own, started = _busy_seconds(), _own_seconds(), time.perf_counter()
+    busy, own, started = busy_seconds(), _own_seconds(), time.perf_counter()
     result = run()
     seconds = time.perf_counter() - started
-    foreign = (_busy_seconds() - busy) - (_own_seconds() - own)
+    foreign = (busy_seconds() - busy) - (_own_seconds() - own)
     return Timed(result, seconds, max(0.0, foreign) / seconds)
 
 
@@ -56,7 +56,7 @@ def is_quiet(runs: Sequence[Timed[T]]) -> bool:
     return all(each.foreign <= QUIET for each in quieter_half(runs))
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     """Return the seconds for which all processors have worked, or another host kept them."""
     fields = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     user, nice, system, _idle, _iowait, irq, softirq, steal = fields
@@ -66,3 +66,21 @@ def _busy_seconds() -> float:
 def _own_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
+
+
+def tree_seconds() -> float:
+    """Return the processor seconds of this process and of all that came from it and still run."""
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = place.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        number = int(place.parent.name)
+        parents[number] = int(fields[1])
+        seconds[number] = (int(fields[11]) + int(fields[12])) / _TICKS
+    ours = {os.getpid()}
+    while more := {each for each, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    return sum(seconds.get(each, 0.0) for each in ours)
