@@ -44,6 +44,7 @@ from splitpoint_cli.simulate.costs import Overheads
 from splitpoint_cli.simulate.fleet import DeviceType
 from splitpoint_cli.simulate.report import results_of as simulated_results_of
 from splitpoint_cli.simulate.run import Fleet, Load, simulate
+from splitpoint_cli.traces.arrival import Arrival, Trace
 
 MAX_BATCH, STEP_TOKENS, CHUNK_TOKENS = 32, 512, 64
 DEVICE_MEMORY = "160MiB"
@@ -52,6 +53,8 @@ DECODES = ((1, 64, 96), (4, 64, 96), (12, 64, 96), (24, 64, 96), (4, 1500, 96), 
 # Prompt tokens of requests alone.
 PREFILLS = (32, 256, 512, 1024, 2000)
 REPEATS = 3
+# Requests that come while another one decodes, their prompt tokens, and seconds between them.
+GUESTS = (25, 32, 0.08)
 # Processors that others may use beside a run, and runs of a trace until that holds.
 MOST_FOREIGN, MOST_RUNS = 0.15, 3
 TRACES = (
@@ -76,7 +79,7 @@ class Stack:
     def __init__(self, address: str, progress: Progress) -> None:
         self.address = address
         self.progress = progress
-        self._seed = 0
+        self.seed = 0
 
     async def quiet_run(self, requests: Requests) -> tuple[list[Record], list[float]]:
         """Return the least disturbed run, and the processors that others used in each run."""
@@ -84,8 +87,8 @@ class Stack:
         while len(runs) < MOST_RUNS and not any(each < MOST_FOREIGN for each, _ in runs):
             busy, own, began = busy_seconds(), tree_seconds(), time.perf_counter()
             # Another seed: other tokens, none of which are cached.
-            self._seed += 1
-            records = await self.run(replace(requests, seed=self._seed))
+            self.seed += 1
+            records = await self.run(replace(requests, seed=self.seed))
             seconds = time.perf_counter() - began
             foreign = busy_seconds() - busy - (tree_seconds() - own)
             runs.append((max(0.0, foreign) / seconds, records))
@@ -101,9 +104,9 @@ class Stack:
 
     async def alike(self, count: int, at_once: int, prompt: int, answer: int) -> list[Record]:
         """Send alike requests, none of whose prompts was sent before."""
-        self._seed += 1
+        self.seed += 1
         source = RandomPrompts(prompt, answer)
-        return await self.run(Requests(source, Arrivals(), count, 0, 1000 + self._seed), at_once)
+        return await self.run(Requests(source, Arrivals(), count, 0, 1000 + self.seed), at_once)
 
 
 async def fit(stack: Stack, shape: ModelShape, profile: Profile) -> tuple[Fitted, dict[str, Any]]:
@@ -123,6 +126,7 @@ async def fit(stack: Stack, shape: ModelShape, profile: Profile) -> tuple[Fitted
         pieces.append((1.0, shape.prefill_flops(prompt)))
     extra = [first - -(-p // STEP_TOKENS) * step for first, p in zip(firsts, PREFILLS, strict=True)]
     request, flop = _least_squares(pieces, extra)
+    start = await start_seconds(stack, shape.prefill_flops(GUESTS[1]) * flop)
     head = 2 * shape.vocabulary_size * shape.hidden_size
     products = (shape.prefill_flops_per_token + head) * flop
     fitted = Fitted(
@@ -135,7 +139,7 @@ async def fit(stack: Stack, shape: ModelShape, profile: Profile) -> tuple[Fitted
             memory_seconds_per_byte=read / shape.kv_bytes_per_token,
             description="fitted from loads on the live stack",
         ),
-        Overheads(step, max(0.0, row - products), request),
+        Overheads(step, max(0.0, row - products), start, max(0.0, request - start)),
     )
     return fitted, {
         "decodes": [
@@ -147,6 +151,23 @@ async def fit(stack: Stack, shape: ModelShape, profile: Profile) -> tuple[Fitted
             for prompt, each in zip(PREFILLS, firsts, strict=True)
         ],
     }
+
+
+async def start_seconds(stack: Stack, prefill_seconds: float) -> float:
+    """Return by how much a request that begins delays one that decodes, besides its prefill."""
+    count, prompt, gap = GUESTS
+    answer = round(gap * (count + 8) / 5e-3)
+    alone = await stack.alike(2, 1, 64, answer)
+    host = Arrival(0.0, 64, answer)
+    guests = [Arrival(0.3 + gap * index, prompt, 1) for index in range(count)]
+    trace = Trace("guests", (host, *guests))
+    found = []
+    for _ in range(2):
+        stack.seed += 1
+        records = await stack.run(Requests(trace, None, count + 1, 0, stack.seed))
+        longer = records[0].times[-1] - records[0].times[0]
+        found.append(longer - min(tpot_ms(each) for each in alone) / 1e3 * (answer - 1))
+    return max(0.0, min(found) / count - prefill_seconds)
 
 
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

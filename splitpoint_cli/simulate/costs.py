@@ -57,11 +57,13 @@ class Overheads:
     Attributes:
         step: of each step, besides its compute.
         row: of each decoding sequence in a step, such as sampling and sending its token.
+        start: of the step in which a request's prefill begins, such as those of its admission.
         request: between a request's arrival and its place in the queue.
     """
 
     step: float = 0.0
     row: float = 0.0
+    start: float = 0.0
     request: float = 0.0
 
 

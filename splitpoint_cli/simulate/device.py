@@ -176,7 +176,8 @@ class Device:
     def _prefill_run(self, most_steps: int | None) -> Run:
         count, budget = len(self._decoding), self.budget
         request = self._prefilling[0][1]
-        if request.left > budget and not self._streamed and not request.is_streamed:
+        is_alone = request.left > budget and not self._streamed and not request.is_streamed
+        if is_alone and (request.has_begun or not self.costs.overheads.start):
             steps = (request.left - 1) // budget
             if most_steps is not None:
                 steps = max(1, min(steps, most_steps))
@@ -189,12 +190,13 @@ class Device:
     def _mixed_step(self) -> float:
         """Lay out pieces of several prompts in one step; return its seconds."""
         costs, left = self.costs, self.budget
-        flops = pulled = 0.0
+        flops = pulled = starts = 0.0
         for _, request in self._prefilling:
             tokens = min(request.left, left)
             left -= tokens
             self._pieces.append((request, tokens))
             ends = tokens == request.left
+            starts += not request.has_begun
             flops += costs.prefill_flops(tokens, request.context, ends=ends)
             if request.is_streamed and request.context:
                 pulled += costs.restore(request.context).predicted_restore_seconds
@@ -204,7 +206,8 @@ class Device:
         if self._streamed:
             pulled += self._streamed_seconds()
         self._pulls = pulled > 0
-        return max(costs.step(decoding, self._length, flops, 1), pulled)
+        seconds = costs.step(decoding, self._length, flops, 1)
+        return max(seconds, pulled) + starts * costs.overheads.start
 
     def _answers_ended(self) -> list[SimulatedRequest]:
         ended = []

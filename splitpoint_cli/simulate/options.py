@@ -99,6 +99,14 @@ ROW_OVERHEAD: Option[float] = Option(
     unit="MS",
     least=0,
 )
+START_OVERHEAD: Option[float] = Option(
+    "start-overhead-ms",
+    float,
+    0.0,
+    "Milliseconds by which a step takes longer for each request whose prefill begins in it.",
+    unit="MS",
+    least=0,
+)
 REQUEST_OVERHEAD: Option[float] = Option(
     "request-overhead-ms",
     float,
@@ -207,6 +215,7 @@ class SimulateOptions:
     dtype: str = of(store.DTYPE, _FLEET)
     step_overhead_ms: float = of(STEP_OVERHEAD, _FLEET)
     row_overhead_ms: float = of(ROW_OVERHEAD, _FLEET)
+    start_overhead_ms: float = of(START_OVERHEAD, _FLEET)
     request_overhead_ms: float = of(REQUEST_OVERHEAD, _FLEET)
     trace: str = of(TRACE, _LOAD)
     num_prompts: int | None = of(REQUESTS, _LOAD)
@@ -258,6 +267,7 @@ class SimulateOptions:
             overheads=Overheads(
                 self.step_overhead_ms / 1e3,
                 self.row_overhead_ms / 1e3,
+                self.start_overhead_ms / 1e3,
                 self.request_overhead_ms / 1e3,
             ),
         )

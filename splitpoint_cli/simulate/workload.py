@@ -51,6 +51,11 @@ class SimulatedRequest:
     charge: Charge | None = None
 
     @property
+    def has_begun(self) -> bool:
+        """True if a step has computed a part of its prompt."""
+        return self.left < self.input_tokens - self.restored_tokens
+
+    @property
     def token_count(self) -> int:
         return self.input_tokens + self.output_tokens
 
