@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,9 @@ DECODES = ((1, 64, 96), (4, 64, 96), (12, 64, 96), (24, 64, 96), (4, 1500, 96), 
 PREFILLS = (32, 256, 512, 1024, 2000)
 REPEATS = 3
 # Requests that come while another one decodes, their prompt tokens, and seconds between them.
-GUESTS = (25, 32, 0.08)
+GUESTS = (25, 32, 0.1)
+# Tokens of the answer beside which they come.
+GUESTS_HOST = 320
 # Processors that others may use beside a run, and runs of a trace until that holds.
 MOST_FOREIGN, MOST_RUNS = 0.15, 3
 TRACES = (
@@ -154,20 +157,24 @@ async def fit(stack: Stack, shape: ModelShape, profile: Profile) -> tuple[Fitted
 
 
 async def start_seconds(stack: Stack, prefill_seconds: float) -> float:
-    """Return by how much a request that begins delays one that decodes, besides its prefill."""
+    """Return by how much a request that begins delays one that decodes, besides its prefill.
+
+    The gaps between tokens that nothing disturbed are most of them: their median is subtracted.
+    """
     count, prompt, gap = GUESTS
-    answer = round(gap * (count + 8) / 5e-3)
-    alone = await stack.alike(2, 1, 64, answer)
-    host = Arrival(0.0, 64, answer)
+    host = Arrival(0.0, 64, GUESTS_HOST)
     guests = [Arrival(0.3 + gap * index, prompt, 1) for index in range(count)]
-    trace = Trace("guests", (host, *guests))
     found = []
-    for _ in range(2):
+    for _ in range(3):
         stack.seed += 1
+        trace = Trace("guests", (host, *guests))
         records = await stack.run(Requests(trace, None, count + 1, 0, stack.seed))
-        longer = records[0].times[-1] - records[0].times[0]
-        found.append(longer - min(tpot_ms(each) for each in alone) / 1e3 * (answer - 1))
-    return max(0.0, min(found) / count - prefill_seconds)
+        times = records[0].times
+        gaps = [after - before for before, after in pairwise(times)]
+        usual = statistics.median(gaps)
+        met = sum(times[0] < each.due + gap < times[-1] for each in records[1:])
+        found.append(sum(each - usual for each in gaps) / max(1, met) - prefill_seconds)
+    return max(0.0, min(found))
 
 
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
