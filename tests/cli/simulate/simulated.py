@@ -10,6 +10,7 @@ from splitpoint.options.scheduler import Policy
 from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.cell import Cell
+from splitpoint_cli.simulate.costs import NO_OVERHEADS, Overheads
 from splitpoint_cli.simulate.fleet import DeviceType, Worker, worker_on
 from splitpoint_cli.simulate.workload import SimulatedRequest, requests_of
 from splitpoint_cli.traces.arrival import Arrival
@@ -20,11 +21,13 @@ CHUNK = 64
 PROFILE = Profile(1e9, 1e-5, 1e12, 1e-5, 1e12, step_compute_seconds=0.01)
 
 
-def worker(*, pages: int = 200, batch: int = 8, budget: int = 256) -> Worker:
+def worker(
+    *, pages: int = 200, batch: int = 8, budget: int = 256, overheads: Overheads = NO_OVERHEADS
+) -> Worker:
     """Return a worker with so many pages of cache."""
     kind = DeviceType("small", PROFILE, 0, 50, 400, cache_bytes=pages * SHAPE.page_bytes(CHUNK))
     node = Node(PROFILE, 0, max_batch=batch, max_batched_tokens=budget, chunk_tokens=CHUNK)
-    return worker_on(kind, SHAPE, node)
+    return worker_on(kind, SHAPE, node, overheads)
 
 
 def cell(

@@ -10,6 +10,7 @@ from simulated import CHUNK, SHAPE, cell, requests, worker
 
 from splitpoint.options.scheduler import Policy
 from splitpoint_cli.simulate.cell import Cell
+from splitpoint_cli.simulate.costs import Overheads
 from splitpoint_cli.simulate.workload import SimulatedRequest
 from splitpoint_cli.traces.arrival import Arrival
 
@@ -146,6 +147,16 @@ def test_fifo_on_one_device_by_hand() -> None:
     assert (first.first_token, first.ended) == pytest.approx((two, four))
     assert (second.first_token, second.ended) == pytest.approx((two, three))
     assert one == pytest.approx(SHAPE.prefill_flops(256) / 1e12, rel=0.01)
+
+
+def test_overheads_add_to_steps_rows_and_starts() -> None:
+    """A prompt of two pieces, then two decode steps of one sequence."""
+    plain, slow = (requests([Arrival(0.0, 300, 3)]) for _ in range(2))
+    cell([worker()]).run(plain)
+    overheads = Overheads(step=0.01, row=0.002, start=0.1)
+    cell([worker(overheads=overheads)]).run(slow)
+    assert slow[0].first_token - plain[0].first_token == pytest.approx(0.1 + 2 * 0.01)
+    assert slow[0].ended - plain[0].ended == pytest.approx(0.1 + 4 * 0.01 + 2 * 0.002)
 
 
 def test_a_prefix_comes_back_from_the_store_while_others_compute() -> None:
