@@ -75,7 +75,8 @@ class Reservations(Generic[R]):
         ]
         due.sort(key=lambda waiting: waiting.since)
         for waiting in due[:_LOOKED_AT]:
-            if len(self._by_worker) < most:
+            # A candidate may be named twice.
+            if len(self._by_worker) < most and waiting.arrival not in self._workers:
                 self._reserve(waiting)
 
     def end(self, arrival: int) -> str | None:

@@ -183,7 +183,7 @@ class Cell:
             new_tokens=new,
             shared_tokens=shared * chunk,
             answer_tokens=item.output_tokens,
-            is_streamed=is_streamed,
+            is_streamed=fits.residency is Residency.STREAMED,
             link_bytes=restored * ledger.stored_bytes_per_token,
             is_link_bound=restored > ledger.kappa_crit * new,
             can_start=ledger.has_room_for(pages),

@@ -8,6 +8,8 @@ import pytest
 import simulated
 from simulated import CHUNK, SHAPE, cell, requests, worker
 
+from scheduler_service.policy.reservations import Reservations
+from scheduler_service.policy.waiting import Waiting
 from splitpoint.options.scheduler import Policy
 from splitpoint_cli.simulate.cell import Cell
 from splitpoint_cli.simulate.costs import Overheads
@@ -232,3 +234,14 @@ def test_requests_spread_over_equal_workers() -> None:
     given = requests([Arrival(0.001 * n, 256, 100) for n in range(16)])
     cell([simulated.worker(), simulated.worker()]).run(given)
     assert {each.worker_id for each in given[:2]} == {"small-0", "small-1"}
+
+
+def test_a_request_that_is_named_twice_gets_one_worker() -> None:
+    """A tenant's oldest request is compared as the oldest, and as one of the window."""
+    made = cell([worker() for _ in range(4)], Policy.UTILISATION)
+    (request,) = requests([Arrival(0.0, 64, 10)])
+    waiting = Waiting(request, request.number)
+    reservations = Reservations(made, made.queue.settings, made.queue.rooms)
+    reservations.renew([waiting, waiting], now=1e6)
+    assert len(reservations.items()) == 1
+    assert reservations.check_integrity() == []
