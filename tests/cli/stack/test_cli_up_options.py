@@ -32,6 +32,7 @@ from splitpoint.shapes import Encoding, WeightFormat
 from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint_cli.checks import memory
 from splitpoint_cli.checks.finding import Finding, Verdict
+from splitpoint_cli.checks.ports import metrics_addresses, scheduler_addresses
 from splitpoint_cli.main import app
 from splitpoint_cli.models import model_shape
 from splitpoint_cli.stack import up
@@ -324,3 +325,39 @@ def test_int8_weights_without_their_kernel_are_refused(kernels: str) -> None:
     with pytest.raises(InvalidArgument, match="--weights int8") as refused:
         plan_stack(StackOptions(device="cpu", weights="int8", cpu_kernels=kernels))
     assert refused.value.field == "cpu-kernels"
+
+
+def test_several_schedulers_share_workers_key_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = planned(
+        monkeypatch,
+        *("--schedulers", "3", "--listen", "127.0.0.1:50100", "--metrics", "9400"),
+        *("--queue-capacity", "7"),
+    )
+    assert [each.name for each in stack.schedulers] == ["scheduler 0", "scheduler 1", "scheduler 2"]
+    parsed = [parse_scheduler(list(each.arguments[2:])) for each in stack.schedulers]
+    assert [each.listen for each in parsed] == [f"127.0.0.1:{50100 + i}" for i in range(3)]
+    assert [each.listen for each in parsed] == list(stack.listens)
+    # After those of the first scheduler, the store and two workers.
+    assert [each.metrics for each in parsed] == [f"127.0.0.1:{port}" for port in (9400, 9404, 9405)]
+    assert len({each.server_key_file for each in parsed}) == 1
+    assert all(each.worker == list(stack.worker_addresses) for each in parsed)
+    assert all(each.queue_capacity == 7 for each in parsed)
+
+
+@pytest.mark.parametrize(
+    ("listen", "addresses"),
+    [
+        ("127.0.0.1:0", ["127.0.0.1:0", "127.0.0.1:0"]),
+        ("unix:/tmp/s", ["unix:/tmp/s", "unix:/tmp/s-1"]),
+        ("[::1]:50050", ["[::1]:50050", "[::1]:50051"]),
+    ],
+)
+def test_schedulers_listen_beside_each_other(listen: str, addresses: list[str]) -> None:
+    assert list(scheduler_addresses(listen, 2)) == addresses
+
+
+def test_ports_of_schedulers_that_cannot_be_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="ports 65535 to 65536"):
+        scheduler_addresses("127.0.0.1:65535", 2)
+    with pytest.raises(InvalidArgument, match="clients connect to 50051"):
+        metrics_addresses(50051, scheduler_addresses("127.0.0.1:50050", 2), 1)
