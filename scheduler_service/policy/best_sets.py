@@ -114,8 +114,7 @@ class BestSets(Generic[R]):
         if not self._touched and not self._fresh:
             return None
         window = list(self._window(eligible))
-        long_waiting = [waiting for name in eligible for waiting in self._order.heads(name)]
-        self.reservations.renew([*long_waiting, *(waiting for waiting, _ in window)], now)
+        self.reservations.renew(self._oldest(eligible, window), now)
         start = self._next_reserved() or self._next_of(window, now, lead)
         if start is None and len(eligible) < len(self._shares):
             ahead = [name for name in self._shares if name not in set(eligible)]
@@ -200,6 +199,22 @@ class BestSets(Generic[R]):
             for worker_id in workers
             if (need := self._need(waiting, worker_id)) is not None
         }
+
+    def _oldest(
+        self, tenants: Iterable[str], window: Iterable[tuple[Waiting[R], object]]
+    ) -> list[tuple[Waiting[R], int]]:
+        """Return the window and the first request of each priority of these tenants, each with
+        the number of higher priorities that its tenant's requests have."""
+        heads = [(name, self._order.heads(name)) for name in tenants]
+        levels = {
+            (name, waiting.priority): level
+            for name, found in heads
+            for level, waiting in enumerate(found)
+        }
+        return [
+            (waiting, levels[waiting.tenant, waiting.priority])
+            for waiting in [*(w for _, found in heads for w in found), *(w for w, _ in window)]
+        ]
 
     def _next_chosen(self, lead: float) -> Start[R] | None:
         """Return the next member of the chosen sets that can still start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Generic
 
@@ -56,27 +57,30 @@ class Reservations(Generic[R]):
         """Learn how long requests usually wait."""
         self._usual_wait += _NEWEST * (waited_seconds - self._usual_wait)
 
-    def is_due(self, waiting: Waiting[R], now: float) -> bool:
-        """Return True if a request has waited so long that memory is reserved for it."""
-        if not self._settings.aging_seconds:
-            return False
-        most = max(self._settings.aging_seconds, _TIMES_USUAL * self._usual_wait)
-        return now - waiting.since >= most
+    @property
+    def _long_seconds(self) -> float:
+        """Seconds of waiting after which memory is reserved; infinite if it never is."""
+        aging = self._settings.aging_seconds
+        return max(aging, _TIMES_USUAL * self._usual_wait) if aging else math.inf
 
-    def renew(self, candidates: Iterable[Waiting[R]], now: float) -> None:
-        """Reserve workers for the candidates that waited longest."""
+    def renew(self, candidates: Iterable[tuple[Waiting[R], int]], now: float) -> None:
+        """Reserve workers for the candidates that waited longest.
+
+        Each comes with the number of higher priorities that its tenant's requests have: it
+        must have waited as many times longer.
+        """
         most = max(1, int(_MOST_WORKERS * self._rooms.open_count))
         if len(self._by_worker) >= most:
             return
-        due = [
-            waiting
-            for waiting in candidates
-            if waiting.arrival not in self._workers and self.is_due(waiting, now)
-        ]
-        due.sort(key=lambda waiting: waiting.since)
-        for waiting in due[:_LOOKED_AT]:
-            # A candidate may be named twice.
-            if len(self._by_worker) < most and waiting.arrival not in self._workers:
+        period = self._long_seconds
+        due = {
+            waiting.arrival: (waiting.since + level * period, waiting)
+            for waiting, level in candidates
+            if waiting.arrival not in self._workers and now - waiting.since >= (level + 1) * period
+        }
+        first = sorted(due.values(), key=lambda entry: (entry[0], entry[1].arrival))
+        for _, waiting in first[:_LOOKED_AT]:
+            if len(self._by_worker) < most:
                 self._reserve(waiting)
 
     def end(self, arrival: int) -> str | None:

@@ -242,6 +242,6 @@ def test_a_request_that_is_named_twice_gets_one_worker() -> None:
     (request,) = requests([Arrival(0.0, 64, 10)])
     waiting = Waiting(request, request.number)
     reservations = Reservations(made, made.queue.settings, made.queue.rooms)
-    reservations.renew([waiting, waiting], now=1e6)
+    reservations.renew([(waiting, 0), (waiting, 0)], now=1e6)
     assert len(reservations.items()) == 1
     assert reservations.check_integrity() == []

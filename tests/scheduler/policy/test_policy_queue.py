@@ -206,6 +206,22 @@ def test_memory_is_kept_for_the_request_that_waited_longest() -> None:
     assert devices.start() == [small]
 
 
+def test_high_priorities_are_reserved_first_but_low_ones_not_never() -> None:
+    devices = Devices(replace(BEST, aging_seconds=5.0), pages=10, workers=8)
+    for _ in range(8):
+        devices.push(Job(0, 6, steps=50))
+    devices.start()
+    low = devices.push(Job(0, 8, priority=-1))
+    high = devices.push(Job(0, 8, priority=1))
+    devices.now += 6.0
+    assert devices.start() == []
+    assert devices.queue.is_reserved(high)
+    assert not devices.queue.is_reserved(low)
+    devices.now += 6.0
+    assert devices.start() == []
+    assert devices.queue.is_reserved(low)
+
+
 def test_a_pinned_request_holds_up_no_other_worker() -> None:
     for policy in Policy:
         devices = Devices(PolicySettings(policy, window=4), pages=10, workers=2)
