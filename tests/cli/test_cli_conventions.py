@@ -31,10 +31,12 @@ from splitpoint_cli.stack.child import child_environment
 # What reports nothing: it runs a stack, stops one, asks for health, or makes files.
 SILENT = {"up", "down", "probe", "certs", "token", "compose", "arena rm"}
 ROOT = Path(__file__).resolve().parents[2]
+# Programs that benchmarks start: they have the options of a worker and report nothing.
+STARTED = {"double_worker"}
 BENCHMARKS = sorted(
     path.stem
     for path in (ROOT / "benchmarks").glob("*.py")
-    if "__main__" in path.read_text(encoding="utf-8")
+    if "__main__" in path.read_text(encoding="utf-8") and path.stem not in STARTED
 )
 
 # Runs each module that it is given as a program with --help; prints what each one says.
