@@ -59,7 +59,7 @@ def choose_worker(candidates: Iterable[Candidate]) -> Candidate:
     that the request asks for; then the earliest first token.
 
     Of first tokens that come about equally early: the largest free share, then fewest running
-    requests. What the device of a loaded worker holds does not count.
+    requests, then the earliest one. What the device of a loaded worker holds does not count.
 
     Needs at least one candidate. The free share and not bytes: by bytes, the smaller of
     two workers would idle until the larger one has less left than the smaller has in all.
@@ -73,9 +73,14 @@ def choose_worker(candidates: Iterable[Candidate]) -> Candidate:
     seconds = [w.seconds if w.free_share >= least_share else w.seconds_off_device for w in workers]
     most = _ALIKE_SHARE * min(seconds) + _ALIKE_SECONDS
     return min(
-        (worker for worker, each in zip(workers, seconds, strict=True) if each <= most),
-        key=lambda worker: (-worker.free_share, worker.running_count, worker.worker_id),
-    )
+        ((worker, each) for worker, each in zip(workers, seconds, strict=True) if each <= most),
+        key=lambda found: (
+            -found[0].free_share,
+            found[0].running_count,
+            found[1],
+            found[0].worker_id,
+        ),
+    )[0]
 
 
 def candidate_of(
