@@ -32,7 +32,6 @@ from scheduler_service.placement.ledger import Ledger, OthersHold, SlotLedger
 from scheduler_service.placement.reasons import Explanation, Place, explain
 from scheduler_service.placement.residency import streamed_instead
 from scheduler_service.placement.routing import candidate_of, choose_worker
-from scheduler_service.policy.owner import Start
 from scheduler_service.policy.queue import PolicyQueue
 from scheduler_service.policy.rooms import WorkerLimits
 from scheduler_service.policy.settings import PolicySettings
@@ -54,6 +53,14 @@ class Admitted:
     request: Request
     worker_id: str
     grant: Grant
+
+
+class GrantError(Exception):
+    """What the policy chose for one request could not be granted: the books are wrong."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__("the memory that was chosen could not be granted")
+        self.request = request
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +210,22 @@ class AdmissionQueue:
         self._verdicts.pop(request.arrival, None)
 
     def admit(self) -> Admitted | None:
-        """Grant memory to the next request that may start now; None if there is none."""
+        """Grant memory to the next request that may start now; None if there is none.
+
+        Raises GrantError if that fails. The request neither waits nor runs then.
+        """
         start = self.policy.next(self._clock())
-        return self._grant(start) if start is not None else None
+        if start is None:
+            return None
+        request, ledger = start.waiting.item, self._ledgers[start.worker_id]
+        del self._verdicts[request.arrival]
+        try:
+            admitted = self._grant(request, ledger, _way(start.need).fits)
+        except Exception as error:
+            self._release(request.arrival, ledger)
+            raise GrantError(request) from error
+        self._running[request.arrival] = admitted
+        return admitted
 
     def tokens_came(self, admitted: Admitted) -> bool:
         """Note new tokens of a running request. Return True if another one may start now."""
@@ -233,10 +253,7 @@ class AdmissionQueue:
         """End a grant. Does nothing if the worker is gone."""
         ledger = self._ledgers.get(admitted.worker_id)
         if ledger is not None:
-            ledger.release(admitted.request.arrival)
-            self.slots_of(ledger).release(admitted.request.arrival)
-            self._running.pop(admitted.request.arrival, None)
-            self.policy.ended(admitted.request.arrival, self._clock())
+            self._release(admitted.request.arrival, ledger)
 
     # -- questions ----------------------------------------------------------------
 
@@ -419,19 +436,22 @@ class AdmissionQueue:
                 ]
         return bool(free)
 
-    def _grant(self, start: Start[Request]) -> Admitted:
-        request, way = start.waiting.item, _way(start.need)
-        ledger = self._ledgers[start.worker_id]
-        del self._verdicts[request.arrival]
-        # Spare memory is given only while no other request waits for it.
-        free_bytes = 0 if len(self.policy) else ledger.free_bytes
-        grant, charge = self._charging.grant(request, ledger, way.fits, free_bytes)
+    def _grant(self, request: Request, ledger: Ledger, fits: Fits) -> Admitted:
+        # Spare memory is given only while no request waits for it, here or at other schedulers.
+        is_wanted = bool(len(self.policy) or ledger.others.wanted_pages)
+        spare_bytes = 0 if is_wanted else ledger.free_bytes
+        grant, charge = self._charging.grant(request, ledger, fits, spare_bytes)
         ledger.grant(request.arrival, charge)
         ledger.trial.start(request.arrival, is_suspect=request.is_suspect)
-        self.slots_of(ledger).grant(request.arrival, way.fits.slot_count)
-        admitted = Admitted(request, start.worker_id, grant)
-        self._running[request.arrival] = admitted
-        return admitted
+        self.slots_of(ledger).grant(request.arrival, fits.slot_count)
+        return Admitted(request, ledger.facts.worker_id, grant)
+
+    def _release(self, arrival: int, ledger: Ledger) -> None:
+        """End what a request has of a worker, all of it or the part that was granted."""
+        ledger.release(arrival)
+        self.slots_of(ledger).release(arrival)
+        self._running.pop(arrival, None)
+        self.policy.ended(arrival, self._clock())
 
     def slots_of(self, ledger: Ledger) -> SlotLedger:
         """Return the promised slots of a worker's store."""

@@ -22,7 +22,7 @@ from scheduler_service.api.rounds import Rounds
 from scheduler_service.cluster.connection import WorkerConnection
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.options import SchedulerOptions
-from scheduler_service.placement.admission import AdmissionQueue, Rejected
+from scheduler_service.placement.admission import AdmissionQueue, Admitted, GrantError, Rejected
 from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.prefixes.marks import ChunkMarks
@@ -215,8 +215,16 @@ class RequestManager:
             self._is_starting = False
         self.sharing.changed()
 
+    def _admit(self) -> Admitted | None:
+        """Return the next request that may start now; one that cannot be granted ends."""
+        while True:
+            try:
+                return self.admission.admit()
+            except GrantError as error:
+                self._tasks.failed(error.request)
+
     def _start_all(self) -> None:
-        while (admitted := self.admission.admit()) is not None:
+        while (admitted := self._admit()) is not None:
             request, now = admitted.request, self._clock()
             request.times.unplaceable = None
             request.span.record("queue", request.times.queued or now, now)
@@ -494,10 +502,13 @@ class RequestManager:
     # -- time passes ----------------------------------------------------------------------------
 
     async def tick_forever(self) -> None:
-        """Call `tick` until cancelled."""
+        """Call `tick` until cancelled. An exception is logged; the next one comes all the same."""
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            self.tick()
+            try:
+                self.tick()
+            except Exception:
+                _log.exception("a tick failed")
 
     def tick(self) -> None:
         """Forget old requests, and fail those that waited too long for a worker."""

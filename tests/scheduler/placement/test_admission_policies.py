@@ -9,7 +9,8 @@ import pytest
 from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, queued_request, worker_facts
 
 from scheduler_service.api.request import Request
-from scheduler_service.placement.admission import AdmissionQueue, Admitted, Queued
+from scheduler_service.placement.admission import AdmissionQueue, Admitted, GrantError, Queued
+from scheduler_service.placement.ledger import Ledger, OthersHold
 from scheduler_service.placement.reasons import Cause
 from scheduler_service.policy.settings import PolicySettings
 from splitpoint.options.scheduler import Policy
@@ -42,7 +43,7 @@ class History:
         """Let something happen."""
         events = [self.worker_comes, self.time_passes, *[self.request_comes] * 6]
         if self.workers:
-            events += [self.worker_drains, self.worker_goes]
+            events += [self.worker_drains, self.worker_goes, *[self.others_change] * 3]
         if self.waiting:
             events += [self.reader_pauses, self.request_leaves]
         if self.running:
@@ -77,6 +78,23 @@ class History:
                 del self.running[arrival]
                 self.admission.resubmit(lost.request)
                 self.waiting[arrival] = lost.request
+
+    def others_change(self) -> None:
+        """Other schedulers take, want and leave parts of a worker; moments pass."""
+        worker_id, rng = self.rng.choice(sorted(self.workers)), self.rng
+        ledger = self.admission.ledger(worker_id)
+        assert ledger is not None
+        for _ in range(rng.choice([0, 4])):
+            ledger.tick()
+        others = OthersHold(
+            pages=rng.choice([0, 0, 1, 3]),
+            request_count=rng.choice([0, 0, 1]),
+            slot_count=rng.choice([0, 5]),
+            busy_count=rng.choice([0, 1]),
+            wanted_pages=rng.choice([0, 1, 2, 5]),
+            waited_seconds=rng.choice([0.0, 6.0]),
+        )
+        self.admission.set_others(worker_id, others)
 
     def request_comes(self) -> None:
         rng = self.rng
@@ -119,11 +137,11 @@ class History:
         self.idle_workers_have_nothing_to_do()
 
     def idle_workers_have_nothing_to_do(self) -> None:
-        """On a worker where nothing runs, whatever waits for it starts: always admit one."""
+        """On a worker of our own where nothing runs, whatever waits for it starts."""
         for worker_id in self.workers:
             ledger = self.admission.ledger(worker_id)
             assert ledger is not None
-            if ledger.running_count or ledger.is_closed:
+            if ledger.running_count or ledger.is_closed or ledger.others != OthersHold():
                 continue
             for one in self.waiting.values():
                 need = self.admission.need(one, worker_id)
@@ -149,7 +167,9 @@ class History:
             assert ledger.running_count == len(here)
 
     def end(self) -> None:
-        """In the end all that can run has run."""
+        """In the end, without other schedulers, all that can run has run."""
+        for worker_id in self.workers:
+            self.admission.set_others(worker_id, OthersHold())
         for one in self.waiting.values():
             one.is_paused = False
             self.admission.resumed(one)
@@ -164,9 +184,48 @@ class History:
 
 
 @pytest.mark.parametrize("policy", Policy)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_histories(policy: Policy, seed: int) -> None:
     history = History(policy, random.Random(seed))
     for _ in range(200):
         history.step()
     history.end()
+
+
+def test_no_spare_memory_is_taken_that_other_schedulers_want() -> None:
+    admission = AdmissionQueue(100)
+    admission.add_worker(FACTS)
+    others = OthersHold(pages=1, request_count=1, busy_count=1, wanted_pages=5, waited_seconds=1.0)
+    admission.set_others("0", others)
+    # It is larger than the device, so it is streamed, and more pages would make it faster.
+    admission.submit(queued_request(0, 14 * CHUNK_TOKENS))
+    admitted = admission.admit()
+    assert admitted is not None
+    assert (admitted.grant.residency, admitted.grant.spare_bytes) == (Residency.STREAMED, 0)
+    admission.release(admitted)
+    admission.set_others("0", OthersHold(pages=1, request_count=1, busy_count=1))
+    admission.submit(queued_request(1, 14 * CHUNK_TOKENS))
+    admitted = admission.admit()
+    assert admitted is not None
+    assert admitted.grant.spare_bytes == 3 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_a_grant_that_fails_leaves_nothing_behind(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission = AdmissionQueue(100, policy=PolicySettings(policy))
+    admission.add_worker(FACTS)
+    first, second = queued_request(0, CHUNK_TOKENS), queued_request(1, CHUNK_TOKENS)
+    for one in (first, second):
+        admission.submit(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "has_room", lambda *_: False)
+        with pytest.raises(GrantError) as raised:
+            admission.admit()
+    assert raised.value.request is first
+    assert admission.check_integrity() == []
+    assert (admission.running_count, admission.queue()) == (0, [second])
+    admitted = admission.admit()
+    assert admitted is not None
+    assert admitted.request is second

@@ -25,6 +25,7 @@ from scheduler_doubles import (
 from scheduler_service.cluster.connection import WorkerConnection
 from scheduler_service.limits import Limits
 from scheduler_service.options import ServedModel
+from scheduler_service.placement.ledger import Charge, Ledger
 from splitpoint.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -575,3 +576,34 @@ async def test_what_outlives_the_grace_period_is_told_so() -> None:
         assert statuses.error_of(ended.value).reason == "STOPPED"
         await stopping
         assert worker.cancels
+
+
+async def test_a_grant_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(ledger: Ledger, arrival: int, charge: Charge) -> None:
+        monkeypatch.undo()
+        raise ValueError("the books are wrong")
+
+    async with stack() as running:
+        monkeypatch.setattr(Ledger, "grant", refuse)
+        error = await running.error(ids_request(PROMPT, 4))
+        assert isinstance(error, Internal)
+        assert "incident" in error.message
+        assert (await running.generate(ids_request(PROMPT, 4))).token_ids == answer(PROMPT, 4)
+        assert all_is_released(running)
+
+
+async def test_a_tick_that_fails_is_not_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> bool:
+        monkeypatch.undo()
+        raise ValueError("the books are wrong")
+
+    limits = Limits(worker_wait_seconds=0.0)
+    async with stack(limits=limits) as running:
+        monkeypatch.setattr(running.manager.sharing, "tick", fail)
+        await running.until(lambda: "a tick failed" in caplog.text)
+        assert "the books are wrong" in caplog.text
+        # Only a tick ends a request that no worker can take.
+        running.manager.admission.close_worker("0")
+        assert (await running.error(ids_request(PROMPT, 4))).reason == "NO_WORKER"
