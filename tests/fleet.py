@@ -23,7 +23,7 @@ from own_names import shared_memory_folder
 
 from splitpoint.client import AsyncClient, Client
 from splitpoint.client.answers import Completion, Tokens, Worker
-from splitpoint.errors import SplitpointError, Unavailable
+from splitpoint.errors import Retryable, SplitpointError
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 
@@ -266,7 +266,7 @@ class Load:
             while not self.is_over:
                 await self.ask(client, self.rng.choice(list(self.truths)))
 
-    def _note(self, error: Unavailable, address: str) -> None:
+    def _note(self, error: Retryable, address: str) -> None:
         self.resumed += 1
 
     async def ask(self, client: AsyncClient, question: Question) -> None:

@@ -12,7 +12,13 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2_grpc
 
 from splitpoint.client import caller_spans
-from splitpoint.errors import Cancelled, DeadlineExceeded, SplitpointError, Unavailable
+from splitpoint.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Retryable,
+    SplitpointError,
+    Unavailable,
+)
 from splitpoint.transport.statuses import error_of
 from splitpoint.transport.tls import Identity
 from splitpoint.v1 import scheduler_pb2 as pb
@@ -22,8 +28,8 @@ INFERENCE: Any = scheduler_pb2_grpc.InferenceServiceStub
 ADMIN: Any = scheduler_pb2_grpc.AdminServiceStub
 HEALTH: Any = health_pb2_grpc.HealthStub
 
-# Is told the error of a lost scheduler, and the address that is tried next.
-OnRetry = Callable[[Unavailable, str], None]
+# Is told the error of a scheduler that was lost or is full, and the address that is tried next.
+OnRetry = Callable[[Retryable, str], None]
 
 
 class Schedulers:

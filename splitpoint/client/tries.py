@@ -15,7 +15,7 @@ import grpc
 from splitpoint.client import requests
 from splitpoint.client.answers import Completion, CompletionBuilder, Tokens
 from splitpoint.client.schedulers import Schedulers, is_late
-from splitpoint.errors import Cancelled, DeadlineExceeded, Unavailable
+from splitpoint.errors import Cancelled, DeadlineExceeded, Retryable, Unavailable
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.words import counted
@@ -24,8 +24,20 @@ DEFAULT_RETRY_SECONDS = 10.0
 # Pauses between rounds over all addresses: the first, and the longest.
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 1.0
+# After so many rounds a pause is the longest.
+_DOUBLINGS = 10
 # UNAVAILABLE for these reasons is about the request: other schedulers would find the same.
 _FINAL_REASONS = frozenset({"TOO_MANY_MOVES"})
+
+
+def pause_after(rounds: int, hint_seconds: float = 0.0) -> float:
+    """Return the seconds to wait after so many rounds over all addresses.
+
+    Random, so that clients of one scheduler do not come back together. `hint_seconds`: of a
+    scheduler that is full.
+    """
+    seconds = _FIRST_PAUSE_SECONDS * 2.0 ** min(rounds - 1, _DOUBLINGS)
+    return min(_LONGEST_PAUSE_SECONDS, max(seconds, hint_seconds)) * random.uniform(0.5, 1.0)
 
 
 class Tries:
@@ -43,6 +55,8 @@ class Tries:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._builder = CompletionBuilder()
         self._is_closed = False
+        # The first call ended early, and others have followed.
+        self._goes_on = False
         # Failures since the last message, and when they are too many. None: no failure yet.
         self._failures = 0
         self._give_up_at: float | None = None
@@ -97,25 +111,37 @@ class Tries:
         result = error_of(error)
         if is_late(result):
             raise self._too_late() from error
-        if not isinstance(result, Unavailable):
+        if not isinstance(result, Retryable) or not self._may_pass(result):
             raise result from error
         if self._builder.is_complete:
             self.is_over = True  # only the end of the call was lost
             return
-        if self._is_closed or not self._may_retry(result):
+        if self._is_closed or not self._may_retry():
             raise result from error
         now = time.monotonic()
         if self._give_up_at is None:
             self._give_up_at = now + self._schedulers.retry_seconds
-        self.pause_seconds = self._pause()
+        self.pause_seconds = self._pause(result)
         if now + self.pause_seconds >= self._give_up_at:
             raise self._given_up(result) from error
         self._index = self._schedulers.leave(self._index)
+        self._goes_on = True
         self._failures += 1
         if self._schedulers.on_retry is not None:
             self._schedulers.on_retry(result, self._schedulers.addresses[self._index])
 
-    def _may_retry(self, error: Unavailable) -> bool:
+    def _may_pass(self, error: Retryable) -> bool:
+        """Return True if the error is not about the request.
+
+        When a scheduler dies, all that it served comes to the others at once. One that is full
+        then says when to come again. A request that was never taken is left to the caller.
+        """
+        if isinstance(error, Unavailable):
+            return error.reason not in _FINAL_REASONS
+        is_taken = self._goes_on or bool(self._builder.token_ids)
+        return is_taken and error.retry_after_seconds is not None
+
+    def _may_retry(self) -> bool:
         """Return True if another call may help.
 
         A single address that never answered has been tried by gRPC as often as makes sense.
@@ -125,24 +151,24 @@ class Tries:
         return (
             schedulers.retry_seconds > 0
             and is_known
-            and error.reason not in _FINAL_REASONS
             and requests.fits(requests.resumed(self._request, self._builder.token_ids))
         )
 
-    def _pause(self) -> float:
+    def _pause(self, error: Retryable) -> float:
         """Return the seconds before the next call: none until all addresses were tried."""
         rounds, place = divmod(self._failures + 1, len(self._schedulers.addresses))
         if place or not rounds:
             return 0.0
-        longest: float = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** (rounds - 1))
-        return longest * random.uniform(0.5, 1.0)
+        # That of a scheduler which is away says nothing of when it is back.
+        is_full = not isinstance(error, Unavailable)
+        return pause_after(rounds, (error.retry_after_seconds or 0.0) if is_full else 0.0)
 
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the generation did not end within {self._timeout or 0:g} s")
 
-    def _given_up(self, error: Unavailable) -> Unavailable:
+    def _given_up(self, error: Retryable) -> Retryable:
         count = counted(len(self._schedulers.addresses), "scheduler was", "schedulers were")
-        return Unavailable(
+        return type(error)(
             f"{count} tried for {self._schedulers.retry_seconds:g} s: {error.message}",
             reason=error.reason,
             retry_after_seconds=error.retry_after_seconds,

@@ -15,7 +15,7 @@ from splitpoint.client.answers import Completion
 from splitpoint.client.requests import GenerateOptions
 from splitpoint.client.tries import DEFAULT_RETRY_SECONDS
 from splitpoint.config import DEFAULT_ADDRESS
-from splitpoint.errors import Cancelled, Internal, SplitpointError, Unavailable
+from splitpoint.errors import Cancelled, Internal, Retryable, SplitpointError, Unavailable
 from splitpoint.transport.tls import client_identity
 from splitpoint_cli.identity import Address, CaFile, TokenFile
 from splitpoint_cli.output import EXIT_HELP, err, plain_reason
@@ -114,10 +114,11 @@ def generate(
 generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"
 
 
-def _tell_retry(error: Unavailable, address: str) -> None:
+def _tell_retry(error: Retryable, address: str) -> None:
     """Say on stderr that another scheduler goes on."""
+    state = "was lost" if isinstance(error, Unavailable) else "is full"
     cause = plain_reason(" ".join(error.message.split()))
-    err.print(escape(f"the scheduler was lost ({cause}): going on at {address}"))
+    err.print(escape(f"the scheduler {state} ({cause}): going on at {address}"))
 
 
 def _spelling(client: Client, completion: Completion) -> dict[int, str]:

@@ -14,6 +14,7 @@ from splitpoint import errors
 from splitpoint.client import AsyncClient, Client
 from splitpoint.client.answers import Completion, Tokens
 from splitpoint.client.requests import generate_request
+from splitpoint.client.tries import pause_after
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint_cli.main import app
 
@@ -133,6 +134,52 @@ def test_what_another_scheduler_would_repeat_is_final(
     assert not scripts[1].requests
 
 
+# What all others answer when a scheduler dies and its streams arrive there at once.
+FULL = errors.ResourceExhausted("the queue is full", reason="QUEUE_FULL", retry_after_seconds=0.01)
+
+
+def test_a_scheduler_that_is_full_is_asked_again(scripts: list[Script]) -> None:
+    fail(scripts[0], after=2, count=3)
+    scripts[1].failures = [FULL, FULL]
+    told: list[str] = []
+    with Client(both(scripts), on_retry=lambda error, _: told.append(error.reason)) as client:
+        assert client.generate("abcd").complete().text == "abcd"
+    assert told == ["UNAVAILABLE", "QUEUE_FULL"] * 2 + ["UNAVAILABLE"]
+    assert [each.resume.next_index for each in scripts[1].requests] == [2, 2, 2]
+    scripts[0].failures = [FULL]
+    with Client([NOWHERE, scripts[0].address]) as client:  # lost before the first token
+        assert client.generate("abc").complete().text == "abc"
+
+
+def test_schedulers_that_stay_full_are_given_up(scripts: list[Script]) -> None:
+    fail(scripts[0], after=2, count=1_000_000)
+    scripts[1].failures = [FULL] * 1000
+    with Client(both(scripts), retry_seconds=0.5) as client:
+        with pytest.raises(errors.Retryable, match=r"2 schedulers were tried for 0\.5 s"):
+            client.generate("abcd").complete()
+        scripts[0].failures = [FULL] * 1000
+        with pytest.raises(errors.ResourceExhausted, match=r"^the queue is full") as refused:
+            client.generate("abcd").complete()  # never taken: its caller decides
+    assert refused.value.retry_after_seconds == 0.01
+
+
+@pytest.mark.parametrize("reason", ["NEVER_FITS", "MESSAGE_TOO_LARGE"])
+def test_what_never_fits_ends_a_stream(scripts: list[Script], reason: str) -> None:
+    fail(scripts[0], after=2)
+    scripts[1].failures = [errors.ResourceExhausted("it is too large", reason=reason)]
+    never = pytest.raises(errors.ResourceExhausted, match=r"^it is too large")
+    with Client(both(scripts)) as client, never:
+        client.generate("abcd").complete()
+    assert len(scripts[0].requests) == 1
+
+
+def test_pauses_grow_up_to_a_second() -> None:
+    assert 0.05 <= pause_after(1) <= 0.1 < 0.2 <= pause_after(3) <= 0.4
+    assert 0.5 <= pause_after(5_000) <= 1
+    assert 0.3 <= pause_after(1, 0.6) <= 0.6
+    assert pause_after(1, 60) <= 1
+
+
 def test_a_whole_answer_needs_no_end_of_its_call(scripts: list[Script]) -> None:
     fail(scripts[0], after=3)
     scripts[0].tail = "!"
@@ -183,6 +230,11 @@ def test_generate_says_that_it_goes_on(scripts: list[Script]) -> None:
         app, ["generate", "abcd", "--address", address, "--retry-seconds", "0"]
     )
     assert isinstance(failed.exception, errors.Unavailable)
+    fail(scripts[0], after=2, count=2)
+    scripts[1].failures = [FULL]
+    done = CliRunner().invoke(app, ["generate", "abcd", "--address", ",".join(both(scripts))])
+    assert (done.exit_code, done.stdout) == (0, "abcd\n")
+    assert "is full (the queue is full)" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("address", ["", "a,", "127.0.0.1:1,nonsense", ","])
