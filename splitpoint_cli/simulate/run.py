@@ -151,6 +151,7 @@ def _run_cells(
             dealt[index],
             block_tokens=trace.block_tokens,
             chunk_tokens=fleet.node.chunk_tokens,
+            context_length=fleet.shape.context_length,
             weights=load.weights,
         )
         dealt[index] = []

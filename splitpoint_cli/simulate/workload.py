@@ -74,16 +74,20 @@ def requests_of(
     *,
     block_tokens: int,
     chunk_tokens: int,
+    context_length: int,
     weights: Mapping[str, float],
 ) -> list[SimulatedRequest]:
-    """Return the requests; `weights` are those of tenants that have not weight 1."""
+    """Return the requests; `weights` are those of tenants that have not weight 1.
+
+    `context_length`: the cell refuses longer requests, so that their chunks need no names.
+    """
     chains = _chains(arrivals)
     uses = Counter(block for chain in chains for block in chain)
     marks: dict[tuple[int, int], bytes] = {}
     found = []
     for number, (arrival, chain) in enumerate(zip(arrivals, chains, strict=True)):
-        shared = 0
-        while shared < len(chain) and uses[chain[shared]] > 1:
+        shared, fits = 0, arrival.input_length + arrival.output_length <= context_length
+        while fits and shared < len(chain) and uses[chain[shared]] > 1:
             shared += 1
         # The last token of a prompt is always computed.
         tokens = min(shared * block_tokens, arrival.input_length - 1)

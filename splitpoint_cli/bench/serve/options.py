@@ -33,7 +33,8 @@ _DATA = "Requests"
 _SAMPLING = "Sampling"
 _RESULT = "Result"
 
-_LEAST_FACTOR = 1e-6
+# Bounds of factors: beyond them, no trace has a length or a rate that means anything.
+_LEAST_FACTOR, _MOST_FACTOR = 1e-6, 1e6
 
 BACKEND: Option[str] = Option(
     "backend", str, "splitpoint", "What the server speaks.", choices=("splitpoint",)
@@ -114,13 +115,28 @@ RANGE_RATIO: Option[float] = Option(
     most=1,
 )
 TRACE_RATE: Option[float] = Option(
-    "trace-rate", float, 1.0, "Factor of the trace's requests per second.", least=_LEAST_FACTOR
+    "trace-rate",
+    float,
+    1.0,
+    "Factor of the trace's requests per second.",
+    least=_LEAST_FACTOR,
+    most=_MOST_FACTOR,
 )
 TRACE_INPUT: Option[float] = Option(
-    "trace-input", float, 1.0, "Factor of its prompts' lengths.", least=_LEAST_FACTOR
+    "trace-input",
+    float,
+    1.0,
+    "Factor of its prompts' lengths.",
+    least=_LEAST_FACTOR,
+    most=_MOST_FACTOR,
 )
 TRACE_OUTPUT: Option[float] = Option(
-    "trace-output", float, 1.0, "Factor of its answers' lengths.", least=_LEAST_FACTOR
+    "trace-output",
+    float,
+    1.0,
+    "Factor of its answers' lengths.",
+    least=_LEAST_FACTOR,
+    most=_MOST_FACTOR,
 )
 TRACE_TENANTS: Option[int] = Option(
     "trace-tenants", int, 1, "Number of tenants of a made trace.", least=1

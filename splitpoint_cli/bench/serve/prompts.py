@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from splitpoint.errors import InvalidArgument
@@ -29,15 +30,14 @@ class RandomPrompts:
 
     def samples(self, count: int, model: ServedModel, rng: random.Random) -> list[Sample]:
         """Draw `count` samples. Raises InvalidArgument if one exceeds the model's context."""
+        lengths = [
+            (self._length(self.input_length, rng), self._length(self.output_length, rng))
+            for _ in range(count)
+        ]
+        check_lengths([(self.prefix_length + own, output) for own, output in lengths], model)
         ids = _plain_ids(model)
         prefix = rng.choices(ids, k=self.prefix_length)
-        found = []
-        for _ in range(count):
-            own = self._length(self.input_length, rng)
-            output = self._length(self.output_length, rng)
-            found.append(Sample([*prefix, *rng.choices(ids, k=own)], output))
-        check_lengths(found, model)
-        return found
+        return [Sample([*prefix, *rng.choices(ids, k=own)], output) for own, output in lengths]
 
     def _length(self, length: int, rng: random.Random) -> int:
         spread = round(length * self.range_ratio)
@@ -49,8 +49,9 @@ def trace_samples(trace: Trace, model: ServedModel, seed: int) -> list[Sample]:
 
     Raises InvalidArgument if one exceeds the model's context.
     """
+    check_lengths([(each.input_length, each.output_length) for each in trace.arrivals], model)
     ids = _plain_ids(model)
-    found = [
+    return [
         Sample(
             prompt_of(
                 each,
@@ -66,8 +67,6 @@ def trace_samples(trace: Trace, model: ServedModel, seed: int) -> list[Sample]:
         )
         for index, each in enumerate(trace.arrivals)
     ]
-    check_lengths(found, model)
-    return found
 
 
 def _plain_ids(model: ServedModel) -> range:
@@ -75,14 +74,16 @@ def _plain_ids(model: ServedModel) -> range:
     return range(min(_FIRST_TOKEN, model.vocabulary_size - 1), model.vocabulary_size)
 
 
-def check_lengths(samples: list[Sample], model: ServedModel) -> None:
-    """Raise InvalidArgument for a sample that the model's context cannot hold."""
-    for number, sample in enumerate(samples, 1):
-        length = len(sample.prompt) + sample.output_length
-        if length > model.context_length:
+def check_lengths(lengths: Iterable[tuple[int, int]], model: ServedModel) -> None:
+    """Raise InvalidArgument for (prompt, answer) tokens that the model's context cannot hold.
+
+    Called before prompts are made: those that no model can hold may not fit in memory, either.
+    """
+    for number, (prompt, output) in enumerate(lengths, 1):
+        if prompt + output > model.context_length:
             raise InvalidArgument(
-                f"request {number} has {len(sample.prompt):,} prompt tokens and asks for "
-                f"{sample.output_length:,} more: {model.name} has a context of "
+                f"request {number} has {prompt:,} prompt tokens and asks for "
+                f"{output:,} more: {model.name} has a context of "
                 f"{model.context_length:,}",
                 field="dataset",
             )

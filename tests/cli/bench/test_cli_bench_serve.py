@@ -425,6 +425,7 @@ def test_a_load_that_only_fails_ends_with_1(script: Script) -> None:
         (("--metadata", "x"), "is not KEY=VALUE"),
         (("--tenant-token-file", "x"), "is not TENANT=PATH"),
         (("--random-input-len", "90"), "a context of 64"),
+        (("--random-prefix-len", "1000000000000"), "a context of 64"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_in_words(

@@ -47,4 +47,10 @@ def cell(
 
 def requests(arrivals: Iterable[Arrival], **weights: float) -> list[SimulatedRequest]:
     """Return requests whose blocks are chunks."""
-    return requests_of(list(arrivals), block_tokens=CHUNK, chunk_tokens=CHUNK, weights=weights)
+    return requests_of(
+        list(arrivals),
+        block_tokens=CHUNK,
+        chunk_tokens=CHUNK,
+        context_length=SHAPE.context_length,
+        weights=weights,
+    )

@@ -99,6 +99,16 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_prompts_beyond_any_context_are_refused_and_cost_nothing() -> None:
+    """Chunks of 10^11 tokens would be named for ever."""
+    (run,) = json.loads(ran("--json", "--trace-input", "1e6"))["runs"]
+    assert run["failed"] == 30
+    assert run["completed"] == 0
+    done = CliRunner().invoke(app, [*SMALL, "--trace-input", "1e9"])
+    assert done.exit_code == 2
+    assert "1e+06" in done.output or "1000000" in done.output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
