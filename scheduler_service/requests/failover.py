@@ -12,6 +12,9 @@ failure therefore names its cause. A suspect is cleared when it gets past the pl
 engine failed. If it is suspected again later, it must get further past that place each time, so a
 request that ends engines at random is found after a few of them, too.
 A suspect whose reader is behind goes back to the queue, so that others can start on its worker.
+
+Another scheduler's requests on the same worker are not known here. A suspect that was lost beside
+some is suspected again instead of blamed; the bound of its moves ends it.
 """
 
 from __future__ import annotations
@@ -61,11 +64,14 @@ def finished(request: Request) -> Finished | None:
     return None
 
 
-def find_culprit(running: Sequence[Request]) -> Request | None:
+def find_culprit(running: Sequence[Request], *, were_alone: bool) -> Request | None:
     """Return the request that ended an engine, of those it ran; None if that is not known yet.
 
-    At most one suspect runs on a worker, so the suspect among them is the cause of both failures.
+    At most one suspect runs on a worker, so the suspect among them is the cause of both failures,
+    if they `were_alone`: no other scheduler had requests there.
     """
+    if not were_alone:
+        return None
     return next((request for request in running if request.is_suspect), None)
 
 

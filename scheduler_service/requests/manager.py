@@ -264,6 +264,8 @@ class RequestManager:
         self._on_readiness()
 
     def on_worker_lost(self, worker: WorkerConnection) -> None:
+        ledger = self.admission.ledger(worker.worker_id)
+        were_alone = ledger is None or not ledger.others.request_count
         self.admission.remove_worker(worker.worker_id)
         self.sharing.forget(worker.worker_id)
         lost = self.attempts.on(worker.worker_id)
@@ -272,7 +274,7 @@ class RequestManager:
         # A worker that ended its stream by itself has not failed, and one that hangs or is cut off
         # is still there: no request ended it.
         has_died = worker.was_lost and not worker.is_silent
-        culprit = self._blame(lost) if has_died else None
+        culprit = self._blame(lost, were_alone=were_alone) if has_died else None
         for attempt in lost:
             attempt.span.end(error="WORKER_LOST")
             self.attempts.release(attempt)
@@ -282,10 +284,10 @@ class RequestManager:
         self._start_waiting()
         self._on_readiness()
 
-    def _blame(self, lost: Sequence[Attempt]) -> Request | None:
+    def _blame(self, lost: Sequence[Attempt], *, were_alone: bool) -> Request | None:
         """Return the request that ended an engine; if that is not known, suspect all it ran."""
         running = [attempt.request for attempt in lost if attempt.plan is not None]
-        culprit = find_culprit(running)
+        culprit = find_culprit(running, were_alone=were_alone)
         if culprit is None:
             for request in running:
                 suspect(request)

@@ -192,7 +192,7 @@ class Engines:
     def fail(self, worker_id: str) -> None:
         lost = self.on(worker_id)
         self.admission.remove_worker(worker_id)
-        culprit = find_culprit([one.request for one in lost])
+        culprit = find_culprit([one.request for one in lost], were_alone=True)
         for one in lost:
             request = one.request
             self.leave(one)

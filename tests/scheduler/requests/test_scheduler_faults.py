@@ -164,6 +164,35 @@ async def test_a_request_that_loses_two_workers_is_not_tried_again() -> None:
         assert error.reason == "REQUEST_QUARANTINED"
 
 
+def beside_another_scheduler(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
+    """Say that another scheduler runs a request on the worker."""
+    charges = worker_pb2.Charges(cache_bytes=1, request_count=1)
+    others = worker_pb2.OtherStreams(stream_count=1, busy_count=1, charges=charges)
+    response.others.CopyFrom(others)
+    return [response]
+
+
+async def test_nothing_is_blamed_for_what_another_scheduler_may_have_done() -> None:
+    worker = WorkerDouble()
+    worker.mangle = beside_another_scheduler
+    worker.pace = steps = Steps()
+    async with stack(worker) as running:
+        task = asyncio.create_task(running.error(ids_request(PROMPT, 900)))
+        for attempt in range(4):
+            await running.until(partial(admitted, worker, attempt + 1))
+            request = running.manager.requests.running()[0]
+            assert request.is_suspect == bool(attempt)
+            ledger = running.manager.admission.ledger("0")
+            steps.allow(1)
+            await running.until(lambda: ledger.others.request_count)  # noqa: B023
+            address = worker.address
+            await worker.kill()
+            await worker.start(address)
+        error = await task
+        assert isinstance(error, Unavailable)
+        assert error.reason == "TOO_MANY_MOVES"
+
+
 async def test_a_request_is_moved_three_times_and_then_given_up() -> None:
     worker = WorkerDouble(capacity_pages=2000)
     worker.pace = steps = Steps()
