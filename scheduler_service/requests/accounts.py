@@ -150,9 +150,15 @@ class Accounts:
             self.waited_seconds[limit] += waited_seconds
             self._on_sample(metrics.QUEUE_SECONDS, waited_seconds, limit)
 
-    def tokens_came(self, times: Times, count: int, now: float) -> None:
-        """Count new tokens, before `times` is updated with them."""
+    def tokens_came(self, times: Times, count: int, now: float, resumed_count: int = 0) -> None:
+        """Count new tokens, before `times` is updated with them.
+
+        Args:
+            resumed_count: tokens that the client brought along. With any, these are not the first.
+        """
         self.generated_tokens += count
+        if times.first_token is None and resumed_count:
+            return
         if times.first_token is None:
             self.ttft_count += 1
             self.ttft_seconds += now - times.arrived
@@ -162,18 +168,26 @@ class Accounts:
             self.itl_seconds += now - times.last_token
             self._on_sample(metrics.ITL_SECONDS, now - times.last_token)
 
-    def completed(self, message: scheduler_pb2.GenerateComplete) -> None:
+    def completed(self, message: scheduler_pb2.GenerateComplete, resumed_count: int = 0) -> None:
+        """Count a whole answer.
+
+        Args:
+            resumed_count: its tokens that the client brought along. With any, the times here are
+                not those that the client saw; only the time per token made here is told.
+        """
         stopped = message.finish_reason == types_pb2.FINISH_REASON_STOP
         self.finished_counts[Outcome.STOP if stopped else Outcome.LENGTH] += 1
         usage = message.usage
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
         decode_seconds = message.total_seconds - message.ttft_seconds
-        self._on_sample(metrics.REQUEST_SECONDS, message.total_seconds)
-        self._on_sample(metrics.PREFILL_SECONDS, message.ttft_seconds - message.queue_seconds)
-        self._on_sample(metrics.DECODE_SECONDS, decode_seconds)
-        if usage.completion_tokens > 1:
-            self._on_sample(metrics.TPOT_SECONDS, decode_seconds / (usage.completion_tokens - 1))
+        if not resumed_count:
+            self._on_sample(metrics.REQUEST_SECONDS, message.total_seconds)
+            self._on_sample(metrics.PREFILL_SECONDS, message.ttft_seconds - message.queue_seconds)
+            self._on_sample(metrics.DECODE_SECONDS, decode_seconds)
+        after_first = usage.completion_tokens - resumed_count - 1
+        if after_first > 0:
+            self._on_sample(metrics.TPOT_SECONDS, decode_seconds / after_first)
         self._on_sample(metrics.REQUEST_PROMPT_TOKENS, usage.prompt_tokens)
         self._on_sample(metrics.REQUEST_GENERATED_TOKENS, usage.completion_tokens)
 

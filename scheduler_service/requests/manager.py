@@ -341,7 +341,7 @@ class RequestManager:
         if not count:
             self.accounts.duplicate_count += 1
             return
-        self.accounts.tokens_came(request.times, count, now)
+        self.accounts.tokens_came(request.times, count, now, request.output.resumed_count)
         if request.times.first_token is None:
             attempt.span.record("first token", attempt.sent_at, now)
         request.times.tokens_came(now)
@@ -444,7 +444,7 @@ class RequestManager:
         self, request: Request, message: scheduler_pb2.GenerateComplete, now: float
     ) -> None:
         request.complete(message, now)
-        self.accounts.completed(message)
+        self.accounts.completed(message, request.output.resumed_count)
         self._ended(request, log_facts.of_completed(request, message))
 
     def _fail(self, request: Request, error: SplitpointError) -> None:

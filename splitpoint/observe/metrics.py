@@ -448,7 +448,7 @@ GPU_POWER_LIMIT_WATTS = _gpu.gauge(
 )
 GPU_POWER_DEFAULT_LIMIT_WATTS = _gpu.gauge(
     "gpu_power_default_limit_watts",
-    "Power limit that the card has unless somebody changes it. Absent for a slice of a card (MIG).",
+    "Power limit that the card has unless it is changed. Absent for a slice of a card (MIG).",
 )
 GPU_ENERGY_JOULES = _gpu.counter("gpu_energy_joules_total", "Energy since the worker started.")
 GPU_UTILIZATION = _gpu.gauge(
@@ -604,7 +604,8 @@ WORKER_RESTORING_BYTES = _scheduler.gauge(
 RESUMES = _scheduler.counter(
     "resumes_total",
     "Clients that came back with tokens they had: attached (the request is known here), forced (a "
-    "worker repeats those tokens, as after the loss of a scheduler).",
+    "worker repeats those tokens, as after the loss of a scheduler). Of forced ones the latencies "
+    "have only the time per token made here.",
     "how",
 )
 DROPPED_RESULTS = _scheduler.counter(

@@ -149,6 +149,31 @@ def test_the_phases_of_a_request_add_up_and_one_token_has_no_tpot() -> None:
     assert seen[metrics.TPOT_SECONDS] == 1.0
 
 
+def test_what_a_client_brought_along_makes_no_latency_better() -> None:
+    seen: list[tuple[metrics.Metric, float]] = []
+    accounts = Accounts(0.0, lambda sample, value, *labels: seen.append((sample, value)))
+    times = Times(arrived=1.0)
+    for now in (1.5, 2.0):
+        accounts.tokens_came(times, 1, now, 990)
+        times.tokens_came(now)
+    assert (seen, accounts.ttft_count, accounts.generated_tokens) == (
+        [(metrics.ITL_SECONDS, 0.5)],
+        0,
+        2,
+    )
+    seen.clear()
+    message = scheduler_pb2.GenerateComplete(
+        ttft_seconds=0.5,
+        total_seconds=5.0,
+        usage=scheduler_pb2.Usage(prompt_tokens=70, completion_tokens=1000),
+    )
+    accounts.completed(message, 990)
+    lengths = [(metrics.REQUEST_PROMPT_TOKENS, 70), (metrics.REQUEST_GENERATED_TOKENS, 1000)]
+    assert seen == [(metrics.TPOT_SECONDS, 0.5), *lengths]
+    accounts.completed(message, 1000)  # only the last message had been lost
+    assert seen[3:] == lengths
+
+
 def test_requests_of_two_hours_have_a_bucket() -> None:
     assert metrics.REQUEST_SECONDS.buckets[-1] == 7680
     assert metrics.DECODE_SECONDS.buckets[-1] == 7680
