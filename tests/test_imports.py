@@ -98,8 +98,8 @@ def test_only_the_worker_and_the_benchmarks_import_torch() -> None:
     assert wrong == []
 
 
-# They take long to load, and only who names a Redis, a certificate or a collector of traces, has
-# a GPU or asks for a version needs them: so they are imported where they are used.
+# They take long to load, and are needed only with a Redis, a certificate, a collector of traces or
+# a GPU, or to tell a version: so they are imported where they are used.
 SLOW = {"redis", "cryptography", "importlib.metadata", "pynvml", "opentelemetry"}
 
 

@@ -52,7 +52,7 @@ class StallBound:
         self._timer.cancel()
         if not self._is_over or self._task is None:
             return
-        # As asyncio.timeout does: whoever else cancelled the task is not overruled.
+        # As asyncio.timeout does: a cancellation from elsewhere is not overruled.
         if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise Cancelled(
                 f"nothing was read for {self._seconds:g} s", reason="SLOW_READER"

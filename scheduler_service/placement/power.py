@@ -52,7 +52,7 @@ def advise_power(
 
     Args:
         kappa_crit: of the worker, above which the link is the limit.
-        default_limit_watts: of the card, unless somebody lowers it; 0: no card, or not told.
+        default_limit_watts: of the card, unless it is lowered; 0: no card, or not told.
     """
     ratio = recent.ratio
     if not default_limit_watts or recent.request_count < _ENOUGH:

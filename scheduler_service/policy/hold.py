@@ -8,7 +8,7 @@ from enum import StrEnum
 class Hold(StrEnum):
     """What it waits for."""
 
-    # Others come first: earlier ones, or ones that fill the device better.
+    # Others start first: earlier ones, or ones that fill the device better.
     TURN = "turn"
     # Its tenant is ahead of its share.
     SHARE = "share"

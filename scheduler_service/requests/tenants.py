@@ -1,6 +1,6 @@
 """What each tenant has, and what it waits for: for the status and the metrics.
 
-Metrics call tenants by pseudonyms, since whoever scrapes them must not learn their names, and only
+Metrics call tenants by pseudonyms, since a monitoring system must not learn their names, and only
 so many of them, since each label is a series for ever. The status, for admins, has both names.
 """
 

@@ -123,7 +123,7 @@ class Gpu:
         return float(self._ask(self._nvml.nvmlDeviceGetEnforcedPowerLimit, self._card) / 1e3)
 
     def power_default_limit_watts(self) -> float:
-        """Return the limit that the card has unless somebody changes it.
+        """Return the limit that the card has unless it is changed.
 
         Raises FieldUnsupported for a slice: others share the card's limit with it.
         """

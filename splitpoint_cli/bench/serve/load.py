@@ -1,8 +1,8 @@
 """The load: sends each request when it is due, whatever became of the ones before.
 
 Times count from the moment at which a request was due, not from the moment at which this process
-got round to sending it. A server that stalls therefore cannot hide the wait of the requests that
-arrive meanwhile (coordinated omission), and neither can a busy client.
+sent it. A server that stalls therefore cannot hide the wait of the requests that arrive meanwhile
+(coordinated omission), and neither can a busy client.
 """
 
 from __future__ import annotations
