@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
+from scheduler_service.policy.waiting import LEAST_PRIORITY, MOST_PRIORITY
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.traces.arrival import BLOCK_TOKENS, Arrival
 
@@ -44,8 +46,11 @@ def checked(
         )
     if not isinstance(tenant, str):
         raise BadValue(f"tenant is a text, not {tenant!r:.60}")
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        raise BadValue(f"priority is a whole number, not {priority!r:.60}")
+    if not _is_whole(priority) or not LEAST_PRIORITY <= priority <= MOST_PRIORITY:
+        raise BadValue(
+            f"priority is a whole number from {LEAST_PRIORITY} to {MOST_PRIORITY}, "
+            f"not {priority!r:.60}"
+        )
     outputs = _tokens("output_length", output_length)
     return Arrival(seconds, inputs, outputs, tuple(hash_ids), tenant, priority)
 
@@ -56,5 +61,5 @@ def _tokens(name: str, value: object) -> int:
     return value
 
 
-def _is_whole(value: object) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -43,7 +43,7 @@ def format_lines(trace: Trace) -> Iterator[str]:
 def _arrival(line: str) -> Arrival:
     try:
         fields: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadValue(f"not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise BadValue("not a JSON object")
@@ -53,9 +53,13 @@ def _arrival(line: str) -> Arrival:
     except KeyError as error:
         raise BadValue(f"{error} is missing") from error
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float):
-        raise BadValue(f"timestamp is a number of milliseconds, not {timestamp!r}")
+        raise BadValue(f"timestamp is a number of milliseconds, not {timestamp!r:.60}")
+    try:
+        seconds = timestamp / 1e3
+    except OverflowError as error:
+        raise BadValue(f"a timestamp of {len(str(timestamp)):,} digits") from error
     return checked(
-        timestamp / 1e3,
+        seconds,
         input_length,
         output_length,
         fields.get("hash_ids", []),
