@@ -112,7 +112,10 @@ class Cell:
         self.store = SimulatedStore(store_bytes // first.facts.slot_bytes)
 
     def run(self, requests: Iterable[SimulatedRequest]) -> None:
-        """Run these requests, in order of arrival, until the last one has ended."""
+        """Run these requests, in order of arrival, until the last one has ended.
+
+        Raises RuntimeError if one never ends, which is an error of the policy or of this class.
+        """
         events = self._events
         for request in requests:
             arrives = request.arrived + self._request_seconds
@@ -122,6 +125,9 @@ class Cell:
             self._arrive(request)
         while events:
             self._happen()
+        running = sum(len(station.running) for station in self.stations.values())
+        if running or len(self.queue):
+            raise RuntimeError(f"{running} running and {len(self.queue)} waiting never end")
 
     # -- what the policy asks (`policy.queue.Owner`) ------------------------------------------
 

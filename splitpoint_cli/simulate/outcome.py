@@ -66,10 +66,9 @@ class Outcome:
         self, cell: Cell, requests: Iterable[SimulatedRequest], last_arrival: float
     ) -> None:
         """Add what a cell did with these requests."""
+        self.rejected_count += len(cell.rejected)
         for request in requests:
-            if request.first_token < 0:
-                self.rejected_count += 1
-            else:
+            if request.started >= 0:
                 self._add(request, last_arrival)
         for station in cell.stations.values():
             station.count_pages(cell.now)

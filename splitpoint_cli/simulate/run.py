@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from scheduler_service.policy.settings import PolicySettings
+from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.costs import NO_OVERHEADS, Overheads
@@ -49,10 +50,18 @@ class Load:
         return load_trace(self.trace, seed=self.seed, count=self.count, tenants=self.tenants)
 
     def read(self) -> Trace:
-        """Return the requests. Raises InvalidArgument."""
+        """Return the requests, at least one. Raises InvalidArgument."""
         whole = self.read_whole()
         trace = scaled(whole, rate=self.rate, length=self.length, output=self.output)
-        return limited(trace, seconds=self.seconds)
+        found = limited(trace, seconds=self.seconds)
+        if not found.arrivals:
+            first = trace.arrivals[0].seconds
+            raise InvalidArgument(
+                f"the first request of {self.trace} arrives after {first:,.3g} s: none is left "
+                f"of the first {self.seconds:g} s",
+                field="seconds",
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,16 @@ def test_the_trace_is_written_and_read_again(tmp_path: Path) -> None:
     assert second["runs"] == first["runs"]
 
 
+@pytest.mark.parametrize("more", [(), ("--find", "gpus", "--goodput", "ttft:500")])
+def test_a_trace_of_which_no_request_is_left_is_refused(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    path = tmp_path / "late.csv"
+    path.write_text("seconds,input_length,output_length\n5,100,10\n")
+    message = error_of("--trace", str(path), "--seconds", "1", *more)
+    assert "arrives after 5 s: none is left of the first 1 s" in message
+
+
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "run.png"

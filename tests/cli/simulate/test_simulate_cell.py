@@ -221,6 +221,14 @@ def test_what_can_never_fit_is_refused_and_streamed_if_it_may_be() -> None:
     assert made.stations["small-0"].device.totals.link_seconds > 0
 
 
+def test_a_request_that_waits_for_ever_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = cell([worker()])
+    monkeypatch.setattr(made.queue, "next", lambda now: None)
+    with pytest.raises(RuntimeError, match="0 running and 1 waiting never end"):
+        made.run(requests([Arrival(0.0, CHUNK, 5)]))
+    assert not made.rejected
+
+
 def test_tenants_with_weights_share_a_device_that_is_too_small() -> None:
     arrivals = [Arrival(0.001 * n, 256, 50, (), "ab"[n % 2]) for n in range(400)]
     given = requests(arrivals, a=3.0)
