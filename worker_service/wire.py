@@ -171,6 +171,7 @@ def response_from(
         profile=None if output.profile is None else profile_to_proto(output.profile),
         telemetry=telemetry,
         scheduled_token_count=0 if output.step is None else output.step.scheduled_tokens,
+        prefilled_token_count=sum(event.token_count for event in output.prefills),
     )
     drafts = {event.key: event for event in output.drafts}
     selections = {event.key: event.usage for event in output.selections}

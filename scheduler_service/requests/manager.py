@@ -321,7 +321,7 @@ class RequestManager:
                     self._on_finish(attempt, finish)
         if response.HasField("others"):
             self.sharing.heard(worker.worker_id, response.others)
-        has_room = self.admission.computed(worker.worker_id, _prefilled_count(response))
+        has_room = self.admission.computed(worker.worker_id, response.prefilled_token_count)
         if response.finishes or response.HasField("others") or has_room:
             self._start_waiting()
 
@@ -558,9 +558,3 @@ class RequestManager:
         await self._tasks.close()
         for request in self.requests.running():
             self._fail(request, Unavailable("the scheduler stopped", reason="STOPPED"))
-
-
-def _prefilled_count(response: worker_pb2.RunResponse) -> int:
-    """Return about how many prompt tokens a step computed: all but those that it generated."""
-    generated = sum(len(result.token_ids) for result in response.tokens)
-    return max(0, response.scheduled_token_count - generated)

@@ -366,6 +366,7 @@ async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(
         assert last.scheduled_token_count == len(PROMPT) + 7 + 400
         # 44 of its 45 tokens came from the store, so that every step computed one token.
         assert sum(response.scheduled_token_count for response in heard) == 400
+        assert not any(response.prefilled_token_count for response in heard)
         # The 45th is no prefill.
         assert last.prefilled_token_count == len(PROMPT)
         assert last.loaded_token_count == len(PROMPT) - 1

@@ -247,6 +247,28 @@ async def test_streams_run_equal_ids_beside_each_other_and_end_alone(folder: Pat
         third.cancel()
 
 
+async def test_each_stream_hears_what_was_prefilled_of_its_own_requests(folder: Path) -> None:
+    async with serving(folder) as (_, address), open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        prompts = [[7 + n] * (20 + 9 * n) for n in range(3)]
+        streams = [stub.Run() for _ in prompts]
+        long = types_pb2.SamplingParams(max_tokens=40, ignore_eos=True)
+        for stream, prompt in zip(streams, prompts, strict=True):
+            await stream.write(admit("same", prompt_token_ids=prompt, sampling=long))
+        prefilled, scheduled = [0] * len(prompts), 0
+        for number, stream in enumerate(streams):
+            while True:
+                response = await stream.read()
+                prefilled[number] += response.prefilled_token_count
+                scheduled += response.scheduled_token_count
+                if response.finishes:
+                    break
+            stream.cancel()
+        assert prefilled == [len(prompt) for prompt in prompts]
+        # The steps' own totals are of all streams.
+        assert scheduled > sum(prefilled) + 3 * 40
+
+
 async def test_pause_and_cancel_reach_only_the_streams_own_request(folder: Path) -> None:
     async with serving(folder) as (servicer, address), open_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)

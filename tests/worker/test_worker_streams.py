@@ -12,6 +12,7 @@ from splitpoint.speculation import DraftMethod
 from worker_service.engine.messages import (
     DraftEvent,
     FinishEvent,
+    PrefillEvent,
     RestoreEvent,
     StepEvent,
     StepOutput,
@@ -51,7 +52,7 @@ def test_each_stream_gets_exactly_its_own_events_in_their_order() -> None:
             number = rng.choice([*numbers, 99])
             key = ("r", rng.randrange(3), number)
             event: object
-            match rng.randrange(4):
+            match rng.randrange(5):
                 case 0:
                     event = TokenEvent(key, step, Choice(1))
                     output.tokens.append(event)
@@ -61,6 +62,10 @@ def test_each_stream_gets_exactly_its_own_events_in_their_order() -> None:
                 case 2:
                     event = FinishEvent(key, "stop")
                     output.finishes.append(event)
+                case 3:
+                    event = PrefillEvent(key, 7)
+                    output.prefills.append(event)
+                    output.step = StepEvent(StepTimes(0.1), 7, 0)
                 case _:
                     output.tokens.append(TokenEvent(key, step, Choice(1)))
                     event = DraftEvent(key, DraftMethod.SUFFIX, 2, 1)
@@ -75,7 +80,10 @@ def test_each_stream_gets_exactly_its_own_events_in_their_order() -> None:
         got = [
             event
             for output in outputs
-            for events in (output.tokens, output.restores, output.finishes, output.drafts)
+            for events in (
+                *(output.tokens, output.restores, output.finishes, output.drafts),
+                output.prefills,
+            )
             for event in events
         ]
         assert sorted(map(repr, got)) == sorted(map(repr, sent[listener.stream]))

@@ -23,6 +23,7 @@ from worker_service.account import Account
 from worker_service.engine.messages import (
     DraftEvent,
     FinishEvent,
+    PrefillEvent,
     SelectionEvent,
     StepEvent,
     StepOutput,
@@ -158,9 +159,12 @@ def test_a_steps_tokens_of_one_request_are_one_result_with_its_drafts() -> None:
 
 
 def test_a_piece_of_a_prefill_is_reported_although_it_gives_no_token() -> None:
-    output = StepOutput(step=StepEvent(StepTimes(0.3), prefilled_tokens=40, decoded_tokens=2))
+    step = StepEvent(StepTimes(0.3), prefilled_tokens=40, decoded_tokens=2)
+    # 10 of the 40 are of requests of other streams.
+    output = StepOutput(step=step, prefills=[PrefillEvent(ONE, 25), PrefillEvent(TWO, 5)])
     assert output.has_news
-    assert response_from(output, 1).scheduled_token_count == 42
+    response = response_from(output, 1)
+    assert (response.scheduled_token_count, response.prefilled_token_count) == (42, 30)
     assert (
         response_from(
             StepOutput(finishes=[FinishEvent(ONE, reason="stop")]), 2

@@ -10,6 +10,7 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Mapping
+from itertools import islice
 from types import MappingProxyType
 
 import torch
@@ -30,6 +31,7 @@ from worker_service.engine.messages import (
     Command,
     FinishEvent,
     Matched,
+    PrefillEvent,
     RestoreEvent,
     SetPaused,
     StepEvent,
@@ -455,9 +457,14 @@ class Engine:
         elif costs is not None:
             costs.computed(result.compute_spans)
         self.last_step = times
+        prefilled = zip(batch.sequences, batch.counts, strict=True)
+        self.queues.output.prefills = prefills = [
+            PrefillEvent(sequence.key, count)
+            for sequence, count in islice(prefilled, batch.decode_count, None)
+        ]
         self.queues.output.step = StepEvent(
             times,
-            prefilled_tokens=sum(batch.counts[batch.decode_count :]),
+            prefilled_tokens=sum(event.token_count for event in prefills),
             decoded_tokens=sum(
                 len(choices)
                 for choices in result.choices[: batch.decode_count]

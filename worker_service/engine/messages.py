@@ -174,6 +174,14 @@ class RestoreEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillEvent:
+    """Tokens of one sequence that a step prefilled."""
+
+    key: SequenceKey
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepEvent:
     """A step that ran the model. `streamed` is None if it read nothing from the store."""
 
@@ -206,6 +214,7 @@ class StepOutput:
     """Everything that leaves the engine.
 
     Attributes:
+        prefills: one event for each sequence that the step prefilled.
         drafts: one event for each sequence whose drafts the step verified.
         selections: one event for each sequence that the step read by selection.
         flushes: sequences whose write-back chains are to be flushed.
@@ -217,6 +226,7 @@ class StepOutput:
     """
 
     tokens: list[TokenEvent] = field(default_factory=list)
+    prefills: list[PrefillEvent] = field(default_factory=list)
     drafts: list[DraftEvent] = field(default_factory=list)
     selections: list[SelectionEvent] = field(default_factory=list)
     finishes: list[FinishEvent] = field(default_factory=list)

@@ -17,7 +17,7 @@ from scheduler_doubles import (
 
 from scheduler_service.policy.settings import PolicySettings
 from splitpoint.options.scheduler import Policy
-from splitpoint.v1 import scheduler_pb2
+from splitpoint.v1 import scheduler_pb2, worker_pb2
 
 Tasks = list[asyncio.Task[object]]
 
@@ -64,6 +64,38 @@ async def test_priorities_within_a_tenant(policy: Policy, order: list[str]) -> N
         steps.allow(1000)
         await asyncio.gather(*tasks)
         assert [admit.request_id for admit in worker.admits] == ["first", *order]
+
+
+async def test_only_what_was_prefilled_of_its_own_requests_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = WorkerDouble()
+    worker.pace = steps = Steps()
+    own = [0, 30, 0]
+
+    def piece(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
+        """Prefill a piece of the request beside 500 tokens of another scheduler's."""
+        response.ClearField("tokens")
+        response.prefilled_token_count = own.pop(0)
+        response.scheduled_token_count = response.prefilled_token_count + 500
+        return [response]
+
+    worker.mangle = piece
+    async with stack(worker, policy=PolicySettings(Policy.FAIR)) as running:
+        task = asyncio.create_task(running.generate(ids_request([7] * 100, 900)))
+        await running.until(lambda: worker.admits)
+        heard, rooms = [], running.manager.admission.policy.rooms
+        on_step = running.manager.on_step
+
+        def note(*told: object) -> None:
+            on_step(*told)
+            heard.append(rooms.bound_tokens("0"))
+
+        monkeypatch.setattr(running.manager, "on_step", note)
+        steps.allow(3)
+        await running.until(lambda: len(heard) == 3)
+        assert heard == [100, 70, 70]
+        task.cancel()
 
 
 async def test_utilisation_lets_small_requests_by_and_says_what_the_others_wait_for() -> None:
