@@ -72,10 +72,6 @@ class Device:
         # True if the run reads cached tokens over the link.
         self._pulls = False
 
-    @property
-    def active_count(self) -> int:
-        return len(self._decoding) + len(self._prefilling)
-
     def generated(self, request: SimulatedRequest) -> int:
         """Return the generated tokens of a request as of the beginning of the run."""
         if request.first_token < 0:

@@ -1,9 +1,9 @@
-"""Tables 2 to 4 of "KV cache offloading bottlenecks" from its equations. Pure.
+"""The equations of "KV cache offloading bottlenecks", and the rows of its tables. Pure.
 
     kappa_HW = BW / C (Table 2)     kappa_M = F_pf / B_kv, kappa_crit = kappa_M kappa_HW (Table 3)
     N_max = V / ((K + T) B_kv), T_sched = N_max T (Eq. 9 and 10; Table 4 is measured)
 
-Misprints of the paper, which this module does not follow: Eq. 2 prints a product where the sum of
+Misprints of the paper, which are not followed here: Eq. 2 prints a product where the sum of
 the ranks gives its 70 KB; Table 3 has 1.42 for Llama-3.1-405B's kappa_M, 810e9 / 516.1e3 is 1.57;
 Table 2 is of sparse FP8 peaks, and of 67.2 GB/s for PCIe 5 and half of that for PCIe 4; the
 example with 60 GB floors 1.79 requests to 1.8, where at most 1 fits.
@@ -89,15 +89,6 @@ def time_to_first_token(
     return link + compute - overlap * min(link, compute)
 
 
-def requests_at_once(model: PaperModel, memory_bytes: float, cached: float, new: float) -> int:
-    """Return Eq. 9: how many requests fit."""
-    return int(memory_bytes // ((cached + new) * model.kv_bytes))
-
-
-def scheduled_tokens(
-    model: PaperModel, memory_bytes: float, cached: float, new: float, *, whole: bool = True
-) -> float:
-    """Return Eq. 10: new tokens per iteration. `whole`: no part of a request is counted."""
-    if whole:
-        return requests_at_once(model, memory_bytes, cached, new) * new
-    return memory_bytes / ((cached + new) * model.kv_bytes) * new
+def requests_at_once(model: PaperModel, memory_bytes: float, cached: float, new: float) -> float:
+    """Return Eq. 9: how many requests fit; the paper counts parts of one, too."""
+    return memory_bytes / ((cached + new) * model.kv_bytes)
