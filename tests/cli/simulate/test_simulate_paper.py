@@ -125,8 +125,8 @@ def test_table_4_in_a_cell(cached: int, new: int, at_once: int, measured: tuple[
 
 def test_at_the_measured_link_restores_are_the_limit() -> None:
     """2.1 GB for 82 tokens, a part of which the planner computes again to save time."""
-    seconds, totals = asked_again(42, 11_136, 82, MEASURED_LINK)
-    loads = 42 * 11_136 * BY_NAME[QWEN.name].kv_bytes / MEASURED_LINK
+    seconds, totals = asked_again(126, 11_136, 82, MEASURED_LINK)
+    loads = 126 * 11_136 * BY_NAME[QWEN.name].kv_bytes / MEASURED_LINK
     assert 0.5 * loads < seconds < loads
     assert totals.link_seconds > 0.98 * seconds
     assert totals.step_seconds < 0.2 * seconds
