@@ -167,8 +167,8 @@ async def test_work_for_a_client_that_left_stops(two: Fleet) -> None:
         assert after.cancelled_count - before.cancelled_count == 8
         delivered = after.generated_token_count - before.generated_token_count
         assert delivered >= sum(range(1, 9))
-        # Each request: the step under way, and one whose tokens came when it was over.
-        assert await computed(two, client) - worked - delivered <= 2 * 8
+        # Of up to 1,000 for each request: the steps while the word of its end was on its way.
+        assert await computed(two, client) - worked - delivered <= 20 * 8
 
 
 async def test_a_slow_reader_holds_up_nobody(two: Fleet) -> None:
@@ -217,7 +217,7 @@ async def test_a_client_that_does_not_read_is_cancelled() -> None:
 
 @pytest.mark.parametrize(
     "events",
-    [6, pytest.param(80, marks=[pytest.mark.chaos, pytest.mark.timeout(600)])],
+    [4, pytest.param(80, marks=[pytest.mark.chaos, pytest.mark.timeout(600)])],
 )
 async def test_everything_at_once(events: int) -> None:
     """Nothing wrong is ever sent. A stream may end early, with a code that says so."""
@@ -231,8 +231,10 @@ async def test_everything_at_once(events: int) -> None:
                 client, questions(rng, 12), SEED, permitted=(Unavailable, Internal)
             )
             keeping = asyncio.create_task(load.keep(running.addresses, 6))
+            names: list[str] = []
             for _ in range(events):
-                name = rng.choice(list(DISTURBANCES))
+                names = names or rng.sample(list(DISTURBANCES), len(DISTURBANCES))
+                name = names.pop()
                 done[name] = done.get(name, 0) + 1
                 before = load.finished
                 print(f"{name} after {before} streams, {load.ended_early}", flush=True)
