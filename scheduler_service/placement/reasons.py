@@ -35,6 +35,7 @@ class Cause(StrEnum):
     SHARE = Hold.SHARE.value
     PREFILL = Hold.PREFILL.value
     RESTORES = Hold.RESTORES.value
+    RESIDENTS = Hold.RESIDENTS.value
     RESERVATION = Hold.RESERVATION.value
 
 
@@ -134,6 +135,11 @@ def _reason(place: Place, cause: Cause) -> str:
             return (
                 f"worker {name} restores {format_size(place.restoring_bytes)} of requests that "
                 "its link is the limit of"
+            )
+        case Cause.RESIDENTS:
+            return (
+                f"requests whose cache fits worker {name} come first there for a while: this one "
+                "would be streamed, which takes the link from them"
             )
         case Cause.RESERVATION:
             return f"worker {name} is reserved for a request that has waited long"

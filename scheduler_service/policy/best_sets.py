@@ -48,6 +48,8 @@ class _Found(Generic[R]):
     # None: the worker has nothing for these requests.
     budgets: dict[str, Budget | None]
     candidates: dict[str, list[tuple[Waiting[R], Need]]]
+    # Workers that a request waits for that would be resident there, as far as it was looked up.
+    residents: dict[str, bool]
     lacking: list[tuple[Waiting[R], dict[str, Need]]]
 
 
@@ -76,6 +78,9 @@ class BestSets(Generic[R]):
         self._fresh: dict[int, str] = {}
         self._eligible: list[str] = []
         self._looked = -_FULL_LOOK_SECONDS
+        self._now = 0.0
+        # Workers where streamed requests gave way to others.
+        self._given_way: dict[str, None] = {}
 
     # -- events -------------------------------------------------------------------
 
@@ -90,6 +95,8 @@ class BestSets(Generic[R]):
     def forget(self, arrival: int) -> None:
         """Note that a request left the queue."""
         self._fresh.pop(arrival, None)
+        self._touched.update(self._given_way)
+        self._given_way.clear()
         worker_id = self.reservations.end(arrival)
         if worker_id is not None:
             self._touched[worker_id] = None
@@ -103,6 +110,7 @@ class BestSets(Generic[R]):
 
     def next(self, now: float, lead: float) -> Start[R] | None:
         """Return a member of a best set that can start; None if none can."""
+        self._now = now
         start = self._next_chosen(lead)
         if start is not None:
             return start
@@ -124,11 +132,13 @@ class BestSets(Generic[R]):
             self._fresh.clear()
         return start
 
-    def hold(self, waiting: Waiting[R], worker_id: str, lead: float) -> Hold:
+    def hold(self, waiting: Waiting[R], worker_id: str, need: Need, lead: float) -> Hold:
         """Return what keeps a request from a worker that has room for it."""
         reserved = self.reservations.of(worker_id)
         if reserved is not None and reserved is not waiting:
             return Hold.RESERVATION
+        if need.can_start and self._gives_way(waiting, need, worker_id, {}):
+            return Hold.RESIDENTS
         return Hold.SHARE if self._shares.lead_of(waiting.tenant) > lead else Hold.TURN
 
     # -- inside -------------------------------------------------------------------
@@ -183,14 +193,24 @@ class BestSets(Generic[R]):
                     if needs:
                         yield fresh, needs
 
-    def _gives_way(self, waiting: Waiting[R], need: Need, worker_id: str, now: float) -> bool:
-        """Return True if a streamed request lets others go first for a while.
+    def _gives_way(
+        self, waiting: Waiting[R], need: Need, worker_id: str, residents: dict[str, bool]
+    ) -> bool:
+        """Return True if a streamed request lets resident ones go first for a while.
 
         It holds few pages, so that it would always fit, but it takes the link from all others.
+        `residents`: whether one waits for a worker, as far as it was looked up.
         """
-        if not need.is_streamed or self._rooms.is_idle(worker_id) or len(self._order) == 1:
+        if not need.is_streamed or self._rooms.is_idle(worker_id):
             return False
-        return self.reservations.gamma * (now - waiting.since) < 1
+        if self.reservations.gamma * (self._now - waiting.since) >= 1:
+            return False
+        if worker_id not in residents:
+            needs = (self._need(each, worker_id) for each in self._order)
+            residents[worker_id] = any(each and not each.is_streamed for each in needs)
+        if residents[worker_id]:
+            self._given_way[worker_id] = None
+        return residents[worker_id]
 
     def _needs(self, waiting: Waiting[R], workers: Iterable[str]) -> dict[str, Need]:
         """Return what a request needs of those of these workers on which it could run."""
@@ -250,9 +270,9 @@ class BestSets(Generic[R]):
         before: Sequence[str] = (),
     ) -> Start[R] | None:
         """Choose sets of these, on workers that no request of the tenants `before` could use."""
-        found = _Found[R]({}, {}, [])
+        found = _Found[R]({}, {}, {}, [])
         for waiting, needs in window:
-            self._collect(waiting, needs, found, before, now)
+            self._collect(waiting, needs, found, before)
         for worker_id, candidates in found.candidates.items():
             budget = found.budgets[worker_id]
             if budget is not None:
@@ -266,7 +286,6 @@ class BestSets(Generic[R]):
         needs: Mapping[str, Need],
         found: _Found[R],
         before: Sequence[str],
-        now: float,
     ) -> None:
         """Add a request to the candidates of the worker that suits it best."""
         possible: dict[str, Need] = {}
@@ -280,7 +299,9 @@ class BestSets(Generic[R]):
             if not need.can_start:
                 if self.reservations.of(worker_id) in (None, waiting):
                     lacking[worker_id] = need
-            elif need.pages <= budget.pages and not self._gives_way(waiting, need, worker_id, now):
+            elif need.pages <= budget.pages and not self._gives_way(
+                waiting, need, worker_id, found.residents
+            ):
                 possible[worker_id] = need
         if possible:
             worker_id = self._owner.prefer(waiting.item, possible)

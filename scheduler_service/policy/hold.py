@@ -16,5 +16,7 @@ class Hold(StrEnum):
     PREFILL = "prefill"
     # Enough bytes of link-bound requests are being restored there.
     RESTORES = "restores"
+    # It would be streamed there, and ones that would be resident wait, too.
+    RESIDENTS = "residents"
     # The worker's memory is kept free for a request that has waited long.
     RESERVATION = "reservation"

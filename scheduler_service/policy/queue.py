@@ -173,7 +173,7 @@ class PolicyQueue(Generic[R]):
         if room_hold is not None:
             return room_hold
         if self.settings.policy is Policy.UTILISATION:
-            return self._sets.hold(waiting, worker_id, self.lead)
+            return self._sets.hold(waiting, worker_id, need, self.lead)
         return Hold.TURN
 
     def is_reserved(self, arrival: int) -> bool:

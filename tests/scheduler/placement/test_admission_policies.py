@@ -135,6 +135,7 @@ class History:
             assert not one.request.is_paused
             self.running[one.request.arrival] = one
         self.idle_workers_have_nothing_to_do()
+        self.streamed_ones_wait_for_residents_only()
 
     def idle_workers_have_nothing_to_do(self) -> None:
         """On a worker of our own where nothing runs, whatever waits for it starts."""
@@ -147,6 +148,17 @@ class History:
                 need = self.admission.need(one, worker_id)
                 # It may lack slots that streamed requests of another worker hold.
                 assert need is None or not need.can_start, (one.arrival, worker_id)
+
+    def streamed_ones_wait_for_residents_only(self) -> None:
+        """Where all that waits can start and would be streamed, nothing waits."""
+        for worker_id in self.workers:
+            ledger = self.admission.ledger(worker_id)
+            assert ledger is not None
+            needs = [self.admission.need(one, worker_id) for one in self.waiting.values()]
+            here = [need for need in needs if need is not None]
+            if all(need.is_streamed and need.can_start for need in here):
+                held = [self.admission.policy.rooms.hold(worker_id, need) for need in here]
+                assert None not in held, worker_id
 
     def check(self) -> None:
         """The books are straight."""
@@ -229,3 +241,39 @@ def test_a_grant_that_fails_leaves_nothing_behind(
     admitted = admission.admit()
     assert admitted is not None
     assert admitted.request is second
+
+
+def streamed(admission: AdmissionQueue, *arrivals: int) -> None:
+    for arrival in arrivals:
+        one = queued_request(arrival, 4 * CHUNK_TOKENS, Residency.STREAMED)
+        one.times.queued = 0.0
+        admission.submit(one)
+
+
+def start_all(admission: AdmissionQueue) -> list[int]:
+    started = []
+    while (admitted := admission.admit()) is not None:
+        started.append(admitted.request.arrival)
+    return started
+
+
+def test_streamed_requests_give_way_to_resident_ones_and_to_no_others() -> None:
+    now = [0.0]
+    settings = PolicySettings(Policy.UTILISATION, aging_seconds=10.0)
+    admission = AdmissionQueue(100, policy=settings, clock=lambda: now[0])
+    admission.add_worker(replace(FACTS, cache_capacity_bytes=40 * PAGE_BYTES))
+    streamed(admission, 0)
+    assert start_all(admission) == [0]
+    streamed(admission, 1, 2, 3)
+    assert start_all(admission) == [1, 2, 3]
+    # One that would be resident waits for memory: 28 of its 30 pages are free.
+    large = queued_request(4, 30 * CHUNK_TOKENS)
+    large.times.queued = 0.0
+    admission.submit(large)
+    streamed(admission, 5)
+    assert start_all(admission) == []
+    explained = admission.explain(admission.queue()[1])
+    assert explained.cause is Cause.RESIDENTS
+    assert "would be streamed" in explained.reason
+    admission.withdraw(large)
+    assert start_all(admission) == [5]
