@@ -29,6 +29,46 @@ class Way(Need):
     charge: Charge
     device_tokens: int = 0
 
+    @classmethod
+    def of(
+        cls,
+        ledger: Ledger,
+        fits: Fits,
+        charge: Charge,
+        *,
+        known: int,
+        stored: int,
+        device: int,
+        shared: int,
+        answer: int,
+    ) -> Way:
+        """Return what a request of these numbers would take now.
+
+        `can_start` is left to the caller.
+
+        Args:
+            known: its tokens, at least 1, those that are generated already included.
+            stored: leading tokens that the worker's store holds.
+            device: leading tokens that its device holds.
+            shared: leading chunks of the charge that running requests have.
+            answer: tokens that are expected still, at least 1.
+        """
+        cached = cached_tokens(known, stored, device)
+        restored = max(0, cached - device)
+        return cls(
+            pages=len(charge.marks) - shared + charge.own_pages,
+            cached_tokens=cached,
+            new_tokens=known - cached,
+            shared_tokens=shared * ledger.facts.chunk_tokens,
+            answer_tokens=answer,
+            is_streamed=fits.residency is Residency.STREAMED,
+            link_bytes=restored * ledger.stored_bytes_per_token,
+            is_link_bound=restored > ledger.kappa_crit * (known - cached) > 0,
+            fits=fits,
+            charge=charge,
+            device_tokens=device,
+        )
+
 
 class Charging:
     """Makes charges and grants.
@@ -57,26 +97,16 @@ class Charging:
 
     def way(self, request: Request, ledger: Ledger, fits: Fits) -> Way:
         """Return what a request would take now. `can_start` is left to the caller."""
-        worker, charge = ledger.facts, self.charge(request, ledger, fits)
-        known = request.known_count
-        device = device_tokens(request, ledger, fits)
-        # The last token is always computed: its logits are needed.
-        cached = max(min(request.cached.own.get(worker.worker_id, 0), known - 1), 0)
-        cached = max(cached, min(device, known - 1))
-        restored = max(0, cached - device)
-        pages = ledger.pages_of(charge)
-        return Way(
-            pages=pages,
-            cached_tokens=cached,
-            new_tokens=known - cached,
-            shared_tokens=(len(charge.marks) + charge.own_pages - pages) * worker.chunk_tokens,
-            answer_tokens=self.steps_left(request),
-            is_streamed=fits.residency is Residency.STREAMED,
-            link_bytes=restored * ledger.stored_bytes_per_token,
-            is_link_bound=restored > ledger.kappa_crit * (known - cached) > 0,
-            fits=fits,
-            charge=charge,
-            device_tokens=device,
+        charge = self.charge(request, ledger, fits)
+        return Way.of(
+            ledger,
+            fits,
+            charge,
+            known=request.known_count,
+            stored=request.cached.own.get(ledger.facts.worker_id, 0),
+            device=device_tokens(request, ledger, fits),
+            shared=ledger.shared_count(charge.marks),
+            answer=self.steps_left(request),
         )
 
     def grant(
@@ -113,6 +143,14 @@ class Charging:
             return most
         expected = self._lengths.expected(request.tenant, most)
         return min(most, max(expected, request.sampling.min_tokens))
+
+
+def cached_tokens(known: int, stored: int, device: int) -> int:
+    """Return how many of a request's tokens need no compute; see `Way.of`.
+
+    The last one is always computed: its logits are needed.
+    """
+    return max(0, min(max(stored, device), known - 1))
 
 
 def device_tokens(request: Request, ledger: Ledger, fits: Fits) -> int:

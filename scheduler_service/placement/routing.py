@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
 from scheduler_service.api.selection import followed_by
-from scheduler_service.placement.charging import device_tokens
+from scheduler_service.placement.charging import cached_tokens, device_tokens
 from scheduler_service.placement.fetch_plan import copy_seconds, remote_rate
 from scheduler_service.placement.footprint import Fits
 from scheduler_service.placement.ledger import Ledger
@@ -101,16 +101,27 @@ def candidate_of(
     )
 
 
+def first_token_seconds(
+    ledger: Ledger, known: int, stored: int, device: int, backlog: Backlog
+) -> float:
+    """Return the predicted seconds to the first token of a request of these numbers.
+
+    Arguments as of `Way.of`; what stores of other hosts hold is not counted.
+    """
+    cached = cached_tokens(known, stored, device)
+    return ledger.first_token.seconds(
+        cached, known - cached, device=min(device, cached), backlog=backlog
+    )
+
+
 def _seconds_there(request: Request, ledger: Ledger, device: int, backlog: Backlog) -> float:
     """Return the predicted seconds to the first token. `device`: tokens that need no restore."""
-    worker, costs = ledger.facts, ledger.first_token
-    # The last token is always computed: its logits are needed.
-    total, most = request.known_count, request.known_count - 1
-    device = min(device, most)
-    cached = max(min(request.cached.own.get(worker.worker_id, 0), most), device)
-    best = costs.seconds(cached, total - cached, device=device, backlog=backlog)
+    worker, total = ledger.facts, request.known_count
+    stored = request.cached.own.get(worker.worker_id, 0)
+    best = first_token_seconds(ledger, total, stored, device, backlog)
+    cached = cached_tokens(total, stored, device)
     for source in request.cached.sources.get(worker.worker_id, ()):
-        longer = min(source.cached_tokens, most)
+        longer = min(source.cached_tokens, total - 1)
         if longer <= cached:
             continue
         chunks = longer // worker.chunk_tokens - cached // worker.chunk_tokens
@@ -118,10 +129,10 @@ def _seconds_there(request: Request, ledger: Ledger, device: int, backlog: Backl
         fetch_seconds = copy_seconds(size, remote_rate(worker.profile, source.address))
         if fetch_seconds >= best:
             continue
-        with_fetch = costs.seconds(
+        with_fetch = ledger.first_token.seconds(
             longer,
             total - longer,
-            device=device,
+            device=min(device, longer),
             backlog=backlog,
             fetch_seconds=fetch_seconds,
         )

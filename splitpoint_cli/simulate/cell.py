@@ -16,7 +16,7 @@ from scheduler_service.placement.charging import Way
 from scheduler_service.placement.footprint import Fits, NeverFits, footprint_of
 from scheduler_service.placement.ledger import Charge, Ledger
 from scheduler_service.placement.residency import RunningRequest, Wanted, reason_to_stream
-from scheduler_service.placement.routing import Candidate, choose_worker
+from scheduler_service.placement.routing import Candidate, choose_worker, first_token_seconds
 from scheduler_service.policy.owner import Start
 from scheduler_service.policy.queue import PolicyQueue
 from scheduler_service.policy.rooms import WorkerLimits
@@ -175,38 +175,31 @@ class Cell:
         return found
 
     def _way(self, item: SimulatedRequest, station: _Station, fits: Fits) -> Way:
-        """Return what a request would take now; see `placement.charging.Charging.way`."""
-        ledger, chunk = station.ledger, self.chunk_tokens
-        charge = self._charge(item, fits)
+        """Return what a request would take now."""
+        ledger, charge = station.ledger, self._charge(item, fits)
         shared = ledger.shared_count(charge.marks) if charge.marks else 0
-        pages = len(charge.marks) - shared + charge.own_pages
-        device = station.with_kept(charge.marks, shared) * chunk if charge.marks else 0
-        cached = max(item.cached_tokens, device)
-        new, restored = item.input_tokens - cached, cached - device
-        return Way(
-            pages=pages,
-            cached_tokens=cached,
-            new_tokens=new,
-            shared_tokens=shared * chunk,
-            answer_tokens=item.output_tokens,
-            is_streamed=fits.residency is Residency.STREAMED,
-            link_bytes=restored * ledger.stored_bytes_per_token,
-            is_link_bound=restored > ledger.kappa_crit * new,
-            can_start=ledger.has_room_for(pages),
-            fits=fits,
-            charge=charge,
-            device_tokens=device,
+        device = station.with_kept(charge.marks, shared) if charge.marks else 0
+        way = Way.of(
+            ledger,
+            fits,
+            charge,
+            known=item.input_tokens,
+            stored=item.cached_tokens,
+            device=device * self.chunk_tokens,
+            shared=shared,
+            answer=item.output_tokens,
         )
+        way.can_start = ledger.has_room_for(way.pages)
+        return way
 
     def _candidate(self, item: SimulatedRequest, worker_id: str, way: Way) -> Candidate:
-        """Return a worker as a candidate; see `placement.routing.candidate_of`."""
+        """Return a worker as a candidate, as `placement.routing.candidate_of` does."""
         ledger, rooms = self.stations[worker_id].ledger, self.queue.rooms
         backlog = Backlog(rooms.bound_tokens(worker_id), rooms.link_bytes(worker_id))
-        costs, here, cached = ledger.first_token, way.device_tokens, item.cached_tokens
-        off_device = costs.seconds(cached, item.input_tokens - cached, backlog=backlog)
-        seconds = off_device
+        known, stored, here = item.input_tokens, item.cached_tokens, way.device_tokens
+        off_device = seconds = first_token_seconds(ledger, known, stored, 0, backlog)
         if here:
-            seconds = costs.seconds(way.cached_tokens, way.new_tokens, device=here, backlog=backlog)
+            seconds = first_token_seconds(ledger, known, stored, here, backlog)
         return Candidate(worker_id, seconds, off_device, ledger.free_share, ledger.running_count)
 
     def _running(self, station: _Station, request: SimulatedRequest) -> RunningRequest:
