@@ -45,9 +45,8 @@ def test_a_cell_and_the_scheduler_see_the_same_request(seed: int) -> None:
 
     fits = footprint_of(tokens + answer, None, ledger.facts)
     found = made.need(simulated, name)
-    assert isinstance(fits, Fits) == (found is not None)
-    if found is None:
-        return
+    assert isinstance(fits, Fits)
+    assert found is not None
     expected = Charging(None).way(asked, ledger, fits)
     assert list(found.charge.marks) == list(expected.charge.marks)
     assert replace(found, can_start=True, charge=Charge()) == replace(expected, charge=Charge())
