@@ -17,9 +17,11 @@ from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import FailedPrecondition
 from splitpoint.keys import numerics_salt
+from splitpoint.shapes import ArenaLayout
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.startup import LoadedWorker
+from worker_service.store.client import StoreClient
 
 MODEL = build_tiny("llama")
 NEW_TOKENS = 12
@@ -467,10 +469,20 @@ async def test_a_flipped_byte_in_the_remote_store_is_recomputed(
 
 
 async def test_an_arena_that_is_not_here_is_said(
-    folder: Path, tmp_path: Path, store: tuple[str, Path, asyncio.subprocess.Process]
+    folder: Path,
+    tmp_path: Path,
+    store: tuple[str, Path, asyncio.subprocess.Process],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     address, arena, _ = store
-    arena.rename(arena.with_name("elsewhere"))
+    attach = StoreClient.start
+
+    async def attach_without_arena(client: StoreClient, layout: ArenaLayout) -> None:
+        # Only now: a store that misses its arena for a second ends.
+        arena.rename(arena.with_name("elsewhere"))
+        await attach(client, layout)
+
+    monkeypatch.setattr(StoreClient, "start", attach_without_arena)
     try:
         with pytest.raises(FailedPrecondition, match="--kvstore-remote"):
             async with serving_worker(folder, "a", f"unix:{tmp_path}/w", address, SHAPE):
