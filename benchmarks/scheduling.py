@@ -39,6 +39,7 @@ from splitpoint_cli.bench.shared.ending import run_until_signal
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hardware
 from splitpoint_cli.security.token import add_token
+from splitpoint_cli.traces.statistics import quantile
 
 TENANTS = ("one", "two")
 WORKERS = 2
@@ -203,12 +204,6 @@ async def run_policy(
         return runs
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that is at least as large as this share of them."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def figures_of(run: Run) -> dict[str, Any]:
     """Return what is reported of one run; seconds."""
     waits = {
@@ -222,9 +217,9 @@ def figures_of(run: Run) -> dict[str, Any]:
         "steps": run.steps,
         "tokens_per_step": run.tokens_per_step,
         "mean_ttft_seconds": statistics.fmean(firsts),
-        "p99_ttft_seconds": quantile(firsts, 0.99),
+        "p99_ttft_seconds": quantile(sorted(firsts), 0.99),
         **{
-            f"{kind}_wait_{name}_seconds": quantile(values, share)
+            f"{kind}_wait_{name}_seconds": quantile(sorted(values), share)
             for kind, values in waits.items()
             for name, share in (("p50", 0.5), ("p99", 0.99))
         },

@@ -12,7 +12,6 @@ from benchmarks.scheduling import (
     load_of,
     medians_of,
     misses_of,
-    quantile,
 )
 
 
@@ -65,10 +64,3 @@ def test_what_is_missed_is_named() -> None:
     late = misses_of(result(fifo, run("utilisation", 30.0, 2.1, 21.0)))
     assert len(late) == 2
     assert misses_of(result(run("utilisation", 1.0, 9.0, 99.0))) == [], "nothing to compare with"
-
-
-def test_quantiles() -> None:
-    values = [float(n) for n in range(1, 101)]
-    assert quantile(values, 0.5) == 51
-    assert quantile(values, 0.99) == 100
-    assert quantile([7.0], 0.99) == 7

@@ -6,7 +6,6 @@ that of its message: tokens that came together have one gap.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from splitpoint_cli.bench.serve.load import Record
 from splitpoint_cli.bench.serve.workload import Figures
+from splitpoint_cli.traces.statistics import quantile
 
 
 def completed(records: Iterable[Record]) -> list[Record]:
@@ -44,16 +44,6 @@ def itls_ms(record: Record) -> list[float]:
         1e3 * (after - before)
         for before, after in zip(record.times, record.times[1:], strict=False)
     ]
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of ascending values, linear between two of them; 0 of none."""
-    if not ordered:
-        return 0.0
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def is_good(record: Record, goals: Mapping[str, float]) -> bool:
@@ -130,10 +120,10 @@ def distribution(
     ordered = sorted(values)
     found = {
         f"mean_{metric}_ms": statistics.fmean(ordered) if ordered else 0.0,
-        f"median_{metric}_ms": percentile(ordered, 50),
+        f"median_{metric}_ms": quantile(ordered, 0.5),
         f"std_{metric}_ms": statistics.pstdev(ordered) if ordered else 0.0,
     }
     for percent in percentiles:
         name = f"{percent:g}"
-        found[f"p{name}_{metric}_ms"] = percentile(ordered, percent)
+        found[f"p{name}_{metric}_ms"] = quantile(ordered, percent / 100)
     return found

@@ -16,6 +16,7 @@ from splitpoint_cli.bench.serve.backends import Counters, ServedModel, Waits
 from splitpoint_cli.bench.serve.load import Record
 from splitpoint_cli.bench.serve.workload import METRICS, Arrivals, Figures
 from splitpoint_cli.bench.shared.report import commit, hardware, report_table
+from splitpoint_cli.traces.statistics import quantile
 
 _NAMES = {
     "ttft": "time to first token",
@@ -127,7 +128,7 @@ def _tenants(done: Sequence[Record]) -> dict[str, dict[str, float]]:
         name: {
             "completed": len(own),
             "output_tokens": sum(record.output_tokens for record in own),
-            "median_ttft_ms": measures.percentile(sorted(map(measures.ttft_ms, own)), 50),
+            "median_ttft_ms": quantile(sorted(map(measures.ttft_ms, own)), 0.5),
         }
         for name in sorted(names)
         if (own := [record for record in done if record.sample.tenant == name])

@@ -12,6 +12,7 @@ from rich.table import Table
 from splitpoint.config import format_size
 from splitpoint_cli.bench.shared.report import commit, hardware
 from splitpoint_cli.bench.store.workload import StoreWorkload
+from splitpoint_cli.traces.statistics import quantile
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +103,6 @@ class StoreResults:
     batches: BatchResult
     streams: tuple[StreamResult, ...]
     skipped: tuple[str, ...]
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that `percent` of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def report_of(workload: StoreWorkload, results: StoreResults) -> dict[str, Any]:
@@ -215,4 +210,5 @@ def _gb(rate: float) -> float:
 
 
 def _milliseconds(latencies: Sequence[float]) -> dict[str, float]:
-    return {f"p{p}_ms": round(1e3 * percentile(latencies, p), 2) for p in (50, 99)}
+    ordered = sorted(latencies)
+    return {f"p{p}_ms": round(1e3 * quantile(ordered, p / 100), 2) for p in (50, 99)}
