@@ -57,7 +57,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
         for position, waiting in enumerate(admission.in_turn()):
             if position % _EXPLAINED == _EXPLAINED - 1:
                 await asyncio.sleep(0)  # let tokens pass
-            if not waiting.has_ended:
+            if admission.policy.find(waiting.arrival) is not None:  # still, after the pauses
                 response.requests.append(self._queued(waiting, position))
         return response
 

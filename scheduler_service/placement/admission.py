@@ -127,7 +127,7 @@ class AdmissionQueue:
         ledger = self._ledgers.pop(worker_id, None)
         if ledger is not None:
             for arrival in ledger.arrivals:
-                self.slots_of(ledger).release(arrival)
+                self._release_slots(arrival, ledger)
                 self._running.pop(arrival, None)
             self.policy.remove_worker(worker_id, self._clock())
 
@@ -239,6 +239,8 @@ class AdmissionQueue:
             grown = ledger.grow(request.arrival, pages) * ledger.facts.page_bytes
         more = self.policy.tokens_came(request.arrival, grown, self._clock())
         is_cleared = ledger.trial.got_tokens(request.arrival, is_suspect=request.is_suspect)
+        if is_cleared:
+            self.policy.touch(admitted.worker_id)
         return more or is_cleared
 
     def computed(self, worker_id: str, token_count: int) -> bool:
@@ -313,10 +315,6 @@ class AdmissionQueue:
         return problems
 
     # -- what the policy asks ---------------------------------------------------------------
-
-    @property
-    def selects(self) -> bool:
-        return False
 
     def workers_for(self, item: Request) -> Iterable[str]:
         return [ledger.facts.worker_id for ledger in self._open(item)]
@@ -449,9 +447,16 @@ class AdmissionQueue:
     def _release(self, arrival: int, ledger: Ledger) -> None:
         """End what a request has of a worker, all of it or the part that was granted."""
         ledger.release(arrival)
-        self.slots_of(ledger).release(arrival)
+        self._release_slots(arrival, ledger)
         self._running.pop(arrival, None)
         self.policy.ended(arrival, self._clock())
+
+    def _release_slots(self, arrival: int, ledger: Ledger) -> None:
+        """End a request's promise of slots, which others may use on every worker of the store."""
+        if self.slots_of(ledger).release(arrival):
+            for worker_id, each in self._ledgers.items():
+                if each.facts.kvstore_address == ledger.facts.kvstore_address:
+                    self.policy.touch(worker_id)
 
     def slots_of(self, ledger: Ledger) -> SlotLedger:
         """Return the promised slots of a worker's store."""

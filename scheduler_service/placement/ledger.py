@@ -296,6 +296,6 @@ class SlotLedger:
         if slot_count:
             self._grants[arrival] = slot_count
 
-    def release(self, arrival: int) -> None:
-        """End a request's promise, if it has one."""
-        self._grants.pop(arrival, None)
+    def release(self, arrival: int) -> bool:
+        """End a request's promise. Return True if it has one."""
+        return self._grants.pop(arrival, None) is not None

@@ -116,8 +116,7 @@ class BestSets(Generic[R]):
             return start
         if len(self._fresh) > _MOST_FRESH:
             self._fresh = dict(islice(self._fresh.items(), _MOST_FRESH))
-            if not self._owner.selects:
-                self._touched.update(dict.fromkeys(self._rooms.open()))
+            self._touched.update(dict.fromkeys(self._rooms.open()))
         eligible = self._look(now, lead)
         if not self._touched and not self._fresh:
             return None
@@ -147,7 +146,7 @@ class BestSets(Generic[R]):
         """Return the tenants within the lead. Touch all workers if those are others than before,
         and now and then."""
         eligible = self._shares.within(lead)
-        is_due = now - self._looked >= _FULL_LOOK_SECONDS and not self._owner.selects
+        is_due = now - self._looked >= _FULL_LOOK_SECONDS
         if is_due or set(eligible) - set(self._eligible):
             self._looked = now
             self._touched.update(dict.fromkeys(self._rooms.open()))

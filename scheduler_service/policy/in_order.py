@@ -58,7 +58,7 @@ def first_in_order(
         if start is not None:
             return start
         claimed |= needs.keys()
-        if len(claimed) >= worker_count or (needs and owner.selects):
+        if len(claimed) >= worker_count:
             break
     return None
 

@@ -16,15 +16,7 @@ class Owner(Protocol[R_contra]):
     """Knows requests and workers: what each would take, and what is free."""
 
     def workers_for(self, item: R_contra) -> Iterable[str]:
-        """Return the workers on which it could start, the one that it is pinned to alone.
-
-        Of thousands of workers, a selection of those with room is enough (see `selects`).
-        """
-
-    @property
-    def selects(self) -> bool:
-        """True if `workers_for` returns a selection. A request that finds no room there then
-        holds up every later one, under fifo and fair."""
+        """Return the workers on which it could start, the one that it is pinned to alone."""
 
     def need(self, item: R_contra, worker_id: str) -> Need | None:
         """Return what it would take there now. None if it could not run there even alone, is

@@ -174,7 +174,7 @@ class PolicyQueue(Generic[R]):
             return room_hold
         if self.settings.policy is Policy.UTILISATION:
             return self._sets.hold(waiting, worker_id, need, self.lead)
-        return Hold.TURN
+        return Hold.SHARE if self.shares.lead_of(waiting.tenant) > 0 else Hold.TURN
 
     def is_reserved(self, arrival: int) -> bool:
         """Return True if memory of a worker is kept free for this request."""

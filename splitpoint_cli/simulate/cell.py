@@ -131,10 +131,6 @@ class Cell:
 
     # -- what the policy asks (`policy.queue.Owner`) ------------------------------------------
 
-    @property
-    def selects(self) -> bool:
-        return False
-
     def workers_for(self, item: SimulatedRequest) -> Iterable[str]:
         return self.stations
 

@@ -277,3 +277,33 @@ def test_streamed_requests_give_way_to_resident_ones_and_to_no_others() -> None:
     assert "would be streamed" in explained.reason
     admission.withdraw(large)
     assert start_all(admission) == [5]
+
+
+def test_the_end_of_a_trial_is_seen_at_once() -> None:
+    admission = AdmissionQueue(100, policy=PolicySettings(Policy.UTILISATION), clock=lambda: 0.0)
+    admission.add_worker(FACTS)
+    suspect, other = queued_request(0, CHUNK_TOKENS), queued_request(1, CHUNK_TOKENS)
+    suspect.cleared_at_tokens = 2
+    admission.submit(suspect)
+    admitted = admission.admit()
+    assert admitted is not None
+    admission.submit(other)
+    assert start_all(admission) == []
+    admission.tokens_came(admitted)  # the first token
+    assert start_all(admission) == []
+    suspect.cleared_at_tokens = None
+    assert admission.tokens_came(admitted)
+    assert start_all(admission) == [1]
+
+
+def test_slots_that_one_worker_frees_are_seen_on_the_others() -> None:
+    admission = AdmissionQueue(100, policy=PolicySettings(Policy.UTILISATION), clock=lambda: 0.0)
+    for worker_id in "01":
+        admission.add_worker(replace(FACTS, worker_id=worker_id, store_slot_count=6))
+    for worker_id, arrival in (("0", 0), ("1", 1)):
+        admission.submit(queued_request(arrival, 4 * CHUNK_TOKENS, Residency.STREAMED, worker_id))
+    first = admission.admit()
+    assert first is not None
+    assert start_all(admission) == []
+    admission.release(first)
+    assert start_all(admission) == [1]

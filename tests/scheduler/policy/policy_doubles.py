@@ -32,8 +32,6 @@ class Job:
 class Devices:
     """Workers that compute in steps of one second. A job ends after so many steps."""
 
-    selects = False
-
     def __init__(
         self,
         settings: PolicySettings,

@@ -11,6 +11,7 @@ from policy_doubles import Devices, Job, drain
 
 from scheduler_service.policy.hold import Hold
 from scheduler_service.policy.settings import PolicySettings
+from scheduler_service.policy.waiting import Need
 from splitpoint.options.scheduler import Policy
 
 # (K, T) of the paper's Figure 8: a budget of 5 tokens, memory for 10.
@@ -139,6 +140,16 @@ def test_fair_prefers_a_cached_prefix_within_the_lead_only() -> None:
         waiting = [devices.push(Job(0, 10, "a")), devices.push(Job(9, 1, "b"))]
         devices.step()
         assert devices.start() == [waiting[first]]
+
+
+def test_under_fair_it_is_the_share_or_the_turn_that_holds_a_request() -> None:
+    devices = Devices(PolicySettings(Policy.FAIR), pages=10)
+    devices.push(Job(0, 6, tenant="a"))
+    assert devices.start() == [0]
+    waiting = [devices.push(Job(0, 6, tenant=name)) for name in "bab"]
+    need = Need(2, 0, 2, can_start=True)
+    holds = [devices.queue.hold(each, "0", need) for each in waiting]
+    assert holds == [Hold.TURN, Hold.SHARE, Hold.TURN]
 
 
 # -- late binding, restores, reservations -------------------------------------------------------

@@ -15,6 +15,7 @@ from scheduler_doubles import (
     stack,
 )
 
+from scheduler_service.admin import AdminServicer
 from scheduler_service.policy.settings import PolicySettings
 from splitpoint.options.scheduler import Policy
 from splitpoint.v1 import scheduler_pb2, worker_pb2
@@ -140,3 +141,24 @@ async def test_memory_is_reserved_for_a_request_that_small_ones_overtake() -> No
         steps.allow(1000)
         await asyncio.gather(*tasks)
         assert [admit.request_id for admit in worker.admits] == ["first", "large", "small"]
+
+
+async def test_the_queue_leaves_out_what_starts_while_it_is_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("scheduler_service.admin._EXPLAINED", 1)  # a pause before each entry
+    worker = WorkerDouble(capacity_pages=4)
+    worker.pace = steps = Steps()
+    async with stack(worker) as running:
+        tasks: Tasks = []
+        for name in ("first", "second", "third"):
+            await send(running, tasks, name, 4)
+        admin, call = AdminServicer(running.manager), object()
+        listing = asyncio.create_task(admin.GetQueue(scheduler_pb2.GetQueueRequest(), call))  # type: ignore[arg-type]
+        tasks[0].cancel()
+        running.manager.attempts.release(next(iter(running.manager.attempts.on("0"))))
+        asyncio.get_running_loop().call_soon(running.manager._start_waiting)
+        queue = await listing
+        assert [entry.request_id for entry in queue.requests] == ["third"]
+        steps.allow(1000)
+        await asyncio.gather(*tasks[1:])
