@@ -9,6 +9,8 @@ from scheduler_service.api.request import Request
 # A round is followed by a pause of this many times its own length, so that deliveries take at most
 # a third of the loop.
 PAUSE = 2.0
+# Most seconds of a pause: other work of the loop may have made the round long.
+LONGEST_PAUSE = 0.1
 # Seconds of a round after which no pause is needed.
 SHORT = 0.002
 
@@ -53,7 +55,7 @@ class Rounds:
         if seconds < SHORT:
             self._over()
         else:
-            self._pause = loop.call_later(PAUSE * seconds, self._over)
+            self._pause = loop.call_later(min(PAUSE * seconds, LONGEST_PAUSE), self._over)
 
     def _over(self) -> None:
         self._pause = None

@@ -15,7 +15,7 @@ from scheduler_doubles import SHAPE, TOKENIZER, ids_request
 
 from scheduler_service.api.output import GROUP_TOKENS, Output
 from scheduler_service.api.request import Reader, Request
-from scheduler_service.api.rounds import Rounds
+from scheduler_service.api.rounds import LONGEST_PAUSE, Rounds
 from scheduler_service.api.validation import validate_generate
 from scheduler_service.limits import Limits
 from scheduler_service.requests.table import RequestTable
@@ -118,6 +118,20 @@ async def test_tokens_that_come_after_a_long_round_share_a_message() -> None:
         request.complete(scheduler_pb2.GenerateComplete(), 1.0)
         await reading
     assert messages == [[10], [11, 12, 13], [14]]
+
+
+async def test_a_pause_is_bounded_however_long_the_round_was() -> None:
+    request, rounds, loop = make_request(), Rounds(), asyncio.get_running_loop()
+    messages: list[list[int]] = []
+    with request.attach() as reader:
+        reading = asyncio.create_task(tokens_of(reader, messages, 0.3))
+        await settle()
+        grow(request, rounds, 10)
+        await settle()
+        assert isinstance(rounds._pause, asyncio.TimerHandle)
+        assert rounds._pause.when() <= loop.time() + LONGEST_PAUSE
+        request.complete(scheduler_pb2.GenerateComplete(), 1.0)
+        await reading
 
 
 # -- output ------------------------------------------------------------------------
