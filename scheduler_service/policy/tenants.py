@@ -17,7 +17,6 @@ _MOST_IDLE = 256
 
 @dataclass(slots=True)
 class _Tenant:
-    weight: float = 1.0
     virtual: float = 0.0
     # Byte-seconds charged so far, estimates included.
     charged: float = 0.0
@@ -34,6 +33,8 @@ class TenantShares:
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
+        # Of each tenant's latest request; kept for idle tenants, too.
+        self._weights: dict[str, float] = {}
         # (virtual time, name) of those that wait for something.
         self._order: list[tuple[float, str]] = []
         # The largest minimum so far: where a tenant that was idle begins.
@@ -73,9 +74,8 @@ class TenantShares:
         return tenant.charged if tenant is not None else 0.0
 
     def weight(self, name: str) -> float:
-        """Return the weight of a tenant's latest request; 1 if it has none here."""
-        tenant = self._tenants.get(name)
-        return tenant.weight if tenant is not None else 1.0
+        """Return the weight of a tenant's latest request; 1 if it never had one."""
+        return self._weights.get(name, 1.0)
 
     def waiting_count(self, name: str) -> int:
         tenant = self._tenants.get(name)
@@ -92,9 +92,9 @@ class TenantShares:
 
     def entitled(self, name: str) -> float:
         """Return a tenant's part of the weights of the active tenants, 0 to 1."""
-        total = sum(tenant.weight for tenant in self._tenants.values() if tenant.is_active)
-        tenant = self._tenants.get(name)
-        return tenant.weight / total if tenant is not None else 0.0
+        active = [each for each, tenant in self._tenants.items() if tenant.is_active]
+        total = sum(self.weight(each) for each in active)
+        return self.weight(name) / total if name in self._tenants else 0.0
 
     def waits(self, name: str, weight: float) -> None:
         """Note one more waiting request. The weight of the latest one counts."""
@@ -102,7 +102,7 @@ class TenantShares:
         if not tenant.waiting:
             tenant.virtual = max(tenant.virtual, self._present())
             insort(self._order, (tenant.virtual, name))
-        tenant.weight = weight
+        self._weights[name] = weight
         tenant.waiting += 1
         self._request_count += 1
 
@@ -126,7 +126,7 @@ class TenantShares:
         tenant = self._tenants[name]
         if tenant.waiting:
             self._unlist(name, tenant)
-        tenant.virtual += cost / tenant.weight
+        tenant.virtual += cost / self.weight(name)
         tenant.charged += cost
         if tenant.waiting:
             insort(self._order, (tenant.virtual, name))

@@ -61,3 +61,16 @@ def test_what_a_tenant_has_and_waits_for() -> None:
     assert facts["a"].oldest_wait_seconds == 0
     both = facts["c"].joined(facts["b"])
     assert (both.tenant, both.waiting_count, both.oldest_wait_seconds) == ("c", 3, 50)
+
+
+def test_an_idle_tenant_keeps_its_weight() -> None:
+    admission = AdmissionQueue(100, clock=lambda: 0.0)
+    admission.add_worker(worker_facts(10, 8))
+    heavy = request(0, "a", 6, 0.0)
+    heavy.weight = 2.0
+    admission.submit(heavy)
+    admitted = admission.admit()
+    assert admitted is not None
+    admission.release(admitted)
+    (facts,) = tenants_of(admission, 0.0)
+    assert (facts.tenant, facts.weight, facts.running_count) == ("a", 2.0, 0)
