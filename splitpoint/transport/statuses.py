@@ -155,7 +155,7 @@ def _explain_failure(text: str) -> str:
             if words in text:
                 details = f" ({text})" if words == _UNEXPLAINED else ""
                 return f"no TLS connection: {cause}{details}"
-    if text.endswith("(ping timeout)"):
+    if "(ping timeout)" in text:  # more follows if something was being written
         return NO_ANSWER
     if match := _NOT_CONNECTED.match(text):
         return f"{CANNOT_CONNECT} {unquote(match['address'])}: {match['reason']}"

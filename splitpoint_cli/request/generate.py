@@ -116,7 +116,7 @@ generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"
 
 def _tell_retry(error: Retryable, address: str) -> None:
     """Say on stderr that another scheduler goes on."""
-    state = "was lost" if isinstance(error, Unavailable) else "is full"
+    state = "does not answer" if isinstance(error, Unavailable) else "is full"
     cause = plain_reason(" ".join(error.message.split()))
     err.print(escape(f"the scheduler {state} ({cause}): going on at {address}"))
 

@@ -205,12 +205,13 @@ def _print_tables(found: Status, wide: bool) -> None:
     waiting = counted(len(found.queue.requests), "request waits", "requests wait")
     out.print(f"queue: {waiting}, at most {found.queue.capacity:,} may")
     for request in found.queue.requests:
-        line = (
+        # 0: no ready worker could run it, so what it needs is not known.
+        size = request.footprint_bytes
+        memory = f" for {format_size(size)} of device memory" if size else ""
+        _print_text(
             f"  {request.position + 1}. request {request.request_id} has waited "
-            f"{request.waited_seconds:.1f} s for {format_size(request.footprint_bytes)} of device "
-            f"memory: {request.reason}"
+            f"{request.waited_seconds:.1f} s{memory}: {request.reason}"
         )
-        _print_text(line)
 
 
 def tenant_lines(tenants: Sequence[TenantStatus]) -> Iterator[str]:

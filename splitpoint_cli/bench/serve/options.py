@@ -321,6 +321,11 @@ class ServeOptions:
     def saving(self) -> Saving | None:
         """Return where the result is kept; None: nowhere. Raises InvalidArgument."""
         if not self.save_result and not self.append_result:
+            if self.result_filename is not None or self.save_detailed:
+                raise InvalidArgument(
+                    "--result-filename and --save-detailed need --save-result or --append-result",
+                    field="save_result",
+                )
             return None
         folder = Path(self.result_dir)
         return Saving(folder, self.result_filename, self.append_result, self.save_detailed)

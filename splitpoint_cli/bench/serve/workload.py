@@ -44,9 +44,11 @@ class Arrivals:
 
     def __post_init__(self) -> None:
         if not self.rate > 0:
-            raise InvalidArgument("must be above 0, or inf", field="request_rate")
+            raise InvalidArgument("--request-rate must be above 0, or inf", field="request_rate")
         if not LEAST_BURSTINESS <= self.burstiness < math.inf:
-            raise InvalidArgument(f"must be at least {LEAST_BURSTINESS:g}", field="burstiness")
+            raise InvalidArgument(
+                f"--burstiness must be at least {LEAST_BURSTINESS:g}", field="burstiness"
+            )
         if self.ramp_up is None:
             if self.start_rate or self.end_rate:
                 raise InvalidArgument(

@@ -94,3 +94,16 @@ async def test_a_busy_peer_is_kept_and_a_stopped_one_is_given_up(tmp_path: Path)
         again: Any = channel.stream_stream("/test/idle")(wait_for_ready=True)
         assert await again.read() == b"began"
         again.cancel()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ping timeout (ping timeout)",
+        "Delayed close due to in-progress write (ping timeout) (goaway sent)",
+    ],
+)
+def test_both_texts_of_an_unanswered_ping_say_the_same(text: str) -> None:
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, text)
+    assert error_of(error).message == NO_ANSWER
