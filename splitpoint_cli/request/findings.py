@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from splitpoint.client.answers import Worker
 from splitpoint.config import format_rate
+from splitpoint.transport.statuses import NO_ANSWER
 from splitpoint.v1 import kvstore_pb2
 from splitpoint.words import counted
 from splitpoint_cli.output import duration_text, plain_reason
@@ -142,8 +143,7 @@ def _readiness(worker: Worker) -> Iterator[Finding]:
             Severity.ERROR,
             f"{name} was lost {duration_text(ago)} ago and is not back",
             plain_reason(worker.message),
-            f"read the end of its log, then start it again at {worker.address} "
-            "(`splitpoint up` does so by itself)",
+            _way_back(worker),
         )
     elif not worker.ready:
         yield Finding(
@@ -158,7 +158,8 @@ def _readiness(worker: Worker) -> Iterator[Finding]:
             Severity.WARNING,
             f"{name} was lost {times}, last {duration_text(ago)} ago, and is back",
             "its requests went on from the last stored chunk",
-            "read its log, and the kernel's (dmesg) for an out-of-memory kill",
+            "read its log, and the kernel's (dmesg) for an out-of-memory kill; if it had only hung "
+            "or was cut off, it lives on",
         )
     if worker.telemetry is not None and worker.telemetry.store_is_up is False:
         yield Finding(
@@ -169,6 +170,19 @@ def _readiness(worker: Worker) -> Iterator[Finding]:
             "`splitpoint up` starts the store again by itself; elsewhere start it at its address; "
             "the worker attaches by itself",
         )
+
+
+def _way_back(worker: Worker) -> str:
+    """Return what brings a lost worker back."""
+    if worker.message == NO_ANSWER:
+        return (
+            "if it hangs, end it (kill -9): `splitpoint up` then starts it again; if it was "
+            "stopped or cut off, it is found again once it answers"
+        )
+    return (
+        f"read the end of its log, then start it again at {worker.address} (`splitpoint up` does "
+        "so by itself)"
+    )
 
 
 def _link(worker: Worker) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from splitpoint.client.answers import Queue, QueuedRequest, Worker
 from splitpoint.client.telemetry import RedisStatus, SchedulerStatus, Telemetry
 from splitpoint.costs.profile import Profile
 from splitpoint.numerics import Numerics
+from splitpoint.transport.statuses import NO_ANSWER
 from splitpoint.v1 import kvstore_pb2, types_pb2
 from splitpoint_cli.request.findings import Finding, Severity, findings_of
 from splitpoint_cli.request.observed import Status, Store
@@ -135,6 +136,9 @@ def test_workers_that_take_no_requests() -> None:
     assert "3 requests" in draining.why
     without = replace(status(), workers=())
     assert the_only(without).what == "the scheduler knows no worker"
+    assert "start it again at" in finding.do
+    silent = replace(away, loss_count=2, last_lost_seconds_ago=200, message=NO_ANSWER)
+    assert the_only(status(silent)).do.startswith("if it hangs, end it (kill -9)")
 
 
 def test_workers_that_compute_other_bits() -> None:
