@@ -22,7 +22,8 @@ DECODE_POWER = 0.4
 
 @dataclass(slots=True)
 class TenantService:
-    """Page-seconds of one tenant: what its requests held until the last arrival, and in all."""
+    """Page-seconds of one tenant: what its requests held until the last arrival, and what they
+    would have held if all had started at once."""
 
     weight: float = 1.0
     served: float = 0.0
@@ -89,7 +90,8 @@ class Outcome:
         tenant = self.tenants.setdefault(request.tenant, TenantService(request.weight))
         tenant.count += 1
         tenant.ttft_seconds += request.ttft
-        tenant.asked += request.pages * (request.ended - request.started)
+        held = request.ended - request.started
+        tenant.asked += request.pages * min(held, max(0.0, last_arrival - request.arrived))
         until = min(request.ended, last_arrival)
         tenant.served += request.pages * max(0.0, until - request.started)
 

@@ -45,6 +45,14 @@ def test_the_keys_are_those_of_bench_serve() -> None:
     assert report["devices"] == {"L40S": 2}
 
 
+def test_tenants_that_wait_for_nothing_are_served_fairly(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    lines = ["seconds,input_length,output_length,tenant", "0,500,50,a", "1,900,90,", "2,700,70,b"]
+    trace.write_text("\n".join(lines))
+    (run,) = json.loads(ran("--json", "--trace", str(trace)))["runs"]
+    assert run["fairness"] == pytest.approx(1.0)
+
+
 def test_policies_stand_side_by_side() -> None:
     report = json.loads(ran("--json", "--compare", "--trace-tenants", "2"))
     assert [run["policy"] for run in report["runs"]] == ["fifo", "fair", "utilisation"]
