@@ -106,7 +106,8 @@ class Subject:
         vocabulary = self.worker.engine.model.shape.vocabulary_size
         for index in range(BATCH):
             prompt = torch.randint(3, vocabulary, (PROMPT_TOKENS,), generator=generator)
-            runtime.admit(admission_of(str(index), prompt.tolist(), new_tokens))
+            admission = admission_of(str(index), prompt.tolist(), new_tokens)
+            runtime.admit(replace(admission, stream=listener.stream))
         due = time.monotonic() + TELEMETRY_SECONDS
         begun: tuple[float, float] | None = None
         ended = (0.0, 0.0)

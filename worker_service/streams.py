@@ -108,7 +108,8 @@ class RunStreams:
         slow = []
         for listener in list(self._listeners.values()):
             part = _part_of(output, listener.stream)
-            if listener.stream not in busy:
+            # The last step of its requests is theirs, too, although they are over.
+            if listener.stream not in busy and not (part.tokens or part.prefills):
                 part.step = None
             if not part.has_news:
                 continue

@@ -22,6 +22,7 @@ from splitpoint.observe.tracing import NO_SPAN, Span
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.selection import FULL, Selection
 from splitpoint.v1 import scheduler_pb2, types_pb2
+from splitpoint.words import counted
 
 # Characters of a client's id that stay readable in the name of a tenant's request; with
 # `~` and 24 random digits that makes 64, the longest id.
@@ -236,15 +237,16 @@ class Request:
             )
         if resume.next_index < self.output.resumed_count and self.sampling.HasField("logprobs"):
             raise FailedPrecondition(
-                f"the log-probabilities of the first {self.output.resumed_count} tokens are not "
-                "known here, since the request was resumed with these tokens",
+                "the log-probabilities of the tokens with which the request was resumed here "
+                f"({self.output.resumed_count:,}) are not known",
                 reason="RESUME_LOGPROBS",
             )
         # Tokens that are still to come can only be waited for by a client that has them.
         can_wait = bool(brought) and not self.has_completed
         if resume.next_index > len(produced) and not can_wait:
             raise OutOfRange(
-                f"next_index is {resume.next_index}, and the request has {len(produced)} tokens",
+                f"next_index is {resume.next_index}, and the request has "
+                f"{counted(len(produced), 'token')}",
                 reason="RESUME_BEYOND",
             )
 

@@ -174,7 +174,7 @@ class WorkerRooms:
         problems = []
         for name, room in self._rooms.items():
             if room.new_token_count != sum(room.new_tokens.values()):
-                problems.append(f"worker {name}: {room.new_token_count} tokens are miscounted")
+                problems.append(f"worker {name}: {room.new_token_count} new ones are miscounted")
             restoring = sum(room.link_bytes[arrival] for arrival in room.restoring)
             if room.link_byte_count != sum(room.link_bytes.values()):
                 problems.append(f"worker {name}: {room.link_byte_count} bytes are miscounted")

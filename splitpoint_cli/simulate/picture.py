@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from splitpoint.words import counted
 from splitpoint_cli.plots import new_figure
 from splitpoint_cli.simulate.outcome import Outcome
 
@@ -29,8 +30,9 @@ def picture_of(report: Mapping[str, Any], outcomes: Sequence[tuple[str, Outcome]
     _draw_use(use, report["runs"])
     devices = ", ".join(f"{count:,} {name}" for name, count in report["devices"].items())
     figure.suptitle(
-        f"{report['model_id']} on {devices}, simulated: {report['num_prompts']:,} requests of "
-        f"{report['trace']}, {report['request_rate']:,.3g} a second",
+        f"{report['model_id']} on {devices}, simulated: "
+        f"{counted(report['num_prompts'], 'request')} of {report['trace']}, "
+        f"{report['request_rate']:,.3g} a second",
         fontsize=10,
     )
     return figure

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from splitpoint.config import format_size
+from splitpoint.words import counted
 from splitpoint_cli.bench.serve.measures import distribution
 from splitpoint_cli.output import duration_text
 from splitpoint_cli.simulate.fleet import DeviceType
@@ -153,7 +154,7 @@ def table_of(facts: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> Tab
     caches = ", ".join(format_size(size) for size in facts["cache_bytes"].values())
     table = Table(
         title=f"{facts['model_id']} on {devices} ({caches} of cache each): "
-        f"{facts['num_prompts']:,} requests of {facts['trace']}, "
+        f"{counted(facts['num_prompts'], 'request')} of {facts['trace']}, "
         f"{facts['request_rate']:.3g} a second, {duration_text(runs[0]['duration'])}",
         box=None,
         pad_edge=False,

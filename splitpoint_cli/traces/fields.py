@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 from scheduler_service.policy.waiting import LEAST_PRIORITY, MOST_PRIORITY
 from splitpoint.errors import InvalidArgument
+from splitpoint.words import counted
 from splitpoint_cli.traces.arrival import BLOCK_TOKENS, Arrival
 
 # No model reads more; a larger number is a column in the wrong place.
@@ -41,8 +42,8 @@ def checked(
         raise BadValue(f"hash_ids is a list of whole numbers, not {hash_ids!r:.60}")
     if len(hash_ids) > -(-inputs // BLOCK_TOKENS):
         raise BadValue(
-            f"{len(hash_ids):,} hash_ids are more than {inputs:,} tokens have blocks of "
-            f"{BLOCK_TOKENS}"
+            f"{len(hash_ids):,} hash_ids are more than the blocks of {BLOCK_TOKENS} in "
+            f"{counted(inputs, 'token')}"
         )
     if not isinstance(tenant, str):
         raise BadValue(f"tenant is a text, not {tenant!r:.60}")

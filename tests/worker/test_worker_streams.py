@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -97,6 +98,9 @@ def test_only_a_stream_with_requests_hears_of_steps_without_its_tokens() -> None
     step = StepOutput(step=StepEvent(StepTimes.of(0.1, []), 5, 0))
     streams.emit(step, {busy.stream})
     assert (busy.outputs.qsize(), quiet.outputs.qsize()) == (1, 0)
+    last = replace(step, tokens=[token(quiet.stream)])
+    streams.emit(last, {busy.stream})
+    assert quiet.outputs.get_nowait().step == step.step
 
 
 def test_a_stream_that_takes_nothing_is_closed_and_the_others_go_on() -> None:

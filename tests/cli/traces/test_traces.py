@@ -130,7 +130,11 @@ HEAD = "seconds,input_length,output_length,hash_ids\n"
         ("a.jsonl", '{"timestamp": 0, "input_length": 1}', "line 1: 'output_length' is missing"),
         ("a.jsonl", GOOD.replace("600", "0"), "line 1: input_length is a whole number"),
         ("a.jsonl", GOOD.replace("600", "true"), "line 1: input_length is a whole number"),
-        ("a.jsonl", GOOD.replace("600", "512"), "line 1: 2 hash_ids are more than 512 tokens"),
+        (
+            "a.jsonl",
+            GOOD.replace("600", "512"),
+            "line 1: 2 hash_ids are more than the blocks of 512 in 512 tokens",
+        ),
         ("a.jsonl", GOOD.replace("[1, 2]", '"x"'), "line 1: hash_ids is a list"),
         ("a.jsonl", GOOD.replace("0,", "-5,", 1), "line 1: a request arrives at -0.005 s"),
         ("a.jsonl", GOOD.replace("0,", "NaN,", 1), "line 1: a request arrives at nan s"),
