@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from splitpoint.errors import InvalidArgument
+from splitpoint_cli.bench.serve.options import Goodput, MoreGoals
 from splitpoint_cli.bench.serve.workload import read_goals
 from splitpoint_cli.files import check_output
 from splitpoint_cli.options import takes_options
@@ -26,8 +27,8 @@ from splitpoint_cli.traces.statistics import describe
 @takes_options
 def simulate(
     given: SimulateOptions,
-    more_goals: options.MoreGoals = None,
-    goodput: options.Goodput = None,
+    more_goals: MoreGoals = None,
+    goodput: Goodput = None,
     tenant_weights: options.TenantWeights = None,
     save_trace: options.SavedTrace = None,
     as_json: AsJson = False,

@@ -25,7 +25,6 @@ from splitpoint_cli.bench.serve.options import (
     TRACE_RATE,
     TRACE_TENANTS,
 )
-from splitpoint_cli.bench.serve.workload import GOALS
 from splitpoint_cli.models import find_shape
 from splitpoint_cli.options import of
 from splitpoint_cli.planning.sizing import Node
@@ -164,18 +163,6 @@ TenantWeights = Annotated[
         metavar="TENANT=WEIGHT",
         rich_help_panel=_LOAD,
     ),
-]
-Goodput = Annotated[
-    list[str] | None,
-    typer.Option(
-        help=f"Most milliseconds of a good request, by {', '.join(GOALS)}; more may follow.",
-        metavar="METRIC:MS",
-        rich_help_panel=_RESULT,
-    ),
-]
-MoreGoals = Annotated[
-    list[str] | None,
-    typer.Argument(help="More of --goodput.", metavar="METRIC:MS", show_default=False),
 ]
 Picture = Annotated[
     Path | None,

@@ -170,7 +170,7 @@ def test_equal_blocks_of_a_trace_are_equal_tokens() -> None:
 
 
 class Stalled:
-    """A backend that answers nobody until `open` is set."""
+    """A backend that answers no request until `open` is set."""
 
     name = "stalled"
 
