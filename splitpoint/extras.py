@@ -22,10 +22,13 @@ _SERVICE = (
 )
 # The modules that each extra brings. tests/packaging compares them with pyproject.toml.
 MODULES: dict[str, tuple[str, ...]] = {
-    "scheduler": (*_SERVICE, "tokenizers"),
+    "gateway": (*_SERVICE, "httptools", "starlette", "uvicorn", "uvloop"),
+    "scheduler": (*_SERVICE, "jinja2", "tokenizers"),
     "store": (*_SERVICE, "numpy"),
     "worker": (*_SERVICE, "numpy", "pynvml", "safetensors", "tokenizers", "torch"),
     "plots": ("matplotlib",),
+    "smg": (*_SERVICE, "httptools", "smg_grpc_proto", "starlette", "uvicorn", "uvloop"),
+    "structured": ("llguidance",),
     "tracing": ("opentelemetry",),
 }
 SERVICES = ("scheduler", "store", "worker")

@@ -22,7 +22,15 @@ ALLOWED = {
     "kvstore_service": {"splitpoint", "kvstore_service"},
     "worker_service": {"splitpoint", "worker_service"},
     "scheduler_service": {"splitpoint", "scheduler_service"},
-    "splitpoint_cli": {"splitpoint", "splitpoint_cli", *SERVICES},
+    "gateway_service": {"splitpoint", "gateway_service"},
+    "splitpoint_offline": {"splitpoint", "splitpoint_offline", *SERVICES},
+    "splitpoint_cli": {
+        "splitpoint",
+        "splitpoint_cli",
+        "splitpoint_offline",
+        "gateway_service",
+        *SERVICES,
+    },
 }
 # Only the worker computes; benchmarks run it in their own process.
 TORCH_FILES = (

@@ -1,6 +1,6 @@
 """Writes requirements/*.lock: `make lock`, or `python -m tools.lock [--upgrade]`.
 
-    control.lock   what the image without torch has: the extras scheduler and store
+    control.lock   what the image without torch has: scheduler, store, gateway, structured
     worker.lock    what the extra worker has beyond that
     dev.lock       what `make setup` has beyond both
     build.lock     what the wheel is built with, complete
@@ -52,7 +52,7 @@ def main() -> None:
     before = "".join(path.read_text() for path in locked)
     everything = _resolve(uv, before, sys.argv[1:], extras=("dev",), more=building)
     pins = "".join(everything.values())
-    control = _resolve(uv, pins, (), extras=("scheduler", "store")).keys()
+    control = _resolve(uv, pins, (), extras=("scheduler", "store", "gateway", "structured")).keys()
     worker = _resolve(uv, pins, (), extras=("worker",)).keys() - control
     built = _resolve(uv, pins, (), more=building).keys()
     of_torch = {name for name in everything if _OF_TORCH.fullmatch(name)}

@@ -77,7 +77,8 @@ _WORKER = "splitpoint.v1.WorkerService"
 _STORE = "splitpoint.v1.KvStoreService"
 # A method that is not listed here is refused to every role.
 ROLES: dict[str, frozenset[Role]] = {
-    **_allow(_CLIENTS, _INFERENCE, "Generate", "Tokenize", "GetModel", "ListModels", "ExplainPlan"),
+    **_allow(_CLIENTS, _INFERENCE, "Generate", "GetModel", "ListModels", "ExplainPlan"),
+    **_allow(_CLIENTS, _INFERENCE, "Tokenize", "Detokenize", "GetTokenizer"),
     **_allow(_ADMINS, _ADMIN, "ListWorkers", "GetQueue", "GetSchedulerStatus"),
     **_allow(_OBSERVERS, _WORKER, "GetInfo", "Profile", "Drain"),
     **_allow(_SERVICES, _WORKER, "Run"),
