@@ -27,6 +27,8 @@ from splitpoint_cli.request.findings import Finding, Severity, findings_of
 from splitpoint_cli.request.observed import Status, Store, read_status
 
 _POLL_SECONDS = 0.2
+# Waiting requests that are listed in text.
+_QUEUE_LINES = 10
 # In addition to the codes of `splitpoint_cli.output`.
 GIVEN_UP_EXIT = 6
 
@@ -204,7 +206,7 @@ def _print_tables(found: Status, wide: bool) -> None:
         _print_text(line)
     waiting = counted(len(found.queue.requests), "request waits", "requests wait")
     out.print(f"queue: {waiting}, at most {found.queue.capacity:,} may")
-    for request in found.queue.requests:
+    for request in found.queue.requests[:_QUEUE_LINES]:
         # 0: no ready worker could run it, so what it needs is not known.
         size = request.footprint_bytes
         memory = f" for {format_size(size)} of device memory" if size else ""
@@ -212,6 +214,8 @@ def _print_tables(found: Status, wide: bool) -> None:
             f"  {request.position + 1}. request {request.request_id} has waited "
             f"{request.waited_seconds:.1f} s{memory}: {request.reason}"
         )
+    if (more := len(found.queue.requests) - _QUEUE_LINES) > 0:
+        out.print(f"  and {more:,} more, which --json lists")
 
 
 def tenant_lines(tenants: Sequence[TenantStatus]) -> Iterator[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import typer
+
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.bench.serve.options import Goodput, MoreGoals
 from splitpoint_cli.bench.serve.workload import read_goals
@@ -85,6 +87,8 @@ def simulate(
     if png is not None:
         save(picture_of(report, outcomes), png)
     hand_over(report, lambda: _show(report), as_json=as_json, output=output)
+    if given.find and report["find"]["device_count"] is None:
+        raise typer.Exit(1)
 
 
 simulate.__doc__ = f"{simulate.__doc__}\n\n{EXIT_HELP}"

@@ -50,7 +50,10 @@ class Load:
         return load_trace(self.trace, seed=self.seed, count=self.count, tenants=self.tenants)
 
     def read(self) -> Trace:
-        """Return the requests, at least one. Raises InvalidArgument."""
+        """Return the requests, at least one. Raises InvalidArgument.
+
+        Also for weights of tenants that have no request.
+        """
         whole = self.read_whole()
         trace = scaled(whole, rate=self.rate, length=self.length, output=self.output)
         found = limited(trace, seconds=self.seconds)
@@ -60,6 +63,13 @@ class Load:
                 f"the first request of {self.trace} arrives after {first:,.3g} s: none is left "
                 f"of the first {self.seconds:g} s",
                 field="seconds",
+            )
+        tenants = {each.tenant for each in found.arrivals}
+        if unknown := sorted(self.weights.keys() - tenants):
+            raise InvalidArgument(
+                f"no request is of the tenant {unknown[0]!r}; there are "
+                f"{', '.join(map(repr, sorted(tenants)[:10]))}",
+                field="tenant_weight",
             )
         return found
 

@@ -58,6 +58,8 @@ class Script:
     gap: bool = False
     endless: bool = False
     workers_ready: bool = True
+    # Requests in the queue.
+    waiting_count: int = 1
     # Of worker 1.
     lost_address: str = ""
     tail: str = ""
@@ -210,7 +212,7 @@ class FakeScheduler(
     async def GetQueue(self, request: pb.GetQueueRequest, context: Any) -> pb.GetQueueResponse:
         waiting = pb.QueuedRequest(request_id="r", footprint_bytes=2048, reason="memory is full")
         waiting.waited_duration.FromMilliseconds(1500)
-        return pb.GetQueueResponse(requests=[waiting], capacity=8)
+        return pb.GetQueueResponse(requests=[waiting] * self.script.waiting_count, capacity=8)
 
     async def GetSchedulerStatus(
         self, request: pb.GetSchedulerStatusRequest, context: Any

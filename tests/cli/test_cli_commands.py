@@ -472,6 +472,11 @@ def test_status(script: Script) -> None:
     assert eager in splitpoint("status", "--address", script.address, "--wide").stdout
     assert "warning: worker 1 was lost 2 times, last 8 s ago, and is back" in done.stdout
     assert done.stdout.startswith(f"scheduler {script.address}: ready, serves tiny\n")
+    assert "more, which" not in done.stdout
+    script.waiting_count = 256
+    done = splitpoint("status", "--address", script.address)
+    assert done.stdout.count("request r has waited") == 10
+    assert "  and 246 more, which --json lists\n" in done.stdout
     script.workers_ready = False
     done = splitpoint("status", "--address", script.address, "--json")
     assert done.returncode == 0, "one worker of two serves"

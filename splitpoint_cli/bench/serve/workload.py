@@ -49,6 +49,12 @@ class Arrivals:
             raise InvalidArgument(
                 f"--burstiness must be at least {LEAST_BURSTINESS:g}", field="burstiness"
             )
+        if self.burstiness != 1 and not self.is_open:
+            raise InvalidArgument(
+                "--burstiness needs --request-rate or a ramp: else all requests come at once, or "
+                "as the trace says",
+                field="burstiness",
+            )
         if self.ramp_up is None:
             if self.start_rate or self.end_rate:
                 raise InvalidArgument(

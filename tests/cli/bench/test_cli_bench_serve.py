@@ -425,6 +425,7 @@ def test_a_load_that_only_fails_ends_with_1(script: Script) -> None:
         (("--result-filename", "x.json"), "need --save-result"),
         (("--save-detailed",), "need --save-result"),
         (("--request-rate", "0"), "--request-rate must be above 0"),
+        (("--burstiness", "2"), "--burstiness needs --request-rate or a ramp"),
         (("--metadata", "x"), "is not KEY=VALUE"),
         (("--tenant-token-file", "x"), "is not TENANT=PATH"),
         (("--random-input-len", "90"), "a context of 64"),

@@ -66,7 +66,9 @@ def test_the_number_of_devices_is_found() -> None:
     report = json.loads(ran("--json", "--find", "gpus", "--goodput", "ttft:60000"))
     assert report["find"]["device_count"] == 1
     assert report["devices"] == {"L40S": 1}
-    assert "no number suffices" in ran("--find", "gpus", "--goodput", "ttft:0.01")
+    done = CliRunner().invoke(app, [*SMALL, "--find", "gpus", "--goodput", "ttft:0.01"])
+    assert "no number suffices" in done.stdout
+    assert done.exit_code == 1
 
 
 def test_a_measured_worker_brings_its_cache_and_chunks(tmp_path: Path) -> None:
@@ -138,6 +140,7 @@ def test_prompts_beyond_any_context_are_refused_and_cost_nothing() -> None:
         (("--trace", "nothing"), "is neither a file nor one of"),
         (("--residency", "streamed"), "are not simulated"),
         (("--tenant-weight", "a"), "is not TENANT=WEIGHT"),
+        (("--tenant-weight", "a=2"), "no request is of the tenant 'a'"),
         (("--save-trace", "/nowhere/x.csv"), "is no folder"),
     ],
 )
