@@ -14,12 +14,15 @@ import grpc
 
 from splitpoint.observe.tracing import TRACEPARENT, traceparent_of
 
+# Entries that a call adds to those of its channel.
+Metadata = tuple[tuple[str, str], ...]
 
-def generate(method: Any, request: Any, timeout: float | None) -> Any:
+
+def generate(method: Any, request: Any, timeout: float | None, metadata: Metadata = ()) -> Any:
     """Call `method` within a span that ends with the call."""
     api: Any = sys.modules.get("opentelemetry.trace")
     if api is None:
-        return method(request, timeout=timeout)
+        return method(request, timeout=timeout, metadata=metadata or None)
     span = api.get_tracer("splitpoint").start_span(
         "splitpoint generate",
         kind=api.SpanKind.CLIENT,
@@ -27,8 +30,9 @@ def generate(method: Any, request: Any, timeout: float | None) -> Any:
     )
     context = span.get_span_context()
     if not context.is_valid:
-        return method(request, timeout=timeout)
-    call = method(request, timeout=timeout, metadata=((TRACEPARENT, traceparent_of(context)),))
+        return method(request, timeout=timeout, metadata=metadata or None)
+    traced = (*metadata, (TRACEPARENT, traceparent_of(context)))
+    call = method(request, timeout=timeout, metadata=traced)
     call.add_done_callback(lambda done: _end(api, span, done))
     return call
 

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2_grpc
 
 from splitpoint.client import caller_spans
+from splitpoint.client.caller_spans import Metadata
 from splitpoint.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -74,11 +75,18 @@ class Schedulers:
             self.current = (index + 1) % len(self.addresses)
         return self.current
 
-    def generate(self, index: int, request: pb.GenerateRequest, timeout: float | None) -> Any:
+    def generate(
+        self,
+        index: int,
+        request: pb.GenerateRequest,
+        timeout: float | None,
+        metadata: Metadata = (),
+    ) -> Any:
         """Start a Generate call. Raises Cancelled if the client was closed."""
         if self._is_closed:
             raise Cancelled("the client was closed")
-        return caller_spans.generate(self.stub(index, INFERENCE, "Generate"), request, timeout)
+        method = self.stub(index, INFERENCE, "Generate")
+        return caller_spans.generate(method, request, timeout, metadata)
 
     def stub(self, index: int, service: Any, method: str) -> Any:
         """Return the callable of one method."""
@@ -94,9 +102,16 @@ class Round:
     """One unary call: at each scheduler once, until one answers."""
 
     def __init__(
-        self, schedulers: Schedulers, service: Any, name: str, request: Message, timeout: float
+        self,
+        schedulers: Schedulers,
+        service: Any,
+        name: str,
+        request: Message,
+        timeout: float,
+        metadata: Metadata = (),
     ) -> None:
         self._schedulers = schedulers
+        self._metadata = metadata
         self._service = service
         self._name = name
         self._request = request
@@ -108,7 +123,8 @@ class Round:
     def send(self) -> Any:
         """Start the call at the scheduler whose turn it is."""
         stub = self._schedulers.stub(self._index, self._service, self._name)
-        return stub(self._request, timeout=max(0.0, self._deadline - time.monotonic()))
+        timeout = max(0.0, self._deadline - time.monotonic())
+        return stub(self._request, timeout=timeout, metadata=self._metadata or None)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

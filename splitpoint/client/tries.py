@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import grpc
 
 from splitpoint.client import requests
 from splitpoint.client.answers import Completion, CompletionBuilder, Tokens
+from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.schedulers import Schedulers, is_late
 from splitpoint.errors import Cancelled, DeadlineExceeded, Retryable, Unavailable
 from splitpoint.transport.statuses import error_of
@@ -40,20 +42,43 @@ def pause_after(rounds: int, hint_seconds: float = 0.0) -> float:
     return min(_LONGEST_PAUSE_SECONDS, max(seconds, hint_seconds)) * random.uniform(0.5, 1.0)
 
 
+class Received(Protocol):
+    """What of an answer has come: its tokens, and whether its final message has."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+
 class Tries:
     """One generation. At most one of its calls is open.
 
     `tokens_of` numbers the tokens through all calls, so each index comes once.
+
+    Args:
+        metadata: sent with each call.
+        received: what has come. A caller that does not use `tokens_of` keeps it by itself, and
+            calls `progressed` instead.
     """
 
     def __init__(
-        self, schedulers: Schedulers, request: pb.GenerateRequest, timeout: float | None
+        self,
+        schedulers: Schedulers,
+        request: pb.GenerateRequest,
+        timeout: float | None,
+        *,
+        metadata: Metadata = (),
+        received: Received | None = None,
     ) -> None:
         self._schedulers = schedulers
         self._request = request
         self._timeout = timeout
+        self._metadata = metadata
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._builder = CompletionBuilder()
+        self._received: Received = self._builder if received is None else received
         self._is_closed = False
         # The first call ended early, and others have followed.
         self._goes_on = False
@@ -63,14 +88,18 @@ class Tries:
         self.is_over = False
         self.pause_seconds = 0.0
         self._index = schedulers.current
-        self.call = schedulers.generate(self._index, request, timeout)
+        self.call = schedulers.generate(self._index, request, timeout, metadata)
+
+    def progressed(self) -> None:
+        """Note that a message came: the failures before it do not count any more."""
+        self._failures, self._give_up_at = 0, None
 
     def tokens_of(self, message: pb.GenerateResponse) -> Tokens | None:
         """Return the tokens or the text of one message; None if it has none.
 
         Raises Internal for a gap in the token indices.
         """
-        self._failures, self._give_up_at = 0, None
+        self.progressed()
         return self._builder.tokens_of(message)
 
     def completion(self) -> Completion:
@@ -96,8 +125,8 @@ class Tries:
         remaining = None if self._deadline is None else self._deadline - time.monotonic()
         if remaining is not None and remaining <= 0:
             raise self._too_late()
-        request = requests.resumed(self._request, self._builder.token_ids)
-        self.call = self._schedulers.generate(self._index, request, remaining)
+        request = requests.resumed(self._request, self._received.token_ids)
+        self.call = self._schedulers.generate(self._index, request, remaining, self._metadata)
         if self._is_closed:  # by another thread meanwhile, which saw only the call before
             self.call.cancel()
 
@@ -113,7 +142,7 @@ class Tries:
             raise self._too_late() from error
         if not isinstance(result, Retryable) or not self._may_pass(result):
             raise result from error
-        if self._builder.is_complete:
+        if self._received.is_complete:
             self.is_over = True  # only the end of the call was lost
             return
         if self._is_closed or not self._may_retry():
@@ -138,7 +167,7 @@ class Tries:
         """
         if isinstance(error, Unavailable):
             return error.reason not in _FINAL_REASONS
-        is_taken = self._goes_on or bool(self._builder.token_ids)
+        is_taken = self._goes_on or bool(self._received.token_ids)
         return is_taken and error.retry_after_seconds is not None
 
     def _may_retry(self) -> bool:
@@ -147,11 +176,11 @@ class Tries:
         A single address that never answered has been tried by gRPC as often as makes sense.
         """
         schedulers = self._schedulers
-        is_known = len(schedulers.addresses) > 1 or bool(self._builder.token_ids)
+        is_known = len(schedulers.addresses) > 1 or bool(self._received.token_ids)
         return (
             schedulers.retry_seconds > 0
             and is_known
-            and requests.fits(requests.resumed(self._request, self._builder.token_ids))
+            and requests.fits(requests.resumed(self._request, self._received.token_ids))
         )
 
     def _pause(self, error: Retryable) -> float:
