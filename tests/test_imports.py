@@ -256,7 +256,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("limits", "worker_facts", "policy", "options"),
         *("prefixes", "cluster", "api", "placement", "requests"),
     ),
-    "gateway_service": ("plan_report",),
+    "gateway_service": ("plan_report", "tool_calls"),
     "splitpoint_cli": (
         *(
             "files",

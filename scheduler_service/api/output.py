@@ -37,8 +37,12 @@ class Output:
         self._withheld: list[int] = []
         self._stream: TextStream | None = None
         if tokenizer is not None:
-            stop = tuple(sampling.stop)
-            self._stream = TextStream(tokenizer, stop, min_tokens=sampling.min_tokens)
+            self._stream = TextStream(
+                tokenizer,
+                tuple(sampling.stop),
+                min_tokens=sampling.min_tokens,
+                keeps_special=sampling.keeps_special_tokens,
+            )
 
     def __len__(self) -> int:
         return len(self.token_ids)

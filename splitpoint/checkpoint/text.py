@@ -120,22 +120,26 @@ class Tokenizer:
         """Return each token's spelling in the vocabulary; empty for ids without one."""
         return [self._backend.id_to_token(index) or "" for index in token_ids]
 
-    def is_silent(self, token_id: int) -> bool:
-        """Return True if the token has no text: it is special, or has no spelling."""
-        return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
+    def is_silent(self, token_id: int, *, keeps_special: bool = False) -> bool:
+        """Return True if the token has no text: no spelling, or it is special and not kept."""
+        is_dropped = token_id in self._special_ids and not keeps_special
+        return is_dropped or self._backend.id_to_token(token_id) is None
 
-    def decode_segment(self, token_ids: list[int], *, first: bool) -> str:
+    def decode_segment(
+        self, token_ids: list[int], *, first: bool, keeps_special: bool = False
+    ) -> str:
         """Return the text of tokens inside a sequence, or from its `first` token on.
 
         Decoders may treat the start of a text differently (SentencePiece drops one space
         there), so inner segments are decoded after a known token.
         """
         if first:
-            return self._decode_plain(token_ids)
-        return self._decode_plain([*self._anchor, *token_ids])[len(self._anchor_text) :]
+            return self._decode_plain(token_ids, keeps_special=keeps_special)
+        text = self._decode_plain([*self._anchor, *token_ids], keeps_special=keeps_special)
+        return text[len(self._anchor_text) :]
 
-    def _decode_plain(self, token_ids: list[int]) -> str:
-        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+    def _decode_plain(self, token_ids: list[int], *, keeps_special: bool = False) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=not keeps_special)
         return text
 
     def _find_anchor(self) -> list[int]:
@@ -166,14 +170,23 @@ class TextStream:
         tokenizer: of the model that generates the tokens.
         stops: strings that end the text; none may be empty.
         min_tokens: matches that complete before this many tokens are ignored.
+        keeps_special: special tokens are text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        keeps_special: bool = False,
+    ) -> None:
         if not all(stops):
             raise InvalidArgument("a stop string must not be empty", field="sampling.stop")
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._min_tokens = min_tokens
+        self._keeps_special = keeps_special
         self._token_count = 0
         self._segment: list[int] = []  # tokens whose text is not final
         self._first = True  # no text was returned yet
@@ -187,7 +200,7 @@ class TextStream:
             if self.matched_stop is not None:
                 break
             self._token_count += 1
-            if not self._tokenizer.is_silent(token_id):
+            if not self._tokenizer.is_silent(token_id, keeps_special=self._keeps_special):
                 self._segment.append(token_id)
                 pieces.append(self._scan(self._settled()))
         return "".join(pieces)
@@ -196,7 +209,7 @@ class TextStream:
         """Return the rest of the text; no token follows. A match may still occur."""
         if self.matched_stop is not None:
             return ""
-        rest = self._tokenizer.decode_segment(self._segment, first=self._first)
+        rest = self._decode(self._segment, first=self._first)
         self._segment = []
         text = self._scan(rest)
         if self.matched_stop is None:
@@ -204,9 +217,14 @@ class TextStream:
             self._held = ""
         return text
 
+    def _decode(self, token_ids: list[int], *, first: bool) -> str:
+        return self._tokenizer.decode_segment(
+            token_ids, first=first, keeps_special=self._keeps_special
+        )
+
     def _settled(self) -> str:
         """Return the text of the segment's leading tokens that no further token can change."""
-        text = self._tokenizer.decode_segment(self._segment, first=self._first)
+        text = self._decode(self._segment, first=self._first)
         if text and not text.endswith(REPLACEMENT):
             self._drop(len(self._segment))
             return text
@@ -215,8 +233,8 @@ class TextStream:
         # A long run of invalid bytes (or of real U+FFFD): cut it, far enough from the end,
         # where both parts decode to the whole.
         for cut in range(len(self._segment) - _SETTLED_AFTER_TOKENS, 0, -1):
-            head = self._tokenizer.decode_segment(self._segment[:cut], first=self._first)
-            tail = self._tokenizer.decode_segment(self._segment[cut:], first=False)
+            head = self._decode(self._segment[:cut], first=self._first)
+            tail = self._decode(self._segment[cut:], first=False)
             if head and head + tail == text:
                 self._drop(cut)
                 return head

@@ -47,6 +47,8 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: int | Iterable[int] | None
     min_tokens: int | None
     ignore_eos: bool | None
+    # Special tokens are part of the text.
+    keeps_special_tokens: bool | None
     logprobs: int | None
     # Served model; needed only when there are several.
     model: str | None

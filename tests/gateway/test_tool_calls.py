@@ -170,9 +170,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
-def test_a_whole_answer(
-    name: str, text: str, content: str, calls: list[tuple[str, str]]
-) -> None:
+def test_a_whole_answer(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     answer = parse(PARSERS[name](), text)
     assert answer.content == content
     assert [(call.name, call.arguments) for call in answer.calls] == calls

@@ -424,10 +424,14 @@ class SequenceQueues:
 
     def _stop_search(self, sequence: Sequence) -> TextStream | None:
         admission = sequence.admission
-        if not admission.sampling.stop or self._tokenizer is None:
+        sampling = admission.sampling
+        if not sampling.stop or self._tokenizer is None:
             return None
         text = TextStream(
-            self._tokenizer, admission.sampling.stop, min_tokens=admission.sampling.min_tokens
+            self._tokenizer,
+            sampling.stop,
+            min_tokens=sampling.min_tokens,
+            keeps_special=sampling.keeps_special_tokens,
         )
         # Tokens of an earlier attempt may hold the start of a stop string.
         text.push(admission.delivered)

@@ -46,6 +46,7 @@ class Sampling:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    keeps_special_tokens: bool = False
 
     @classmethod
     def from_proto(cls, message: types_pb2.SamplingParams) -> Sampling:

@@ -258,6 +258,46 @@ def test_matches_do_not_depend_on_token_borders(
     assert grouped.push(ids) + grouped.finish() == expected
 
 
+@given(name=names, data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_special_tokens_can_be_kept(name: str, data: st.DataObject) -> None:
+    """Each comes as it is spelled, between texts that are the same without it."""
+    tokenizer = TOKENIZERS[name]
+    special = data.draw(st.sampled_from(sorted(special_tokens(name))))
+    before, after = (
+        BACKENDS[name].encode(text, add_special_tokens=False).ids
+        for text in (data.draw(texts.filter(str.strip)), "a b")
+    )
+    text = TextStream(tokenizer, (), keeps_special=True)
+    pieces = [text.push([index]) for index in [*before, special, *after]] + [text.finish()]
+    spelling = BACKENDS[name].id_to_token(special)
+    head, found, tail = "".join(pieces).rpartition(spelling)
+    assert found == spelling
+    assert head == stream_keeping(tokenizer, before)
+    assert tail.strip() == "a b"
+    # Without the setting the same tokens have no text for it.
+    assert spelling not in stream(tokenizer, [special, *after])
+
+
+def stream_keeping(tokenizer: Tokenizer, ids: list[int]) -> str:
+    text = TextStream(tokenizer, (), keeps_special=True)
+    return text.push(ids) + text.finish()
+
+
+def special_tokens(name: str) -> list[int]:
+    decoder = BACKENDS[name].get_added_tokens_decoder()
+    return [index for index, token in decoder.items() if token.special]
+
+
+def test_a_stop_string_may_hold_a_special_token() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    end = BACKENDS["byte-level"].token_to_id("</s>")
+    text = TextStream(tokenizer, ["</s>def"], keeps_special=True)
+    ids = [*tokenizer.encode("a"), end, *tokenizer.encode("def")]
+    assert text.push(ids) == "a"
+    assert text.matched_stop == "</s>def"
+
+
 def test_matched_text_is_never_said() -> None:
     tokenizer = TOKENIZERS["bundled"]
     ids = tokenizer.encode("return value\n\ndef")
