@@ -114,9 +114,7 @@ class CallReader:
         while at < len(text) and not self.is_done and not self.is_broken:
             if self._expects in (_Expects.IN_KEY, _Expects.IN_VALUE):
                 at = self._push_value(text, at)
-            elif text[at] in SPACE:
-                at += 1
-            elif self._takes(text[at]):
+            elif text[at] in SPACE or self._takes(text[at]):
                 at += 1
             elif self._expects not in (_Expects.IN_KEY, _Expects.IN_VALUE):
                 self.is_broken = True
