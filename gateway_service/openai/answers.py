@@ -1,0 +1,154 @@
+"""A generation's messages as one answer, and the parts of OpenAI's answers that endpoints share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gateway_service.plan_report import plan_report
+from splitpoint.errors import Internal, Unavailable
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.v1 import types_pb2
+
+FINISH_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+}
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Answer:
+    """All of one generation that has come. `complete` is None until its final message."""
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[types_pb2.PositionLogprobs] = field(default_factory=list)
+    complete: pb.GenerateComplete | None = None
+
+    def add(self, message: pb.GenerateResponse) -> None:
+        """Take the next message."""
+        if message.HasField("chunk"):
+            chunk = message.chunk
+            self.token_ids += chunk.token_ids
+            self.texts.append(chunk.text)
+            self.logprobs += chunk.logprobs
+        elif message.HasField("complete"):
+            self.texts.append(message.complete.text)
+            self.complete = message.complete
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def finished(self) -> pb.GenerateComplete:
+        """The final message. Raises Internal if it is missing."""
+        if self.complete is None:
+            raise Internal("the stream ended without its final message")
+        return self.complete
+
+
+class StreamWriter(Protocol):
+    """Renders one stream: bytes of server-sent events for each of the scheduler's messages.
+
+    Not of one choice, but of all: `index` is the position of a message's request in
+    `Job.requests`.
+    """
+
+    def begin(self) -> bytes:
+        """Return what comes before the first token."""
+        ...
+
+    def chunk(self, index: int, chunk: pb.GenerateChunk) -> bytes:
+        """Return the frames of some tokens; empty if there is nothing to send yet."""
+        ...
+
+    def complete(self, index: int, complete: pb.GenerateComplete) -> bytes:
+        """Return the last frames of one choice."""
+        ...
+
+    def end(self) -> bytes:
+        """Return the last frames, once every choice is complete: the usage, and the end mark."""
+        ...
+
+
+class Job(Protocol):
+    """One body, read: what to ask of the scheduler, and how its answers are rendered.
+
+    Attributes:
+        id: of the answer; the first request's id.
+        requests: sent all at once; the answers keep their order.
+        is_stream: the client wants server-sent events.
+        parameter_names: the client's fields by the scheduler's, for errors; see
+            `errors.parameter_of`.
+    """
+
+    id: str
+    requests: Sequence[pb.GenerateRequest]
+    is_stream: bool
+    parameter_names: dict[str, str]
+
+    def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the JSON object for whole answers, in the order of `requests`."""
+        ...
+
+    def writer(self) -> StreamWriter:
+        """Return a new renderer of the stream."""
+        ...
+
+
+# -- parts that endpoints share --------------------------------------------------------------
+
+
+def finish_reason_of(complete: pb.GenerateComplete) -> str:
+    """Return OpenAI's word. Raises Unavailable for an answer that was cut off."""
+    reason = FINISH_REASONS.get(complete.finish_reason)
+    if reason is None:
+        raise Unavailable("the generation was cancelled before its end", reason="CANCELLED")
+    return reason
+
+
+def usage_of(completes: Sequence[pb.GenerateComplete], choices_per_prompt: int) -> dict[str, Any]:
+    """Return the usage of answers, `choices_per_prompt` of which follow each other for a prompt.
+
+    Each prompt counts once, with the cached tokens of its first answer.
+    """
+    firsts = [complete.usage for complete in completes[::choices_per_prompt]]
+    prompt = sum(usage.prompt_tokens for usage in firsts)
+    completion = sum(complete.usage.completion_tokens for complete in completes)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
+    }
+
+
+def plan_of(completes: Iterable[pb.GenerateComplete]) -> dict[str, Any] | None:
+    """Return what `include_plan` asks for: of the first choice."""
+    return next((plan_report(complete) for complete in completes), None)
+
+
+def frame(value: Any) -> bytes:
+    """Return one server-sent event with a JSON value."""
+    return b"data: " + dumped(value) + b"\n\n"
+
+
+def dumped(value: Any) -> bytes:
+    """Return compact JSON in ASCII."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+# Quotes a string as JSON in ASCII; the C function behind json.dumps, without what is around it.
+quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
+
+
+def token_text(token: bytes) -> str:
+    """Return a token's text as OpenAI shows it: bytes that are not UTF-8 as escapes."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)

@@ -1,0 +1,354 @@
+"""/v1/completions: its fields, the requests of a body, and its answers, whole and as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway_service.openai.answers import (
+    DONE,
+    Answer,
+    dumped,
+    finish_reason_of,
+    frame,
+    plan_of,
+    quoted,
+    token_text,
+    usage_of,
+)
+from gateway_service.openai.fields import Field, Table, Use
+from gateway_service.openai.sampling import (
+    MOST_CHOICES,
+    MOST_LOGPROBS,
+    TEXT_FIELDS,
+    choices_of,
+    generate_request,
+)
+from gateway_service.openai.values import (
+    BOOLEAN,
+    LARGEST_INT32,
+    Kind,
+    integer,
+    read_text,
+    wrong,
+    wrong_type,
+)
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.v1 import types_pb2
+from splitpoint.words import counted
+
+OBJECT = "text_completion"
+# OpenAI's, where a client says nothing.
+_DEFAULT_MAX_TOKENS = 16
+# What one body may ask for at most: prompts times n.
+_MOST_REQUESTS = 256
+
+Prompt = str | list[int]
+
+
+def _read_prompt(name: str, value: Any) -> list[Prompt]:
+    """Return the prompts of a text, a list of token ids, or a list of either."""
+    if isinstance(value, str):
+        return [_one_prompt(name, value)]
+    if not isinstance(value, list):
+        raise wrong_type(name, value, "a string, an array of token ids, or an array of these")
+    if not value:
+        raise wrong(name, "must not be empty")
+    if isinstance(value[0], str | list):
+        if len(value) > _MOST_REQUESTS:
+            raise wrong(name, f"has {counted(len(value), 'prompt')}, at most {_MOST_REQUESTS}")
+        return [_one_prompt(f"{name}[{index}]", item) for index, item in enumerate(value)]
+    return [_one_prompt(name, value)]
+
+
+def _one_prompt(name: str, value: Any) -> Prompt:
+    if isinstance(value, str):
+        if not value:
+            raise wrong(name, "must not be empty")
+        return read_text(name, value)
+    if not isinstance(value, list):
+        raise wrong_type(name, value, "a string or an array of token ids")
+    if not value:
+        raise wrong(name, "must not be empty")
+    for index, token_id in enumerate(value):
+        # No call of a function for each of a million ids.
+        if type(token_id) is not int:
+            raise wrong_type(f"{name}[{index}]", token_id, "a token id")
+        if not 0 <= token_id <= LARGEST_INT32:
+            raise wrong(f"{name}[{index}]", f"must be from 0 to {LARGEST_INT32}")
+    return value
+
+
+_TOKEN_IDS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INT32},
+    "minItems": 1,
+}
+_TEXT = {"type": "string", "minLength": 1}
+_PROMPT = Kind(
+    _read_prompt,
+    {
+        "anyOf": [
+            _TEXT,
+            _TOKEN_IDS,
+            {
+                "type": "array",
+                "items": {"anyOf": [_TEXT, _TOKEN_IDS]},
+                "minItems": 1,
+                "maxItems": _MOST_REQUESTS,
+            },
+        ]
+    },
+)
+
+COMPLETION_FIELDS = Table(
+    [
+        Field(
+            "prompt",
+            _PROMPT,
+            "A text, an array of token ids, or an array of these.",
+            is_required=True,
+        ),
+        *TEXT_FIELDS,
+        Field("max_tokens", integer(1), "Most tokens of an answer.", default=_DEFAULT_MAX_TOKENS),
+        Field(
+            "logprobs",
+            integer(0, MOST_LOGPROBS),
+            "Log-probabilities of the chosen token and of this many alternatives.",
+        ),
+        Field("echo", BOOLEAN, "Begin the text with the prompt; not with logprobs.", default=False),
+        Field("best_of", integer(1, MOST_CHOICES), "As n, or absent: answers are not ranked."),
+        Field("suffix", None, "no model here fills gaps", Use.REFUSED, neutral=("",)),
+        Field(
+            "add_special_tokens",
+            BOOLEAN,
+            "Put the model's special tokens around a text, as its tokenizer does.",
+            default=True,
+            is_extension=True,
+        ),
+    ]
+)
+
+
+@dataclass(slots=True)
+class CompletionJob:
+    """A body of /v1/completions (`answers.Job`). Choices of a prompt follow each other.
+
+    Attributes:
+        to_detokenize: prompts of token ids that are echoed, by their index: `detokenized` takes
+            their texts before the answers are rendered.
+    """
+
+    id: str
+    created: int
+    model: str
+    requests: Sequence[pb.GenerateRequest]
+    choices_per_prompt: int
+    is_stream: bool
+    has_usage: bool
+    has_plan: bool
+    has_logprobs: bool
+    # Of each prompt; empty without `echo`.
+    echoes: list[str] = field(default_factory=list)
+    to_detokenize: dict[int, pb.DetokenizeRequest] = field(default_factory=dict)
+    parameter_names: dict[str, str] = field(default_factory=dict)
+
+    def detokenized(self, index: int, text: str) -> None:
+        """Take the text of one entry of `to_detokenize`."""
+        self.echoes[index] = text
+
+    def echo_of(self, index: int) -> str:
+        """Return what the text of a choice begins with."""
+        return self.echoes[index // self.choices_per_prompt] if self.echoes else ""
+
+    def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the answer's JSON object. Raises Internal, Unavailable for one that is not whole."""
+        completes = [answer.finished for answer in answers]
+        found = {
+            **_head(self),
+            "choices": [
+                self._choice(index, answer, complete)
+                for index, (answer, complete) in enumerate(zip(answers, completes, strict=True))
+            ],
+            "usage": usage_of(completes, self.choices_per_prompt),
+        }
+        if self.has_plan:
+            found["splitpoint"] = plan_of(completes)
+        return found
+
+    def writer(self) -> CompletionStream:
+        return CompletionStream(self)
+
+    def _choice(self, index: int, answer: Answer, complete: pb.GenerateComplete) -> dict[str, Any]:
+        logprobs = None
+        if self.has_logprobs:
+            logprobs = TokenLogprobs().add(answer.token_ids, answer.logprobs)
+        return {
+            "index": index,
+            "text": self.echo_of(index) + answer.text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason_of(complete),
+            "stop_reason": complete.matched_stop or None,
+        }
+
+
+def _head(job: CompletionJob) -> dict[str, Any]:
+    return {"id": job.id, "object": OBJECT, "created": job.created, "model": job.model}
+
+
+def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJob:
+    """Return what a body asks for. Raises InvalidArgument with the field as the client wrote it.
+
+    Args:
+        body: the JSON value.
+        request_id: of the answer, at most 60 characters; further requests of it add an index.
+        created: seconds since 1970.
+    """
+    values = COMPLETION_FIELDS.read(body)
+    prompts, count = values["prompt"], values.get("n", 1)
+    if len(prompts) * count > _MOST_REQUESTS:
+        raise wrong("n", f"times the number of prompts is at most {_MOST_REQUESTS}")
+    if values.get("best_of", count) != count:
+        raise wrong("best_of", "must equal n: answers are not ranked")
+    has_echo, has_logprobs = values.get("echo", False), "logprobs" in values
+    if has_echo and has_logprobs:
+        raise wrong("echo", "cannot come with logprobs: prompts have no log-probabilities")
+    options = _stream_options(values)
+    shared = generate_request(values)
+    shared.sampling.max_tokens = values.get("max_tokens", _DEFAULT_MAX_TOKENS)
+    if has_logprobs:
+        shared.sampling.logprobs = values["logprobs"]
+    shared.omits_special_tokens = not values.get("add_special_tokens", True)
+    requests: list[pb.GenerateRequest] = []
+    for prompt in prompts:
+        request = pb.GenerateRequest()
+        request.CopyFrom(shared)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        requests += choices_of(request, request_id, len(requests), count)
+    job = CompletionJob(
+        id=request_id,
+        created=created,
+        model=values["model"],
+        requests=requests,
+        choices_per_prompt=count,
+        is_stream=values.get("stream", False),
+        has_usage=options.get("include_usage", False),
+        has_plan=options.get("include_plan", False) or values.get("include_plan", False),
+        has_logprobs=has_logprobs,
+    )
+    if has_echo:
+        _echo(job, prompts)
+    return job
+
+
+def _echo(job: CompletionJob, prompts: Sequence[Prompt]) -> None:
+    job.echoes = [prompt if isinstance(prompt, str) else "" for prompt in prompts]
+    job.to_detokenize = {
+        index: pb.DetokenizeRequest(model=job.model, token_ids=prompt, keeps_special_tokens=True)
+        for index, prompt in enumerate(prompts)
+        if not isinstance(prompt, str)
+    }
+
+
+def _stream_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = values.get("stream_options", {})
+    if "stream_options" in values and not values.get("stream", False):
+        raise wrong("stream_options", "needs stream to be true")
+    return options
+
+
+# -- log-probabilities --------------------------------------------------------------------------
+
+
+class TokenLogprobs:
+    """The `logprobs` of one choice, which may come in parts. Counts the text's characters."""
+
+    def __init__(self) -> None:
+        self._characters = 0
+
+    def add(
+        self, token_ids: Sequence[int], positions: Sequence[types_pb2.PositionLogprobs]
+    ) -> dict[str, Any]:
+        """Return the log-probabilities of these tokens; offsets go on from the part before."""
+        found: dict[str, list[Any]] = {
+            "text_offset": [],
+            "token_logprobs": [],
+            "tokens": [],
+            "top_logprobs": [],
+        }
+        for _, position in zip(token_ids, positions, strict=True):
+            found["text_offset"].append(self._characters)
+            found["token_logprobs"].append(position.chosen_logprob)
+            found["tokens"].append(token_text(position.chosen_token_bytes))
+            top = {token_text(each.token_bytes): each.logprob for each in position.top}
+            found["top_logprobs"].append(top or None)
+            # Every byte that does not continue a character begins one.
+            self._characters += sum(byte & 0xC0 != 0x80 for byte in position.chosen_token_bytes)
+        return found
+
+
+# -- streams ----------------------------------------------------------------------------------
+
+
+class CompletionStream:
+    """Renders the stream of a job (`answers.StreamWriter`).
+
+    A frame is a constant head, the text as JSON, and a constant tail: no object per token.
+    """
+
+    def __init__(self, job: CompletionJob) -> None:
+        self._job = job
+        start = dumped(_head(job)).decode()[:-1]
+        self._usage = ',"usage":null' if job.has_usage else ""
+        self._heads = [
+            f'data: {start},"choices":[{{"index":{index},"text":'
+            for index in range(len(job.requests))
+        ]
+        self._tail = f',"logprobs":null,"finish_reason":null}}]{self._usage}}}\n\n'
+        self._logprobs = [TokenLogprobs() for _ in job.requests] if job.has_logprobs else []
+        self._completes: list[pb.GenerateComplete | None] = [None] * len(job.requests)
+
+    def begin(self) -> bytes:
+        if not self._job.echoes:
+            return b""
+        frames = (
+            f"{head}{quoted(self._job.echo_of(index))}{self._tail}"
+            for index, head in enumerate(self._heads)
+        )
+        return "".join(frames).encode()
+
+    def chunk(self, index: int, chunk: pb.GenerateChunk) -> bytes:
+        head = self._heads[index]
+        if not self._logprobs:
+            return f"{head}{quoted(chunk.text)}{self._tail}".encode()
+        logprobs = self._logprobs[index].add(chunk.token_ids, chunk.logprobs)
+        ending = f',"logprobs":{dumped(logprobs).decode()},"finish_reason":null}}]{self._usage}}}'
+        return f"{head}{quoted(chunk.text)}{ending}\n\n".encode()
+
+    def complete(self, index: int, complete: pb.GenerateComplete) -> bytes:
+        self._completes[index] = complete
+        last = dumped(
+            {
+                "logprobs": None,
+                "finish_reason": finish_reason_of(complete),
+                "stop_reason": complete.matched_stop or None,
+            }
+        ).decode()
+        head = self._heads[index]
+        return f"{head}{quoted(complete.text)},{last[1:]}]{self._usage}}}\n\n".encode()
+
+    def end(self) -> bytes:
+        job = self._job
+        if not (job.has_usage or job.has_plan):
+            return DONE
+        completes = [complete for complete in self._completes if complete is not None]
+        final = {**_head(job), "choices": []}
+        if job.has_usage:
+            final["usage"] = usage_of(completes, job.choices_per_prompt)
+        if job.has_plan:
+            final["splitpoint"] = plan_of(completes)
+        return frame(final) + DONE

@@ -1,0 +1,160 @@
+"""Tables of the fields that a body may have, and the reading of a body by one.
+
+A field that a table lacks is refused, as OpenAI does; so is one that is not supported, unless its
+value asks for nothing. docs/gateway.md and the OpenAPI document are made of the same tables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from gateway_service.openai.values import Kind, wrong
+from splitpoint.errors import InvalidArgument
+
+
+class Use(Enum):
+    """What is done with a field."""
+
+    READ = "read"
+    # Accepted in any form: it asks for nothing that this server could do otherwise.
+    IGNORED = "ignored"
+    # Only with a value that asks for nothing.
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a body.
+
+    Attributes:
+        kind: of the value. None: it is not read.
+        help: what it does, or why it is refused: a phrase for the documentation and for errors.
+        default: shown in the documentation; None: absent.
+        neutral: values of a refused field that ask for nothing. Null always does.
+        is_extension: OpenAI has no such field; the name is vLLM's unless the help says otherwise.
+    """
+
+    name: str
+    kind: Kind | None
+    help: str
+    use: Use = Use.READ
+    default: Any = None
+    neutral: tuple[Any, ...] = ()
+    is_required: bool = False
+    is_extension: bool = False
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """JSON schema of what is accepted, null included unless the field is required."""
+        if self.use is Use.IGNORED:
+            return {"description": self.help}
+        if self.use is Use.REFUSED:
+            return {"enum": [None, *self.neutral], "description": self.help}
+        assert self.kind is not None
+        found: dict[str, Any] = dict(self.kind.schema)
+        if not self.is_required:
+            found = {"anyOf": [found, {"type": "null"}]}
+        if self.default is not None:
+            found["default"] = self.default
+        return {**found, "description": self.help}
+
+
+class Table:
+    """The fields of one kind of body, by name."""
+
+    def __init__(self, fields: Iterable[Field]) -> None:
+        self.fields: dict[str, Field] = {}
+        for field in fields:
+            if field.name in self.fields:
+                raise ValueError(f"{field.name} is in a table twice")
+            self.fields[field.name] = field
+        self._required = [field.name for field in self.fields.values() if field.is_required]
+
+    def read(self, body: Any, *, name: str = "") -> dict[str, Any]:
+        """Return the values that were given; without null, and without ignored fields.
+
+        `name`: of the object, if it is a field of another one. Raises InvalidArgument with the
+        field.
+        """
+        if not isinstance(body, Mapping):
+            raise InvalidArgument(f"{name or 'the body'} must be a JSON object", field=name)
+        prefix = f"{name}." if name else ""
+        values: dict[str, Any] = {}
+        for key, value in body.items():
+            field = self.fields.get(key)
+            if field is None:
+                raise _unknown(f"{prefix}{key}")
+            if value is None or field.use is Use.IGNORED:
+                continue
+            if field.use is Use.REFUSED:
+                _check_neutral(f"{prefix}{key}", field, value)
+                continue
+            assert field.kind is not None
+            values[key] = field.kind.read(f"{prefix}{key}", value)
+        for key in self._required:
+            if key not in values:
+                raise wrong(f"{prefix}{key}", "is missing", reason="MISSING_REQUIRED_PARAMETER")
+        return values
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """JSON schema of the body."""
+        return {
+            "type": "object",
+            "properties": {name: field.schema for name, field in self.fields.items()},
+            "required": list(self._required),
+            "additionalProperties": False,
+        }
+
+
+def _check_neutral(name: str, field: Field, value: Any) -> None:
+    # True is 1 in Python, but not in JSON.
+    if not any(type(value) is type(other) and value == other for other in field.neutral):
+        raise wrong(name, f"is not supported: {field.help}", reason="UNSUPPORTED_PARAMETER")
+
+
+_LONGEST_NAME = 64
+
+
+def _unknown(name: str) -> InvalidArgument:
+    shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+    # Half of a surrogate pair could not be sent back.
+    shown = shown.encode(errors="replace").decode()
+    return InvalidArgument(f"Unknown parameter: '{shown}'", field=shown, reason="UNKNOWN_PARAMETER")
+
+
+def nested(table: Table) -> Kind:
+    """An object with the fields of another table; read as the values that were given."""
+    return Kind(lambda name, value: table.read(value, name=name), table.schema)
+
+
+# -- JSON ------------------------------------------------------------------------------------
+
+
+def parsed(text: bytes | str) -> Any:
+    """Return the JSON value of a body. Raises InvalidArgument.
+
+    NaN and Infinity, which Python would accept, are refused.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise _not_json("it is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise _not_json("it is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _not_json(f"{error.msg} at character {error.pos}") from None
+    except ValueError:  # a constant, or an integer of more digits than Python reads
+        raise _not_json("it has a number that JSON cannot have, or one that is too long") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _not_json(why: str) -> InvalidArgument:
+    return InvalidArgument(f"the body is not JSON: {why}", reason="INVALID_JSON")

@@ -1,0 +1,289 @@
+"""Fields by which every generation is sampled, scheduled and constrained, and their message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from gateway_service.openai.fields import Field, Table, Use, nested
+from gateway_service.openai.values import (
+    BOOLEAN,
+    LOGIT_BIAS,
+    TEXT,
+    Kind,
+    array,
+    integer,
+    number,
+    one_of,
+    text_of,
+    text_or_texts,
+    wrong,
+)
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.v1 import types_pb2
+
+MOST_CHOICES = 128
+MOST_LOGPROBS = 20
+_MOST_STOPS = 16
+_MOST_CONSTRAINT_BYTES = 64 * 1024
+_MOST_ALTERNATIVES = 1024
+
+_CONSTRAINT = text_of(least=1, most=_MOST_CONSTRAINT_BYTES)
+_ALTERNATIVES = array(text_of(least=1), least=1, most=_MOST_ALTERNATIVES)
+
+
+def _read_schema(name: str, value: Any) -> str:
+    """Return a JSON schema as text: a schema is an object or a boolean, or such as a string."""
+    if isinstance(value, str):
+        found: str = _CONSTRAINT.read(name, value)
+        return found
+    if not isinstance(value, dict | bool):
+        raise wrong(name, "must be a JSON schema", reason="INVALID_TYPE")
+    text = json.dumps(value)
+    if len(text) > _MOST_CONSTRAINT_BYTES:
+        raise wrong(name, f"has {len(text):,} bytes, at most {_MOST_CONSTRAINT_BYTES:,}")
+    return text
+
+
+JSON_SCHEMA = Kind(_read_schema, {"anyOf": [{"type": "object"}, {"type": "boolean"}, TEXT.schema]})
+
+_STRUCTURED_OUTPUTS = Table(
+    [
+        Field("json", JSON_SCHEMA, "A JSON schema, as an object or as text."),
+        Field("regex", _CONSTRAINT, "A regular expression that matches the whole text."),
+        Field("choice", _ALTERNATIVES, "The text is one of these."),
+        Field("grammar", _CONSTRAINT, "A grammar in llguidance's variant of Lark."),
+        Field("json_object", BOOLEAN, "Any JSON object."),
+    ]
+)
+
+STREAM_OPTIONS = Table(
+    [
+        Field("include_usage", BOOLEAN, "End with a chunk that has the usage.", default=False),
+        Field(
+            "include_plan",
+            BOOLEAN,
+            "Give the final chunk the field `splitpoint`: the plan, its reason, and times. Not "
+            "vLLM's.",
+            default=False,
+            is_extension=True,
+        ),
+        Field("include_obfuscation", None, "No padding is sent.", Use.IGNORED),
+    ]
+)
+
+_JSON_SCHEMA_FORMAT = Table(
+    [
+        Field("name", text_of(least=1, most=64), "Name of the schema.", is_required=True),
+        Field("description", TEXT, "What the answer is for."),
+        Field("schema", JSON_SCHEMA, "A JSON schema; absent: any JSON object."),
+        Field("strict", BOOLEAN, "The answer follows the schema either way."),
+    ]
+)
+_RESPONSE_FORMAT = Table(
+    [
+        Field(
+            "type",
+            one_of("text", "json_object", "json_schema"),
+            "Any text, a JSON object, or what a JSON schema allows.",
+            is_required=True,
+        ),
+        Field("json_schema", nested(_JSON_SCHEMA_FORMAT), "For the type json_schema."),
+    ]
+)
+
+
+def _read_response_format(name: str, value: Any) -> types_pb2.StructuredOutput | None:
+    given = _RESPONSE_FORMAT.read(value, name=name)
+    if given["type"] != "json_schema":
+        if "json_schema" in given:
+            raise wrong(f"{name}.json_schema", "needs the type json_schema")
+        is_json = given["type"] == "json_object"
+        return types_pb2.StructuredOutput(json_object=True) if is_json else None
+    if "json_schema" not in given:
+        raise wrong(f"{name}.json_schema", "is missing", reason="MISSING_REQUIRED_PARAMETER")
+    schema = given["json_schema"].get("schema")
+    if schema is None:
+        return types_pb2.StructuredOutput(json_object=True)
+    return types_pb2.StructuredOutput(json_schema=schema)
+
+
+def _extra(name: str, kind: Kind, help: str, default: Any = None) -> Field:
+    """Return a field that OpenAI does not have."""
+    return Field(name, kind, help, default=default, is_extension=True)
+
+
+def _ignored_extra(name: str, help: str) -> Field:
+    return Field(name, None, help, Use.IGNORED, is_extension=True)
+
+
+def _refused_extra(name: str, help: str, *neutral: Any) -> Field:
+    return Field(name, None, help, Use.REFUSED, neutral=neutral, is_extension=True)
+
+
+# OpenAI's fields of every generating endpoint.
+_OPENAI = (
+    Field("model", text_of(least=1), "Name of a served model.", is_required=True),
+    Field("temperature", number(0), "0 is greedy.", default=1.0),
+    Field("top_p", number(0, 1, above=True), "Mass of the tokens to sample from.", default=1.0),
+    Field("user", None, "Tenants come from the key.", Use.IGNORED),
+    Field("stream", BOOLEAN, "Send tokens as server-sent events.", default=False),
+)
+# Those that chat and completions have, but not the responses.
+_OPENAI_TEXT = (
+    Field("n", integer(1, MOST_CHOICES), "Number of answers to each prompt.", default=1),
+    Field("seed", integer(-(2**63), 2**63 - 1), "Makes sampling repeatable."),
+    Field("stream_options", nested(STREAM_OPTIONS), "What a stream has besides tokens."),
+    Field(
+        "stop",
+        text_or_texts(text_of(least=1, most=256), most=_MOST_STOPS),
+        "Texts that end the answer; they are not returned.",
+    ),
+    Field("presence_penalty", number(-2, 2), "For tokens that occurred.", default=0.0),
+    Field("frequency_penalty", number(-2, 2), "For each occurrence of a token.", default=0.0),
+    Field("logit_bias", LOGIT_BIAS, "Added to the logits of these token ids."),
+    Field(
+        "response_format",
+        Kind(_read_response_format, _RESPONSE_FORMAT.schema),
+        "Text, a JSON object, or what a JSON schema allows.",
+    ),
+)
+# vLLM's, and one of ours.
+_EXTENSIONS = (
+    _extra("top_k", integer(-1), "Sample from the k likeliest tokens; 0 and -1: all.", 0),
+    _extra("min_p", number(0, 1), "Drop tokens below this share of the likeliest.", 0.0),
+    _extra("repetition_penalty", number(0, above=True), "1 is none.", 1.0),
+    _extra("stop_token_ids", array(integer(0), most=64), "Tokens that end the answer."),
+    _extra("ignore_eos", BOOLEAN, "Go on after the end of the text.", False),
+    _extra("min_tokens", integer(0), "Fewest tokens before the answer may end.", 0),
+    _extra(
+        "cache_salt",
+        text_of(least=1, most=128),
+        "Only requests of the tenant with the same salt share cached prefixes.",
+    ),
+    _extra(
+        "priority",
+        integer(-10, 10),
+        "Among the tenant's requests; larger ones start first (vLLM: smaller ones).",
+        0,
+    ),
+    _extra(
+        "structured_outputs",
+        nested(_STRUCTURED_OUTPUTS),
+        "What the text must match: one of json, regex, choice, grammar, json_object.",
+    ),
+    _extra("guided_json", JSON_SCHEMA, "Former name of structured_outputs.json."),
+    _extra("guided_regex", _CONSTRAINT, "Former name of structured_outputs.regex."),
+    _extra("guided_choice", _ALTERNATIVES, "Former name of structured_outputs.choice."),
+    _extra("guided_grammar", _CONSTRAINT, "Former name of structured_outputs.grammar."),
+    _ignored_extra("guided_decoding_backend", "There is one."),
+    _extra(
+        "include_plan",
+        BOOLEAN,
+        "Give an answer that is not streamed the field `splitpoint`; see stream_options. Not "
+        "vLLM's.",
+        False,
+    ),
+    _refused_extra("skip_special_tokens", "special tokens are never part of the text", True),
+    _ignored_extra("spaces_between_special_tokens", "They are never part of the text."),
+    _refused_extra("include_stop_str_in_output", "the text never has what ended it", False),
+    _refused_extra("use_beam_search", "there is no beam search", False),
+    _refused_extra("length_penalty", "there is no beam search", 1, 1.0),
+    _refused_extra("prompt_logprobs", "prompts have no log-probabilities"),
+    _refused_extra("truncate_prompt_tokens", "prompts are never cut"),
+    _refused_extra("allowed_token_ids", "use structured_outputs or logit_bias"),
+    _refused_extra("bad_words", "use logit_bias", []),
+)
+# The tables of endpoints begin with these.
+COMMON_FIELDS = (*_OPENAI, *_EXTENSIONS)
+TEXT_FIELDS = (*COMMON_FIELDS, *_OPENAI_TEXT)
+
+# Values that go into SamplingParams under their own name.
+_SAME_NAME = (
+    *("temperature", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
+)
+# What OpenAI takes where a client says nothing; the scheduler is greedy.
+_DEFAULT_TEMPERATURE = 1.0
+
+
+def sampling_of(values: Mapping[str, Any]) -> types_pb2.SamplingParams:
+    """Return the message of the fields above. max_tokens and logprobs are the endpoint's.
+
+    Raises InvalidArgument if two fields constrain the text.
+    """
+    given = {name: values[name] for name in _SAME_NAME if name in values}
+    given.setdefault("temperature", _DEFAULT_TEMPERATURE)
+    sampling = types_pb2.SamplingParams(**given)
+    if values.get("top_k", 0) > 0:
+        sampling.top_k = values["top_k"]
+    constraint = structured_output_of(values)
+    if constraint is not None:
+        sampling.structured_output.CopyFrom(constraint)
+    return sampling
+
+
+_FORMER_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+def structured_output_of(values: Mapping[str, Any]) -> types_pb2.StructuredOutput | None:
+    """Return what constrains the text; None: nothing. Raises InvalidArgument for two of them."""
+    given = {(name, kind): values[name] for name, kind in _FORMER_NAMES.items() if name in values}
+    for kind, value in values.get("structured_outputs", {}).items():
+        if kind != "json_object" or value:
+            given["structured_outputs", kind] = value
+    if values.get("response_format") is not None:
+        given["response_format", "message"] = values["response_format"]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise wrong([*given][1][0], "is given beside another constraint of the text: give one")
+    ((_, kind), value), *_ = given.items()
+    match kind:
+        case "message":
+            found: types_pb2.StructuredOutput = value
+            return found
+        case "json":
+            return types_pb2.StructuredOutput(json_schema=value)
+        case "choice":
+            return types_pb2.StructuredOutput(choice=types_pb2.Choices(texts=value))
+        case _:
+            return types_pb2.StructuredOutput(**{kind: value})
+
+
+def generate_request(values: Mapping[str, Any]) -> pb.GenerateRequest:
+    """Return a request with what all endpoints have in common; prompt and id are the endpoint's."""
+    request = pb.GenerateRequest(model=values["model"], sampling=sampling_of(values))
+    request.priority = values.get("priority", 0)
+    if "cache_salt" in values:
+        request.cache_salt = values["cache_salt"].encode()
+    return request
+
+
+def choices_of(
+    request: pb.GenerateRequest, request_id: str, first: int, count: int
+) -> list[pb.GenerateRequest]:
+    """Return `count` requests that differ in id and seed only.
+
+    The first has the id of index `first`; seeds count up from the request's, if it has one.
+    """
+    found = []
+    for index in range(count):
+        each = pb.GenerateRequest()
+        each.CopyFrom(request)
+        each.request_id = request_id if first + index == 0 else f"{request_id}-{first + index}"
+        if request.sampling.HasField("seed"):
+            each.sampling.seed = _wrapped(request.sampling.seed + index)
+        found.append(each)
+    return found
+
+
+def _wrapped(seed: int) -> int:
+    """Return a seed behind the largest one as one from the smallest on."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -1,0 +1,107 @@
+"""/tokenize and /detokenize, with vLLM's fields."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from gateway_service.openai.fields import Field, Table
+from gateway_service.openai.values import (
+    BOOLEAN,
+    OBJECT,
+    array,
+    integer,
+    text_of,
+    wrong,
+)
+from splitpoint.v1 import scheduler_pb2 as pb
+
+_MODEL = Field("model", text_of(), "Name of a served model; absent: the only one.")
+_MOST_TOKENS = 1 << 20
+MESSAGES = array(OBJECT, least=1, most=4096)
+_TOOLS = array(OBJECT)
+
+TOKENIZE_FIELDS = Table(
+    [
+        _MODEL,
+        Field("prompt", text_of(least=1), "A text; or give messages."),
+        Field("messages", MESSAGES, "A chat; or give a prompt."),
+        Field(
+            "add_special_tokens",
+            BOOLEAN,
+            "Put the model's special tokens around the prompt. A chat's come from its template.",
+        ),
+        Field("return_token_strs", BOOLEAN, "Return the tokens' texts, too.", default=False),
+        Field("add_generation_prompt", BOOLEAN, "Begin an answer to the chat.", default=True),
+        Field(
+            "continue_final_message", BOOLEAN, "The last message is not finished.", default=False
+        ),
+        Field("tools", _TOOLS, "Functions that the chat's template shows."),
+        Field("chat_template_kwargs", OBJECT, "Further variables of the chat's template."),
+    ]
+)
+DETOKENIZE_FIELDS = Table(
+    [
+        _MODEL,
+        Field(
+            "tokens",
+            array(integer(0), least=1, most=_MOST_TOKENS),
+            "Token ids.",
+            is_required=True,
+        ),
+    ]
+)
+_OF_CHATS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeJob:
+    """A body of /tokenize."""
+
+    request: pb.TokenizeRequest
+    has_texts: bool
+
+    def result(self, response: pb.TokenizeResponse, context_length: int) -> dict[str, Any]:
+        return {
+            "count": len(response.token_ids),
+            "max_model_len": context_length,
+            "tokens": [*response.token_ids],
+            "token_strs": [*response.tokens] if self.has_texts else None,
+        }
+
+
+def read_tokenize(body: Any) -> TokenizeJob:
+    """Return what a body asks for. Raises InvalidArgument with the field."""
+    values = TOKENIZE_FIELDS.read(body)
+    if ("prompt" in values) == ("messages" in values):
+        raise wrong("prompt", "or messages: give one of them", reason="MISSING_REQUIRED_PARAMETER")
+    request = pb.TokenizeRequest(model=values.get("model", ""))
+    if "prompt" in values:
+        for name in _OF_CHATS:
+            if name in values:
+                raise wrong(name, "is for messages")
+        request.text = values["prompt"]
+        request.omits_special_tokens = not values.get("add_special_tokens", True)
+    else:
+        request.chat.CopyFrom(_chat_of(values))
+    return TokenizeJob(request, values.get("return_token_strs", False))
+
+
+def _chat_of(values: dict[str, Any]) -> pb.ChatPrompt:
+    chat = pb.ChatPrompt(messages=json.dumps(values["messages"]))
+    if "tools" in values:
+        chat.tools = json.dumps(values["tools"])
+    if "chat_template_kwargs" in values:
+        chat.template_arguments = json.dumps(values["chat_template_kwargs"])
+    chat.continues_final_message = values.get("continue_final_message", False)
+    chat.omits_generation_prompt = not values.get("add_generation_prompt", True)
+    return chat
+
+
+def read_detokenize(body: Any) -> pb.DetokenizeRequest:
+    """Return what a body asks for. Raises InvalidArgument with the field."""
+    values = DETOKENIZE_FIELDS.read(body)
+    return pb.DetokenizeRequest(
+        model=values.get("model", ""), token_ids=values["tokens"], keeps_special_tokens=True
+    )

@@ -1,0 +1,216 @@
+"""Kinds of JSON values: how one is checked, and its JSON schema.
+
+Errors name the field as the client wrote it and the type of the value, never the value: it may be
+a prompt. Null counts as absent and never comes here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from splitpoint.errors import InvalidArgument
+from splitpoint.words import counted
+
+# Takes the field's name and its value. Returns the value as the program uses it; raises
+# InvalidArgument.
+Read = Callable[[str, Any], Any]
+Schema = Mapping[str, Any]
+
+LARGEST_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of value: its check, and the JSON schema of what passes."""
+
+    read: Read
+    schema: Schema
+
+
+def wrong(name: str, message: str, *, reason: str = "INVALID_VALUE") -> InvalidArgument:
+    """Return the error of a field."""
+    return InvalidArgument(f"{name} {message}", field=name, reason=reason)
+
+
+def wrong_type(name: str, value: Any, wanted: str) -> InvalidArgument:
+    return wrong(name, f"must be {wanted}, not {_shown(value)}", reason="INVALID_TYPE")
+
+
+def _shown(value: Any) -> str:
+    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
+    names |= {list: "an array", dict: "an object"}
+    return names.get(type(value), "null")
+
+
+# -- scalars ----------------------------------------------------------------------------
+
+
+def integer(least: int, most: int = LARGEST_INT32) -> Kind:
+    """An integer, which JSON may also write as 3.0."""
+
+    def read(name: str, value: Any) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type(name, value, "an integer")
+        if not least <= value <= most:
+            raise wrong(name, f"must be from {least} to {most}")
+        return value
+
+    return Kind(read, {"type": "integer", "minimum": least, "maximum": most})
+
+
+def number(least: float, most: float = math.inf, *, above: bool = False) -> Kind:
+    """A finite number. `above`: greater than `least`, not equal to it."""
+    bounds = {"exclusiveMinimum" if above else "minimum": least}
+    words = f"{'above' if above else 'at least'} {least:g}"
+    if most < math.inf:
+        bounds["maximum"] = most
+        words += f" and at most {most:g}"
+
+    def read(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong_type(name, value, "a number")
+        try:
+            found = float(value)
+        except OverflowError:
+            found = math.inf
+        if not math.isfinite(found) or found > most or (found <= least if above else found < least):
+            raise wrong(name, f"must be a finite number {words}")
+        return found
+
+    return Kind(read, {"type": "number", **bounds})
+
+
+def _read_boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise wrong_type(name, value, "a boolean")
+    return value
+
+
+BOOLEAN = Kind(_read_boolean, {"type": "boolean"})
+
+
+def read_text(name: str, value: Any) -> str:
+    """Return a string that UTF-8 can encode: JSON can name half of a surrogate pair."""
+    if not isinstance(value, str):
+        raise wrong_type(name, value, "a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise wrong(
+            name, f"has half of a surrogate pair at character {error.start}", reason="INVALID_TEXT"
+        ) from None
+    return value
+
+
+TEXT = Kind(read_text, {"type": "string"})
+
+
+def text_of(*, least: int = 0, most: int | None = None) -> Kind:
+    """A string of so many bytes in UTF-8; its schema bounds the characters."""
+    schema: dict[str, Any] = {"type": "string"}
+    if least:
+        schema["minLength"] = least
+    if most is not None:
+        schema["maxLength"] = most
+
+    def read(name: str, value: Any) -> str:
+        found = read_text(name, value)
+        size = len(found.encode())
+        if size < least:
+            raise wrong(name, "must not be empty")
+        if most is not None and size > most:
+            raise wrong(name, f"has {counted(size, 'byte')} of UTF-8, at most {most:,}")
+        return found
+
+    return Kind(read, schema)
+
+
+def one_of(*choices: str) -> Kind:
+    """One of these strings."""
+
+    def read(name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise wrong_type(name, value, "a string")
+        if value not in choices:
+            raise wrong(name, f"must be one of {', '.join(choices)}")
+        return value
+
+    return Kind(read, {"type": "string", "enum": [*choices]})
+
+
+# -- arrays and objects --------------------------------------------------------------------
+
+
+def array(kind: Kind, *, least: int = 0, most: int | None = None) -> Kind:
+    """An array of values of one kind."""
+    schema: dict[str, Any] = {"type": "array", "items": kind.schema}
+    if least:
+        schema["minItems"] = least
+    if most is not None:
+        schema["maxItems"] = most
+
+    def read(name: str, value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise wrong_type(name, value, "an array")
+        if len(value) < least:
+            raise wrong(name, "must not be empty")
+        if most is not None and len(value) > most:
+            raise wrong(name, f"has {counted(len(value), 'entry', 'entries')}, at most {most:,}")
+        return [kind.read(f"{name}[{index}]", item) for index, item in enumerate(value)]
+
+    return Kind(read, schema)
+
+
+def text_or_texts(kind: Kind, *, most: int) -> Kind:
+    """A string, or an array of strings; read as a list."""
+    several = array(kind, most=most)
+
+    def read(name: str, value: Any) -> list[str]:
+        if isinstance(value, str):
+            return [kind.read(name, value)]
+        if not isinstance(value, list):
+            raise wrong_type(name, value, "a string or an array of strings")
+        found: list[str] = several.read(name, value)
+        return found
+
+    return Kind(read, {"anyOf": [kind.schema, several.schema]})
+
+
+def _read_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong_type(name, value, "an object")
+    return value
+
+
+OBJECT = Kind(_read_object, {"type": "object"})
+
+
+def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
+    given = _read_object(name, value)
+    if len(given) > _MOST_BIASES:
+        raise wrong(name, f"has {counted(len(given), 'entry', 'entries')}, at most {_MOST_BIASES}")
+    found = {}
+    for key, bias in given.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) > LARGEST_INT32:
+            raise wrong(name, "must have token ids as keys")
+        found[int(key)] = _BIAS.read(f"{name}.{key}", bias)
+    return found
+
+
+_MOST_BIASES = 1024
+_BIAS = number(-100, 100)
+# Token ids as keys, as text since JSON has no others.
+LOGIT_BIAS = Kind(
+    _read_logit_bias,
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": _BIAS.schema,
+        "maxProperties": _MOST_BIASES,
+    },
+)
