@@ -256,7 +256,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("limits", "worker_facts", "policy", "options"),
         *("prefixes", "cluster", "api", "placement", "requests"),
     ),
-    "gateway_service": ("plan_report", "tool_calls"),
+    "gateway_service": ("plan_report", "tool_calls", "openai"),
     "splitpoint_cli": (
         *(
             "files",
