@@ -163,7 +163,7 @@ class CompletionJob:
         return self.echoes[index // self.choices_per_prompt] if self.echoes else ""
 
     def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the answer's JSON object. Raises Internal, Unavailable for one that is not whole."""
+        """Return the JSON object. Raises Internal, Unavailable if an answer is not whole."""
         completes = [answer.finished for answer in answers]
         found = {
             **_head(self),
