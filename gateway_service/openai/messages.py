@@ -1,0 +1,181 @@
+"""The messages of a chat: light checks, and the form in which the scheduler renders them.
+
+What a model's template makes of them, and the checks of their contents, are the scheduler's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from gateway_service.openai.fields import Field
+from gateway_service.openai.values import BOOLEAN, OBJECT, Kind, read_text, wrong, wrong_type
+from splitpoint.v1 import scheduler_pb2 as pb
+
+MOST_MESSAGES = 4096
+# Parts of a content by their type, and the field that has the text.
+_TEXT_PARTS = {"text": "text", "refusal": "refusal"}
+# Fields of older or other messages that hold nothing for a template if they are null.
+_DROPPED = frozenset({"annotations", "audio", "refusal"})
+_ROLES = {"developer": "system"}
+
+
+def _read_messages(name: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise wrong_type(name, value, "an array")
+    if not value:
+        raise wrong(name, "must not be empty")
+    if len(value) > MOST_MESSAGES:
+        raise wrong(name, f"has {len(value):,} messages, at most {MOST_MESSAGES:,}")
+    return [_read_message(f"{name}[{index}]", message) for index, message in enumerate(value)]
+
+
+def _read_message(name: str, value: Any) -> dict[str, Any]:
+    """Return a message without what is null, and with contents as text or parts of text."""
+    if not isinstance(value, dict):
+        raise wrong_type(name, value, "an object")
+    message = {key: item for key, item in value.items() if item is not None and key not in _DROPPED}
+    role = read_text(f"{name}.role", message.get("role"))
+    if not role:
+        raise wrong(f"{name}.role", "must not be empty")
+    message["role"] = _ROLES.get(role, role)
+    if "function_call" in message:
+        raise wrong(f"{name}.function_call", "is not supported: use tool_calls")
+    message["content"] = _read_content(f"{name}.content", value.get("content"))
+    if message["content"] is None:
+        if role == "assistant" and value.get("refusal"):
+            message["content"] = read_text(f"{name}.refusal", value["refusal"])
+        elif not message.get("tool_calls"):
+            raise wrong(f"{name}.content", "must not be null", reason="MISSING_REQUIRED_PARAMETER")
+    return message
+
+
+def _read_content(name: str, value: Any) -> str | list[dict[str, str]] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return read_text(name, value)
+    if not isinstance(value, list):
+        raise wrong_type(name, value, "a string or an array of parts")
+    return [read_part(f"{name}[{index}]", part, _TEXT_PARTS) for index, part in enumerate(value)]
+
+
+def read_part(name: str, value: Any, kinds: Mapping[str, str]) -> dict[str, str]:
+    """Return one part of a content as a part of text. `kinds`: fields of the text by type."""
+    if not isinstance(value, dict):
+        raise wrong_type(name, value, "an object")
+    kind = read_text(f"{name}.type", value.get("type"))
+    if kind not in kinds:
+        raise wrong(
+            f"{name}.type",
+            f"must be {' or '.join(kinds)}: the model reads text only",
+            reason="UNSUPPORTED_CONTENT",
+        )
+    field = kinds[kind]
+    return {"type": "text", "text": read_text(f"{name}.{field}", value.get(field))}
+
+
+_PART_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"const": kind}, field: {"type": "string"}},
+            "required": ["type", field],
+        }
+        for kind, field in _TEXT_PARTS.items()
+    ]
+}
+_CALL_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {"type": "string", "description": "A JSON object, as text."},
+            },
+            "required": ["name", "arguments"],
+        },
+    },
+    "required": ["function"],
+}
+_MESSAGE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "role": {
+            "type": "string",
+            "minLength": 1,
+            "description": "system, developer, user, assistant, tool, or what the template knows.",
+        },
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": _PART_SCHEMA},
+                {"type": "null"},
+            ]
+        },
+        "tool_calls": {"anyOf": [{"type": "array", "items": _CALL_SCHEMA}, {"type": "null"}]},
+        "tool_call_id": {"type": ["string", "null"]},
+        "name": {"type": ["string", "null"]},
+    },
+    "required": ["role"],
+}
+MESSAGES = Kind(
+    _read_messages,
+    {"type": "array", "items": _MESSAGE_SCHEMA, "minItems": 1, "maxItems": MOST_MESSAGES},
+)
+
+# How a chat becomes a prompt. The names are vLLM's.
+CHAT_PROMPT_FIELDS = (
+    Field(
+        "chat_template_kwargs",
+        OBJECT,
+        "Further variables of the chat template, such as enable_thinking.",
+        is_extension=True,
+    ),
+    Field(
+        "add_generation_prompt",
+        BOOLEAN,
+        "Begin an answer behind the last message.",
+        default=True,
+        is_extension=True,
+    ),
+    Field(
+        "continue_final_message",
+        BOOLEAN,
+        "Go on in the last message, which is the assistant's.",
+        default=False,
+        is_extension=True,
+    ),
+)
+
+
+def chat_prompt(values: Mapping[str, Any], messages: Any, tools: Any) -> pb.ChatPrompt:
+    """Return the prompt of a chat, with the fields of `CHAT_PROMPT_FIELDS` in `values`.
+
+    Raises InvalidArgument.
+    """
+    prompt = pb.ChatPrompt(messages=_as_json("messages", messages))
+    if tools:
+        prompt.tools = _as_json("tools", tools)
+    if "chat_template_kwargs" in values:
+        arguments = values["chat_template_kwargs"]
+        prompt.template_arguments = _as_json("chat_template_kwargs", arguments)
+    if values.get("continue_final_message", False):
+        if values.get("add_generation_prompt", False):
+            raise wrong("continue_final_message", "cannot come with add_generation_prompt")
+        prompt.continues_final_message = True
+    prompt.omits_generation_prompt = not values.get("add_generation_prompt", True)
+    return prompt
+
+
+def _as_json(name: str, value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise wrong(name, "is nested too deeply") from None
+    read_text(name, text)
+    return text
