@@ -14,14 +14,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from scheduler_service.limits import Limits
-from scheduler_service.options import SchedulerOptions, ServedModel
+from scheduler_service.model_files import load_served_model
+from scheduler_service.options import SchedulerOptions
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.service import Scheduler
-from splitpoint.checkpoint.config import read_shape
-from splitpoint.checkpoint.resolve import eos_token_ids, resolve_model
-from splitpoint.checkpoint.text import Tokenizer
+from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.config import check_address
 from splitpoint.errors import InvalidArgument, PermissionDenied
 from splitpoint.observe.metrics_server import metrics_served
@@ -62,10 +62,10 @@ def _options(arguments: argparse.Namespace, setup: Setup) -> SchedulerOptions:
         check_address(address, field="worker")
     folder = resolve_model(arguments.model, download=False)
     data_type = None if arguments.dtype == "auto" else DataType(arguments.dtype)
-    shape = read_shape(folder, data_type=data_type)
+    template = None if arguments.chat_template is None else Path(arguments.chat_template)
     residency = None if arguments.residency == "auto" else Residency(arguments.residency)
     return SchedulerOptions(
-        model=ServedModel(shape, Tokenizer.load(folder), frozenset(eos_token_ids(folder))),
+        model=load_served_model(folder, data_type, chat_template=template),
         worker_addresses=arguments.worker,
         server_key=read_server_key(arguments.server_key_file),
         limits=replace(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from scheduler_service.limits import Limits
 from scheduler_service.policy.settings import PolicySettings
+from splitpoint.chat.renderer import ChatRenderer
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.discovery.redis_options import RedisOptions
 from splitpoint.options.scheduler import AnswerCharge
@@ -23,6 +25,12 @@ class ServedModel:
     shape: ModelShape
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int] = frozenset()
+    # Renders chats. None: the model has no chat template. The scheduler closes it.
+    chats: ChatRenderer | None = None
+    # The form of tool calls that the chat template teaches; empty: none that is known.
+    tool_call_format: str = ""
+    # Files of the tokenizer, by the names that they have in a model folder.
+    tokenizer_files: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

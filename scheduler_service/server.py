@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
+from scheduler_service.api.prompts import (
+    Encode,
+    Render,
+    check_tokens,
+    encoded_prompt,
+    prompt_exceeds,
+)
 from scheduler_service.api.request import Request, Resume
 from scheduler_service.api.stalls import StallBound
 from scheduler_service.api.text_jobs import TextJobs
-from scheduler_service.api.validation import (
-    Encode,
-    check_model,
-    check_text,
-    prompt_exceeds,
-    validate_generate,
-)
+from scheduler_service.api.validation import check_model, validate_generate
 from scheduler_service.explain import explain_plans
 from scheduler_service.requests.manager import RequestManager
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.checkpoint.text import TooManyTokens
-from splitpoint.errors import DeadlineExceeded, ResourceExhausted
+from splitpoint.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+)
 from splitpoint.numerics import Numerics
 from splitpoint.observe import tracing
 from splitpoint.observe.logs import set_request
@@ -40,12 +48,14 @@ from splitpoint.transport.convert import (
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc
+from splitpoint.words import counted
 
 INFERENCE_SERVICE = "splitpoint.v1.InferenceService"
 
 # Each token takes at least four bytes of a Tokenize answer: id, spelling, and two headers.
 _MOST_TOKENS_OF_A_MESSAGE = MESSAGE_LIMIT_BYTES // 4
 _PIECE_TOKENS = 4096
+_PIECE_BYTES = 1 << 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _Result = TypeVar("_Result")
@@ -81,8 +91,30 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         check_model(request.model, self._shape)
-        text = request.text
-        return await self._run_job(request, text, lambda: self._tokenized(text))
+        return await self._run_job(request, lambda: self._tokenized(request))
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        check_model(request.model, self._shape)
+        return await self._text_jobs.run(
+            lambda: self._detokenized(request),
+            tenant=current_caller().tenant,
+            request_bytes=request.ByteSize(),
+            text_bytes=request.ByteSize(),
+        )
+
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> None:
+        check_model(request.model, self._shape)
+        files = self._manager.options.model.tokenizer_files
+        if self._tokenizer is None:
+            raise FailedPrecondition("the model has no tokenizer", reason="NO_TOKENIZER")
+        with StallBound(self._limits.stall_seconds) as bound:
+            for name, path in files.items():
+                async for data in _pieces(path):
+                    bound.begin()
+                    await context.write(pb.GetTokenizerResponse(file_name=name, data=data))
+                    bound.end()
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         check_model(request.model, self._shape)
@@ -104,6 +136,11 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
     @property
     def _encode(self) -> Encode | None:
         return None if self._tokenizer is None else self._tokenizer.encode
+
+    @property
+    def _render(self) -> Render | None:
+        chats = self._manager.options.model.chats
+        return None if chats is None else chats.render
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -128,6 +165,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 request,
                 shape,
                 encode,
+                render=self._render,
                 tenant=caller.tenant,
                 weight=caller.weight,
                 server_key=key,
@@ -135,19 +173,18 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             self._manager.prepare(checked)
             return checked
 
-        return await self._run_job(request, request.text, job)
+        return await self._run_job(request, job)
 
     async def _run_job(
         self,
         request: pb.GenerateRequest | pb.TokenizeRequest,
-        text: str,
         job: Callable[[], _Result],
     ) -> _Result:
-        """Run the job, in a thread if the text is long.
+        """Run the job, in a thread if the text is long, or a chat.
 
         Raises InvalidArgument at once for a text that by its bytes alone exceeds the context.
         """
-        tokenizer, context_length = self._tokenizer, self._shape.context_length
+        tokenizer, context_length, text = self._tokenizer, self._shape.context_length, request.text
         if tokenizer is not None and tokenizer.fewest_tokens(text) >= context_length:
             error = TooManyTokens(tokenizer.fewest_tokens(text), is_exact=False)
             raise prompt_exceeds(error, "text", context_length)
@@ -157,7 +194,8 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             job,
             tenant=current_caller().tenant,
             request_bytes=size,
-            text_bytes=size if text or has_resumed else 0,
+            text_bytes=size if text or has_resumed or request.HasField("chat") else 0,
+            blocks=request.HasField("chat"),
         )
 
     async def _deliver(self, request: Request, resume: Resume, context: Context) -> None:
@@ -167,9 +205,9 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 await context.write(response)
                 bound.end()
 
-    def _tokenized(self, text: str) -> pb.TokenizeResponse:
+    def _tokenized(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         try:
-            ids = check_text(text, self._encode, _MOST_TOKENS_OF_A_MESSAGE)
+            ids = encoded_prompt(request, self._encode, self._render, _MOST_TOKENS_OF_A_MESSAGE)
         except TooManyTokens as error:
             raise _too_large(error) from None
         response = pb.TokenizeResponse()
@@ -181,6 +219,26 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 response.tokens.extend(self._tokenizer.spelling(piece))
         if response.ByteSize() > MESSAGE_LIMIT_BYTES:
             raise _too_large(TooManyTokens(len(ids), is_exact=True))
+        return response
+
+    def _detokenized(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        ids = request.token_ids
+        if not 1 <= len(ids) <= self._shape.context_length:
+            raise InvalidArgument(
+                f"{counted(len(ids), 'token')}, from 1 to {self._shape.context_length:,} are "
+                "detokenized",
+                field="token_ids",
+            )
+        check_tokens(ids, "token_ids", self._shape)
+        if self._tokenizer is None:
+            raise FailedPrecondition("the model has no tokenizer", reason="NO_TOKENIZER")
+        text = self._tokenizer.decode(ids, keeps_special_tokens=request.keeps_special_tokens)
+        response = pb.DetokenizeResponse(text=text)
+        if response.ByteSize() > MESSAGE_LIMIT_BYTES:
+            raise ResourceExhausted(
+                f"the text of {counted(len(ids), 'token')} exceeds a message",
+                reason="MESSAGE_TOO_LARGE",
+            )
         return response
 
     def _model_message(self) -> pb.Model:
@@ -199,6 +257,8 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             numerics=numerics_to_proto(Numerics.INVARIANT if digest else Numerics.FAST),
             numerics_digest=digest,
             weight_format=weight_format_to_proto(_lossiest(ready)),
+            has_chat_template=self._render is not None,
+            tool_call_format=self._manager.options.model.tool_call_format,
         )
         methods = {method for facts in ready for method in facts.draft_methods}
         message.draft_methods.extend(draft_method_to_proto(each) for each in sorted(methods))
@@ -206,6 +266,13 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         message.selection_methods.extend(map(selection_method_to_proto, sorted(selects_by)))
         message.shape.name = message.name
         return message
+
+
+async def _pieces(path: Path) -> AsyncIterator[bytes]:
+    """Yield the bytes of a file, as it is now."""
+    with await asyncio.to_thread(path.open, "rb") as file:
+        while data := await asyncio.to_thread(file.read, _PIECE_BYTES):
+            yield data
 
 
 def _too_large(error: TooManyTokens) -> ResourceExhausted:

@@ -129,6 +129,8 @@ class Scheduler:
         await self.registry.close()
         await self._stores.close()
         await self._text_jobs.close()
+        if (chats := self._options.model.chats) is not None:
+            await asyncio.to_thread(chats.close)
         if self._link is not None:
             await self._link.close()
 

@@ -218,7 +218,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "numerics",
             "selection",
         ),
-        *("host", "costs", "planning", "residency", "checkpoint", "arena"),
+        *("host", "costs", "planning", "residency", "checkpoint", "chat", "arena"),
         *("observe", "options", "transport", "discovery", "client"),
     ),
     "kvstore_service": (

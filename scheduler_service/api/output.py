@@ -35,6 +35,7 @@ class Output:
             self._stop_token_ids |= eos_token_ids
         # Trailing stop tokens. They are no text if the request ends with them.
         self._withheld: list[int] = []
+        self._tokenizer = tokenizer
         self._stream: TextStream | None = None
         if tokenizer is not None:
             self._stream = TextStream(
@@ -92,7 +93,9 @@ class Output:
         for token_id in token_ids:
             self._texts.append(self._text_after(token_id))
         self.token_ids.extend(token_ids)
-        self._logprobs.extend(logprobs)
+        if logprobs:
+            self._spell(token_ids, logprobs)
+            self._logprobs.extend(logprobs)
 
     def finish(self, *, stopped: bool) -> str:
         """Return the text held back until now. `stopped`: the request did not end by length."""
@@ -112,6 +115,18 @@ class Output:
             text="".join(self._texts[start:end]),
             logprobs=self._logprobs[max(0, start - known) : max(0, end - known)],
         )
+
+    def _spell(
+        self, token_ids: Sequence[int], logprobs: Sequence[types_pb2.PositionLogprobs]
+    ) -> None:
+        """Fill in the bytes of the tokens, which workers leave out."""
+        if self._tokenizer is None:
+            return
+        bytes_of = self._tokenizer.token_bytes
+        for token_id, position in zip(token_ids, logprobs, strict=True):
+            position.chosen_token_bytes = bytes_of(token_id)
+            for alternative in position.top:
+                alternative.token_bytes = bytes_of(alternative.token_id)
 
     def _text_after(self, token_id: int) -> str:
         if self._stream is None:

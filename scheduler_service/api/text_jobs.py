@@ -38,9 +38,17 @@ class TextJobs:
         self._threads = ThreadPoolExecutor(limits.text_jobs, thread_name_prefix="long text")
 
     async def run(
-        self, job: Callable[[], _Result], *, tenant: str, request_bytes: int, text_bytes: int
+        self,
+        job: Callable[[], _Result],
+        *,
+        tenant: str,
+        request_bytes: int,
+        text_bytes: int,
+        blocks: bool = False,
     ) -> _Result:
         """Run the job: at once, in a thread, or for a long text in a thread once there is a place.
+
+        `blocks`: it waits for another process, so it never runs on the event loop.
 
         Raises what the job raises, and ResourceExhausted if too many texts wait already or
         the wait was too long.
@@ -48,7 +56,7 @@ class TextJobs:
         if text_bytes > _LONG_TEXT_BYTES:
             await self._take_place(tenant)
             return await self._run_in_place(job, tenant)
-        if request_bytes > _SHORT_BYTES:
+        if blocks or request_bytes > _SHORT_BYTES:
             return await asyncio.to_thread(job)
         return job()
 

@@ -1,7 +1,7 @@
 """Checks a GenerateRequest field by field and turns it into a `Request`.
 
-Pure but for the tokenizer. What depends on workers or stores (the worker's name, the
-split, memory) is decided later.
+Pure but for the tokenizer and the chat template. What depends on workers or stores (the worker's
+name, the split, memory) is decided later.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Sequence
 
+from scheduler_service.api.prompts import Encode, Render, check_tokens, prompt_of
 from scheduler_service.api.request import FROM_THE_START, Request, Resume
 from scheduler_service.policy.waiting import LEAST_PRIORITY, MOST_PRIORITY
-from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.keys import SALT_LIMIT, request_seed
 from splitpoint.planning.plan import Residency, RestoreMethod, check_forced_method
@@ -37,33 +36,32 @@ STOP_TOKEN_LIMIT = 64
 LOGIT_BIAS_LIMIT = 1024
 LOGPROBS_LIMIT = 20
 
-# Converts text to at most so many token ids; raises TooManyTokens if there are more.
-Encode = Callable[[str, int], list[int]]
-
 
 def validate_generate(
     request: scheduler_pb2.GenerateRequest,
     model: ModelShape,
     encode: Encode | None,
     *,
+    render: Render | None = None,
     tenant: str = "",
     weight: float = 1.0,
     server_key: bytes,
 ) -> Request:
     """Check everything, tokenize text, and fill in what was left open.
 
-    `weight`: the tenant's. `encode` is None if the model has no tokenizer. A request without a
-    seed gets the one that every scheduler of this `server_key` gives it.
+    `weight`: the tenant's. `encode` is None if the model has no tokenizer, `render` if it has no
+    chat template. A request without a seed gets the one that every scheduler of this
+    `server_key` gives it.
 
     Raises InvalidArgument with the field's path, NotFound for another model, and
-    FailedPrecondition if text needs a tokenizer that is not there.
+    FailedPrecondition if it needs a tokenizer or a template that is not there.
     """
     check_model(request.model, model)
     _check_names(request)
     split, method, residency = _restore_options(request)
     _check_sampling(request.sampling, model, has_tokenizer=encode is not None)
     selection = _selection_of(request)
-    prompt = _prompt_of(request, model, encode)
+    prompt = prompt_of(request, model, encode, render)
     request_id = request.request_id or secrets.token_hex(16)
     sampling = _complete_sampling(request.sampling, len(prompt), model.context_length)
     if not sampling.HasField("seed"):
@@ -98,31 +96,6 @@ def optional_residency(number: int) -> Residency | None:
     if number == types_pb2.RESIDENCY_UNSPECIFIED:
         return None
     return residency_from_proto(number)
-
-
-def check_text(text: str, encode: Encode | None, most: int) -> list[int]:
-    """Return the token ids of a text, at most `most`.
-
-    Raises InvalidArgument (empty), FailedPrecondition (no tokenizer), TooManyTokens.
-    """
-    if not text:
-        raise InvalidArgument("the text is empty", field="text")
-    if encode is None:
-        raise FailedPrecondition(
-            "the model has no tokenizer: send token ids", reason="NO_TOKENIZER"
-        )
-    return encode(text, most)
-
-
-def prompt_exceeds(error: TooManyTokens, field: str, context_length: int) -> InvalidArgument:
-    """Return the error for a prompt that fills the context or more."""
-    return InvalidArgument(
-        f"a prompt of {error} leaves no room in the context of {context_length:,}",
-        field=field,
-        reason="CONTEXT_EXCEEDED",
-        prompt_tokens=error.count,
-        context_length=context_length,
-    )
 
 
 def _check_names(request: scheduler_pb2.GenerateRequest) -> None:
@@ -172,51 +145,15 @@ def _selection_of(request: scheduler_pb2.GenerateRequest) -> Selection:
     return selection
 
 
-def _prompt_of(
-    request: scheduler_pb2.GenerateRequest, model: ModelShape, encode: Encode | None
-) -> tuple[int, ...]:
-    """Return the prompt's tokens. They are counted before they are copied."""
-    most = model.context_length - 1
-    match request.WhichOneof("prompt"):
-        case "text":
-            return _prompt_of_text(request.text, model, encode, most)
-        case "token_ids":
-            ids, field = request.token_ids.ids, "token_ids.ids"
-            if len(ids) > most:
-                too_many = TooManyTokens(len(ids), is_exact=True)
-                raise prompt_exceeds(too_many, field, model.context_length)
-            if not ids:
-                raise InvalidArgument("the prompt is empty", field=field)
-            _check_tokens(ids, field, model)
-            return tuple(ids)
-        case _:
-            raise InvalidArgument("neither text nor token_ids is set", field="prompt")
-
-
-def _prompt_of_text(
-    text: str, model: ModelShape, encode: Encode | None, most: int
-) -> tuple[int, ...]:
-    try:
-        ids = check_text(text, encode, most)
-    except TooManyTokens as error:
-        raise prompt_exceeds(error, "text", model.context_length) from None
-    if not ids:
-        raise InvalidArgument("the prompt is empty", field="text")
-    # A tokenizer may know more tokens than the checkpoint has rows for.
-    if max(ids) >= model.vocabulary_size:
-        raise InvalidArgument("the text holds a token that the model lacks", field="text")
-    return tuple(ids)
-
-
 def _complete_sampling(
     asked: types_pb2.SamplingParams, prompt_tokens: int, context_length: int
 ) -> types_pb2.SamplingParams:
     """Return a copy with max_tokens. Raises InvalidArgument beyond the context."""
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(asked)
-    room = context_length - prompt_tokens  # at least 1, as _prompt_of checked
+    room = context_length - prompt_tokens  # at least 1, as prompt_of checked
     if not sampling.HasField("max_tokens"):
-        sampling.max_tokens = min(DEFAULT_MAX_TOKENS, room)
+        sampling.max_tokens = room if sampling.fills_context else min(DEFAULT_MAX_TOKENS, room)
     if sampling.max_tokens > room:
         raise InvalidArgument(
             f"{counted(prompt_tokens, 'prompt token')} and {sampling.max_tokens:,} new ones exceed "
@@ -249,16 +186,8 @@ def _resume_of(
             "to attach to a known request",
             field="resume.token_ids",
         )
-    _check_tokens(ids, "resume.token_ids", model)
+    check_tokens(ids, "resume.token_ids", model)
     return Resume(index, tuple(ids))
-
-
-def _check_tokens(ids: Sequence[int], field: str, model: ModelShape) -> None:
-    for index, token_id in enumerate(ids):
-        if not 0 <= token_id < model.vocabulary_size:
-            raise InvalidArgument(
-                f"token ids must be in [0, {model.vocabulary_size})", field=f"{field}[{index}]"
-            )
 
 
 def _check_sampling(
@@ -296,7 +225,7 @@ def _check_sampling(
             "the model has no tokenizer: stop strings cannot be found", reason="NO_TOKENIZER"
         )
     _check_count(len(sampling.stop_token_ids), "stop_token_ids", STOP_TOKEN_LIMIT)
-    _check_tokens(sampling.stop_token_ids, "sampling.stop_token_ids", model)
+    check_tokens(sampling.stop_token_ids, "sampling.stop_token_ids", model)
 
 
 def _check_range(

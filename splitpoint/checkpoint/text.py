@@ -6,6 +6,7 @@ string is found across token borders.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,16 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from splitpoint.checkpoint.files import MOST_TOKENIZER_BYTES, is_there, read_object
-from splitpoint.checkpoint.token_bytes import longest_token_bytes
+from splitpoint.checkpoint.token_bytes import (
+    bytes_of_spelling,
+    is_byte_level,
+    longest_token_bytes,
+)
 from splitpoint.errors import InvalidArgument
 
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not (yet) UTF-8
+# Byte tokens of vocabularies in SentencePiece's manner.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 # UTF-8 characters have at most 4 bytes, tokens at least 1: a token that is followed by so
 # many others is not part of an incomplete character.
@@ -44,7 +51,12 @@ class Tokenizer:
         self._special_ids = frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self._added_ids = frozenset(backend.get_added_tokens_decoder())
         self._longest_token = longest_token_bytes(backend)
+        # Byte-level vocabularies spell each byte as a character.
+        self._spells_bytes = is_byte_level(backend)
+        # Filled as tokens are asked for: few of a large vocabulary are.
+        self._bytes: dict[int, bytes] = {}
         self._anchor = self._find_anchor()
         self._anchor_text = self._decode_plain(self._anchor)
 
@@ -88,8 +100,10 @@ class Tokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return {index: token for token, index in vocabulary.items()}
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Return token ids with the special tokens that the model expects around a prompt.
+    def encode(
+        self, text: str, most: int | None = None, *, adds_special_tokens: bool = True
+    ) -> list[int]:
+        """Return token ids, by default with the special tokens that a prompt has around it.
 
         Other threads run meanwhile. Raises TooManyTokens for more than `most`, before making
         a list of the ids, which holds the interpreter.
@@ -98,7 +112,7 @@ class Tokenizer:
         if most is not None and least > most:
             raise TooManyTokens(least, is_exact=False)
         # Unlike `encode` this releases the interpreter, for one text too.
-        [encoding] = self._backend.encode_batch_fast([text])
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
         if most is not None and len(encoding) > most:
             raise TooManyTokens(len(encoding), is_exact=True)
         ids: list[int] = encoding.ids
@@ -111,10 +125,25 @@ class Tokenizer:
         size = len(text) if text.isascii() else len(text.encode())
         return -(-size // self._longest_token)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a whole sequence without special tokens, as TextStream does."""
-        stream = TextStream(self, ())
+    def decode(self, token_ids: Sequence[int], *, keeps_special_tokens: bool = False) -> str:
+        """Return the text of a whole sequence, by default without special tokens."""
+        text = self.decode_segment(list(token_ids), first=True, keeps_special=keeps_special_tokens)
+        if REPLACEMENT not in text:
+            return text
+        # The library turns every byte of a run into U+FFFD if one of them is wrong.
+        stream = TextStream(self, (), keeps_special=keeps_special_tokens)
         return stream.push(token_ids) + stream.finish()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token's text inside a sequence; a special token's spelling.
+
+        They are not UTF-8 by themselves if the token is a part of a character. Empty for an id
+        without a spelling.
+        """
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._find_bytes(token_id)
+        return found
 
     def spelling(self, token_ids: Iterable[int]) -> list[str]:
         """Return each token's spelling in the vocabulary; empty for ids without one."""
@@ -137,6 +166,18 @@ class Tokenizer:
             return self._decode_plain(token_ids, keeps_special=keeps_special)
         text = self._decode_plain([*self._anchor, *token_ids], keeps_special=keeps_special)
         return text[len(self._anchor_text) :]
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        spelling = self._backend.id_to_token(token_id)
+        if spelling is None:
+            return b""
+        if token_id in self._added_ids:
+            return spelling.encode()
+        if self._spells_bytes:
+            return bytes_of_spelling(spelling)
+        if (byte := _BYTE_TOKEN.fullmatch(spelling)) is not None:
+            return bytes.fromhex(byte[1])
+        return self.decode_segment([token_id], first=False).encode()
 
     def _decode_plain(self, token_ids: list[int], *, keeps_special: bool = False) -> str:
         text: str = self._backend.decode(token_ids, skip_special_tokens=not keeps_special)

@@ -28,6 +28,33 @@ _CUTTING = {"Split", "Punctuation"}
 _REMOVING = "Removed"
 
 
+def _characters_of_bytes() -> dict[str, int]:
+    """Return the byte of each character by which byte-level vocabularies spell bytes.
+
+    Printable bytes of Latin-1 are themselves; the others follow in order from U+0100 on.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    shifted = {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {**{chr(byte): byte for byte in plain}, **shifted}
+
+
+_BYTE_OF_CHARACTER = _characters_of_bytes()
+
+
+def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    """Return True if the vocabulary spells each byte of a text as a character."""
+    return any(part["type"] == "ByteLevel" for part in _parts(backend.decoder))
+
+
+def bytes_of_spelling(spelling: str) -> bytes:
+    """Return the bytes that a token of a byte-level vocabulary stands for."""
+    try:
+        return bytes(map(_BYTE_OF_CHARACTER.__getitem__, spelling))
+    except KeyError:  # not spelled in this manner: the decoder takes it as text
+        return spelling.encode()
+
+
 def longest_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
     """Return the most bytes of UTF-8 text for one token; None if there is no bound."""
     model = backend.model
@@ -55,14 +82,15 @@ def longest_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a normalizer or pre-tokenizer; sequences yield those of each part."""
+    """Yield the settings of a tokenizer's part; sequences yield those of each part."""
     if component is not None:
         yield from _flat(json.loads(component.__getstate__()))
 
 
 def _flat(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if part["type"] == "Sequence":
-        for inner in part.get("normalizers") or part.get("pretokenizers") or ():
+        inner_parts = (part.get(name) for name in ("normalizers", "pretokenizers", "decoders"))
+        for inner in next(filter(None, inner_parts), ()):
             yield from _flat(inner)
     else:
         yield part

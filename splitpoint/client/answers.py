@@ -38,15 +38,22 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Natural log-probabilities at one position; `top`: (token id, logprob), likeliest first."""
+    """Natural log-probabilities at one position; `top`: (token id, logprob), likeliest first.
+
+    `chosen_bytes` and `top_bytes` are the texts of these tokens, which need not be UTF-8 by
+    themselves; empty from a model without a tokenizer.
+    """
 
     chosen: float
     top: tuple[tuple[int, float], ...]
+    chosen_bytes: bytes = b""
+    top_bytes: tuple[bytes, ...] = ()
 
 
 def _logprobs(message: types_pb2.PositionLogprobs) -> Logprobs:
     top = tuple((item.token_id, item.logprob) for item in message.top)
-    return Logprobs(message.chosen_logprob, top)
+    spelled = tuple(item.token_bytes for item in message.top)
+    return Logprobs(message.chosen_logprob, top, message.chosen_token_bytes, spelled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +210,18 @@ def tokenization(message: scheduler_pb2.TokenizeResponse) -> Tokenization:
     return Tokenization(tuple(message.token_ids), tuple(message.tokens))
 
 
+def detokenization(message: scheduler_pb2.DetokenizeResponse) -> str:
+    return message.text
+
+
+def tokenizer_files(messages: Iterable[scheduler_pb2.GetTokenizerResponse]) -> dict[str, bytes]:
+    """Return the contents of each file of a tokenizer, by its name."""
+    pieces: dict[str, list[bytes]] = {}
+    for message in messages:
+        pieces.setdefault(message.file_name, []).append(message.data)
+    return {name: b"".join(parts) for name, parts in pieces.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A served model. `context_length` bounds prompt + max_tokens."""
@@ -226,6 +245,11 @@ class Model:
     numerics_digest: str = ""
     # INT8 if one of its ready workers has such weights.
     weight_format: WeightFormat = WeightFormat.NATIVE
+    has_chat_template: bool = False
+    # hermes, llama3_json or mistral; empty: the template teaches no calls of tools.
+    tool_call_format: str = ""
+    # A ready worker can follow json_schema, regex, grammar and choice.
+    has_structured_output: bool = False
 
 
 def model(message: scheduler_pb2.GetModelResponse) -> Model:

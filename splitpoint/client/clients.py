@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar, Unpack
 
@@ -43,13 +44,28 @@ from splitpoint.client.answers import (
     Worker,
     WorkerPlan,
 )
-from splitpoint.client.requests import ExplainOptions, GenerateOptions, Prompt
+from splitpoint.client.caller_spans import Metadata
+from splitpoint.client.requests import (
+    ChatOptions,
+    ExplainOptions,
+    GenerateOptions,
+    Messages,
+    Prompt,
+    TokenizeOptions,
+)
 from splitpoint.client.schedulers import ADMIN, HEALTH, INFERENCE, OnRetry, Round, Schedulers
 from splitpoint.client.telemetry import SchedulerStatus, scheduler_status
 from splitpoint.client.tries import DEFAULT_RETRY_SECONDS, Tries
 from splitpoint.config import check_addresses, default_address
-from splitpoint.errors import DeadlineExceeded, Internal, SplitpointError, Unavailable
-from splitpoint.transport.channels import open_channel, open_sync_channel
+from splitpoint.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    SplitpointError,
+    Unavailable,
+)
+from splitpoint.transport.access import METADATA_KEY
+from splitpoint.transport.channels import check_token_stays_safe, open_channel, open_sync_channel
 from splitpoint.transport.tls import Identity, client_identity
 from splitpoint.v1 import scheduler_pb2 as pb
 
@@ -70,7 +86,9 @@ class _Method(NamedTuple, Generic[_Result]):
 
 
 _TOKENIZE = _Method(INFERENCE, "Tokenize", answers.tokenization)
+_DETOKENIZE = _Method(INFERENCE, "Detokenize", answers.detokenization)
 _GET_MODEL = _Method(INFERENCE, "GetModel", answers.model)
+_GET_TOKENIZER = _Method(INFERENCE, "GetTokenizer", answers.tokenizer_files)
 _LIST_MODELS = _Method(INFERENCE, "ListModels", answers.models)
 _EXPLAIN_PLAN = _Method(INFERENCE, "ExplainPlan", answers.worker_plans)
 _LIST_WORKERS = _Method(ADMIN, "ListWorkers", answers.workers)
@@ -221,6 +239,9 @@ class _Connection:
     ) -> None:
         given = address if isinstance(address, str) else ",".join(address or ())
         self._timeout = timeout
+        # Of a client for one caller: its token; and its channels are another client's.
+        self._metadata: Metadata = ()
+        self._is_shared = False
         self.identity = identity or client_identity(
             token=token, ca=ca, certificate=certificate, key=key
         )
@@ -237,17 +258,43 @@ class _Connection:
         """The address that is called next: of several, the one that answered last."""
         return self._schedulers.addresses[self._schedulers.current]
 
+    def with_token(self, token: str) -> Self:
+        """Return a client that shows this token and shares the connections of this one.
+
+        For a server that calls for others, each with a token of its own. Closing it does
+        nothing. Raises InvalidArgument for a token that would leave this host unencrypted, and
+        if this client has a token of its own.
+        """
+        if self.identity.token:
+            raise InvalidArgument("this client has a token of its own", field="token")
+        if not token or not token.isascii() or not token.isprintable():
+            raise InvalidArgument("a token is printable ASCII text", field="token")
+        for address in self._schedulers.addresses:
+            check_token_stays_safe(address, self.identity)
+        other = copy(self)
+        other._metadata = ((METADATA_KEY, f"Bearer {token}"),)
+        other._is_shared = True
+        return other
+
     def _start(self, prompt: Prompt, options: GenerateOptions) -> Tries:
-        """Start a generation."""
-        request = requests.generate_request(prompt, options)
+        """Start a generation from a prompt."""
+        return self._tries(requests.generate_request(prompt, options), options)
+
+    def _start_chat(self, messages: Messages, options: ChatOptions) -> Tries:
+        """Start a generation from a chat."""
+        return self._tries(requests.chat_request(messages, options), options)
+
+    def _tries(self, request: pb.GenerateRequest, options: GenerateOptions) -> Tries:
         timeout = request_values.seconds("timeout", options.get("timeout"))
         requests.check_size(request)
-        return Tries(self._schedulers, request, timeout)
+        return Tries(self._schedulers, request, timeout, metadata=self._metadata)
 
     def _round(self, method: _Method[Any], request: Message) -> Round:
         """Begin a unary call."""
         requests.check_size(request)
-        return Round(self._schedulers, method.service, method.name, request, self._timeout)
+        return Round(
+            self._schedulers, method.service, method.name, request, self._timeout, self._metadata
+        )
 
     def _stays_away(self, error: SplitpointError | None) -> str:
         """Return why the scheduler is not ready; another one is asked next."""
@@ -285,9 +332,36 @@ class Client(_Connection):
         """Start generating and return at once. See GenerateOptions."""
         return Generation(self._start(prompt, options))
 
-    def tokenize(self, text: str, *, model: str = "") -> Tokenization:
-        """Return the token ids of a text, with the model's special tokens."""
-        return self._call(_TOKENIZE, requests.tokenize_request(text, model))
+    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> Generation:
+        """Start answering a chat and return at once. See ChatOptions.
+
+        The scheduler turns the messages into a prompt by the model's chat template.
+        """
+        return Generation(self._start_chat(messages, options))
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Messages | None = None,
+        **options: Unpack[TokenizeOptions],
+    ) -> Tokenization:
+        """Return the token ids of a text or a chat, with the model's special tokens."""
+        return self._call(_TOKENIZE, requests.tokenize_request(text, messages, options))
+
+    def detokenize(
+        self, token_ids: Iterable[int], *, keeps_special_tokens: bool = False, model: str = ""
+    ) -> str:
+        """Return the text of token ids."""
+        request = requests.detokenize_request(token_ids, keeps_special_tokens, model)
+        return self._call(_DETOKENIZE, request)
+
+    def get_tokenizer(self, model: str = "") -> dict[str, bytes]:
+        """Return the files of the model's tokenizer, by name."""
+        calls = self._round(_GET_TOKENIZER, requests.tokenizer_request(model))
+        while True:
+            with calls.attempt():
+                return answers.tokenizer_files(calls.send())
 
     def get_model(self, name: str = "") -> Model:
         """Return one served model; without a name the only one."""
@@ -339,7 +413,7 @@ class Client(_Connection):
             return self._stays_away(error)
 
     def close(self) -> None:
-        for channel in self._schedulers.closing():
+        for channel in () if self._is_shared else self._schedulers.closing():
             channel.close()
 
     def __enter__(self) -> Self:
@@ -358,9 +432,33 @@ class AsyncClient(_Connection):
         """Start generating and return at once. See GenerateOptions."""
         return AsyncGeneration(self._start(prompt, options))
 
-    async def tokenize(self, text: str, *, model: str = "") -> Tokenization:
+    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> AsyncGeneration:
+        """Do the same as Client.chat."""
+        return AsyncGeneration(self._start_chat(messages, options))
+
+    async def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Messages | None = None,
+        **options: Unpack[TokenizeOptions],
+    ) -> Tokenization:
         """Do the same as Client.tokenize."""
-        return await self._call(_TOKENIZE, requests.tokenize_request(text, model))
+        return await self._call(_TOKENIZE, requests.tokenize_request(text, messages, options))
+
+    async def detokenize(
+        self, token_ids: Iterable[int], *, keeps_special_tokens: bool = False, model: str = ""
+    ) -> str:
+        """Do the same as Client.detokenize."""
+        request = requests.detokenize_request(token_ids, keeps_special_tokens, model)
+        return await self._call(_DETOKENIZE, request)
+
+    async def get_tokenizer(self, model: str = "") -> dict[str, bytes]:
+        """Do the same as Client.get_tokenizer."""
+        calls = self._round(_GET_TOKENIZER, requests.tokenizer_request(model))
+        while True:
+            with calls.attempt():
+                return answers.tokenizer_files([message async for message in calls.send()])
 
     async def get_model(self, name: str = "") -> Model:
         """Do the same as Client.get_model."""
@@ -411,7 +509,7 @@ class AsyncClient(_Connection):
             return self._stays_away(error)
 
     async def close(self) -> None:
-        for channel in self._schedulers.closing():
+        for channel in () if self._is_shared else self._schedulers.closing():
             await channel.close()
 
     async def __aenter__(self) -> Self:

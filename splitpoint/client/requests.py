@@ -5,6 +5,7 @@ Knows no channel and no call.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
@@ -13,7 +14,7 @@ from google.protobuf.message import Message
 
 from splitpoint.client import request_values
 from splitpoint.config import format_size
-from splitpoint.errors import ResourceExhausted
+from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.planning.plan import Objective, Residency, RestoreMethod
 from splitpoint.selection import Selection, check_served
 from splitpoint.speculation import DraftMethod
@@ -24,6 +25,8 @@ from splitpoint.v1 import types_pb2
 
 # Text, or token ids.
 Prompt = str | Iterable[int]
+# Messages of a chat, each with `role` and `content`; what else is in them is for the template.
+Messages = Iterable[Mapping[str, Any]]
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -50,6 +53,18 @@ class GenerateOptions(TypedDict, total=False):
     # Special tokens are part of the text.
     keeps_special_tokens: bool | None
     logprobs: int | None
+    # Without max_tokens: generate until the context is full.
+    fills_context: bool | None
+    # What the answer must look like, at most one of these (docs/structured-output.md): a JSON
+    # object; a JSON schema, as a mapping or as text; a regular expression; a grammar; one text
+    # of several.
+    json_object: bool | None
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | None
+    choice: Iterable[str] | None
+    # Tokenize a text without the model's special tokens around it.
+    omits_special_tokens: bool | None
     # Served model; needed only when there are several.
     model: str | None
     # Random if absent. The same id with the same body attaches to one generation.
@@ -78,6 +93,25 @@ class GenerateOptions(TypedDict, total=False):
     timeout: float | None
 
 
+class TemplateOptions(TypedDict, total=False):
+    """Keyword arguments about the text of a chat; ChatPrompt in the proto files says more."""
+
+    # Functions that the model may call, in OpenAI's form.
+    tools: Iterable[Mapping[str, Any]] | None
+    # Further variables of the chat template, such as {"enable_thinking": False}.
+    template_arguments: Mapping[str, Any] | None
+    # Absent: True.
+    add_generation_prompt: bool | None
+    # The answer goes on in the last message, which is the assistant's.
+    continue_final_message: bool | None
+
+
+class ChatOptions(GenerateOptions, TemplateOptions, total=False):
+    """Keyword arguments of `chat`: those of `generate`, and those about the chat's text."""
+
+
+_TEMPLATE_OPTIONS = TemplateOptions.__optional_keys__
+_STRUCTURES = ("json_object", "json_schema", "regex", "grammar", "choice")
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
 _SELECTION_FIELDS = types_pb2.SelectionParams.DESCRIPTOR.fields
 # Arguments of `generate` that have another name on the wire.
@@ -91,8 +125,28 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     Raises TypeError for a value of the wrong type, InvalidArgument for one that its field
     cannot hold; both name the argument. The scheduler checks the ranges.
     """
-    given = _known("generate", options, GenerateOptions)
+    request = _request(_known("generate", options, GenerateOptions))
+    if isinstance(prompt, str):
+        request.text = request_values.text("prompt", prompt)
+    else:
+        request.token_ids.SetInParent()  # an empty prompt is not a missing one
+        request.token_ids.ids.extend(request_values.token_ids("prompt", prompt))
+    return request
+
+
+def chat_request(messages: Messages, options: ChatOptions) -> pb.GenerateRequest:
+    """Return the message for a chat and options. Raises as `generate_request`."""
+    given = _known("chat", options, ChatOptions)
+    about_text = {name: given.pop(name) for name in _TEMPLATE_OPTIONS & given.keys()}
+    request = _request(given)
+    request.chat.CopyFrom(_chat(messages, about_text))
+    return request
+
+
+def _request(given: dict[str, Any]) -> pb.GenerateRequest:
+    """Return the message for options that are not None, without its prompt."""
     given.pop("timeout", None)
+    structure = {name: given.pop(name) for name in _STRUCTURES if name in given}
     sampling = {name: given.pop(name) for name in _SAMPLING_FIELDS & given.keys()}
     if "residency" in given:
         given["residency"] = _residency(given["residency"])
@@ -105,15 +159,79 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         given["speculation"] = speculation
     if "select" in given:
         given["selection"] = _selection(given.pop("select"))
+    if (wanted := _structured_output(structure)) is not None:
+        sampling["structured_output"] = wanted
     request = request_values.filled(pb.GenerateRequest, given, _REQUEST_FIELDS)
     request.request_id = request.request_id or uuid.uuid4().hex
     request.sampling.CopyFrom(request_values.filled(types_pb2.SamplingParams, sampling))
-    if isinstance(prompt, str):
-        request.text = request_values.text("prompt", prompt)
-    else:
-        request.token_ids.SetInParent()  # an empty prompt is not a missing one
-        request.token_ids.ids.extend(request_values.token_ids("prompt", prompt))
     return request
+
+
+def _chat(messages: Messages, options: Mapping[str, Any]) -> pb.ChatPrompt:
+    """Return the message of a chat. Raises TypeError for what JSON cannot hold."""
+    values = dict(options)
+    adds = values.pop("add_generation_prompt", True)
+    continues = values.pop("continue_final_message", False)
+    for name, value in (
+        ("add_generation_prompt", adds),
+        ("continue_final_message", continues),
+    ):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, not a {type(value).__name__}")
+    chat = pb.ChatPrompt(
+        messages=_json("messages", _listed("messages", messages)),
+        omits_generation_prompt=not adds,
+        continues_final_message=continues,
+    )
+    if tools := _listed("tools", values.get("tools") or ()):
+        chat.tools = _json("tools", tools)
+    if arguments := values.get("template_arguments"):
+        chat.template_arguments = _json("template_arguments", dict(arguments))
+    return chat
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of mappings, not a {type(value).__name__}")
+    return list(value)
+
+
+def _json(name: str, value: Any) -> str:
+    """Return the JSON of an argument. Raises TypeError, which does not show its values."""
+    try:
+        # With plain characters: they are shorter than their escapes.
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must hold what JSON can hold: {error}") from None
+    return request_values.text(name, text)
+
+
+def _plain(value: Any) -> Any:
+    """Return a mapping as a dict: JSON knows no other. Raises TypeError."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"not a {type(value).__name__}")
+
+
+def _structured_output(given: Mapping[str, Any]) -> types_pb2.StructuredOutput | None:
+    """Return what the answer must look like; None if nothing was asked for.
+
+    Raises TypeError, and InvalidArgument for two wishes at once.
+    """
+    values = dict(given)
+    if "json_object" in values and values["json_object"] is False:
+        del values["json_object"]
+    if len(values) > 1:
+        names = ", ".join(sorted(values))
+        raise InvalidArgument(f"an answer follows one of {names}", field=max(values))
+    if "choice" in values:
+        texts = request_values.filled(
+            types_pb2.Choices, {"choice": values["choice"]}, {"choice": "texts"}
+        )
+        return types_pb2.StructuredOutput(choice=texts)
+    if isinstance(values.get("json_schema"), Mapping):
+        values["json_schema"] = _json("json_schema", dict(values["json_schema"]))
+    return request_values.filled(types_pb2.StructuredOutput, values) if values else None
 
 
 def _known(method: str, options: Mapping[str, Any], kind: Any) -> dict[str, Any]:
@@ -176,8 +294,44 @@ def explain_request(
     return request_values.filled(pb.ExplainPlanRequest, {**given, **counts})
 
 
-def tokenize_request(text: str, model: str) -> pb.TokenizeRequest:
-    return request_values.filled(pb.TokenizeRequest, {"text": text, "model": model})
+class TokenizeOptions(TemplateOptions, total=False):
+    """Keyword arguments of `tokenize`; those of TemplateOptions are for messages."""
+
+    # Without the model's special tokens around a text.
+    omits_special_tokens: bool | None
+    # Served model; needed only when there are several.
+    model: str | None
+
+
+def tokenize_request(
+    text: str | None, messages: Messages | None, options: TokenizeOptions
+) -> pb.TokenizeRequest:
+    """Return the message for a text or a chat. Raises as `generate_request`."""
+    given = _known("tokenize", options, TokenizeOptions)
+    about_text = {name: given.pop(name) for name in _TEMPLATE_OPTIONS & given.keys()}
+    if (text is None) == (messages is None):
+        raise TypeError("tokenize() takes a text or messages")
+    if messages is not None:
+        return request_values.filled(
+            pb.TokenizeRequest, {**given, "chat": _chat(messages, about_text)}
+        )
+    if about_text:
+        raise TypeError(f"tokenize() takes {', '.join(sorted(about_text))} with messages only")
+    return request_values.filled(pb.TokenizeRequest, {**given, "text": text})
+
+
+def detokenize_request(
+    token_ids: Iterable[int], keeps_special_tokens: bool, model: str
+) -> pb.DetokenizeRequest:
+    """Return the message for token ids. Raises as `generate_request`."""
+    values = {"keeps_special_tokens": keeps_special_tokens, "model": model}
+    request = request_values.filled(pb.DetokenizeRequest, values)
+    request.token_ids.extend(request_values.token_ids("token_ids", token_ids))
+    return request
+
+
+def tokenizer_request(model: str) -> pb.GetTokenizerRequest:
+    return request_values.filled(pb.GetTokenizerRequest, {"model": model})
 
 
 def model_request(name: str) -> pb.GetModelRequest:

@@ -20,6 +20,13 @@ WORKER: Option[tuple[str, ...]] = Option(
 MODEL: Option[str] = Option(
     "model", str, "", "Checkpoint folder, for config and tokenizer.", unit="DIR", is_required=True
 )
+CHAT_TEMPLATE: Option[str | None] = Option(
+    "chat-template",
+    str,
+    None,
+    "File with the chat template in Jinja's language, at most 1 MiB; absent: the model's own.",
+    unit="FILE",
+)
 QUEUE_CAPACITY: Option[int] = Option(
     "queue-capacity", int, 256, "Largest number of requests that may wait.", unit="N", least=0
 )
@@ -119,7 +126,7 @@ GRACE_SECONDS: Option[float] = Option(
 
 SECTIONS = (
     *COMMON,
-    Section("model and workers", (WORKER, MODEL, DTYPE)),
+    Section("model and workers", (WORKER, MODEL, DTYPE, CHAT_TEMPLATE)),
     Section(
         "requests",
         (

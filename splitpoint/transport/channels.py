@@ -109,17 +109,23 @@ def _is_encrypted(address: str, identity: Identity) -> bool:
     return identity.expects_tls and not address.startswith("unix:")
 
 
-def _options_for(
-    address: str, identity: Identity, *, has_retries: bool, is_watched: bool
-) -> Options:
-    is_encrypted = _is_encrypted(address, identity)
-    if identity.token and not is_encrypted and not is_local_address(address):
+def check_token_stays_safe(address: str, identity: Identity) -> None:
+    """Raise InvalidArgument if a token to this address would leave the host unencrypted."""
+    if not _is_encrypted(address, identity) and not is_local_address(address):
         raise InvalidArgument(
             f"a token is never sent to {address} unencrypted: name the certificate authority "
             "of that server (--tls-ca for services, SPLITPOINT_CA or --ca for clients)",
             field="ca",
             reason="TOKEN_WITHOUT_TLS",
         )
+
+
+def _options_for(
+    address: str, identity: Identity, *, has_retries: bool, is_watched: bool
+) -> Options:
+    is_encrypted = _is_encrypted(address, identity)
+    if identity.token:
+        check_token_stays_safe(address, identity)
     # Of an option that is given twice gRPC takes the first.
     options = list({**dict(_CHANNEL_OPTIONS), **dict(_WATCH_OPTIONS if is_watched else ())}.items())
     if not has_retries:

@@ -14,8 +14,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scheduler_doubles import MODEL, SHAPE, TOKENIZER, answer, ids_request, stack
 
+from scheduler_service.api.prompts import Encode
 from scheduler_service.api.request import Request
-from scheduler_service.api.validation import Encode, validate_generate
+from scheduler_service.api.validation import validate_generate
 from scheduler_service.limits import Limits
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, SplitpointError
@@ -26,7 +27,7 @@ from splitpoint.v1 import scheduler_pb2, types_pb2
 TINY = replace(SHAPE, name="tiny", vocabulary_size=100, context_length=50)
 
 
-def encode_bytes(text: str, most: int) -> list[int]:
+def encode_bytes(text: str, most: int, *, adds_special_tokens: bool = True) -> list[int]:
     ids = [byte % 100 for byte in text.encode()]
     if len(ids) > most:
         raise TooManyTokens(len(ids), is_exact=True)
@@ -286,9 +287,9 @@ def test_text_needs_a_tokenizer_and_its_tokens_a_row() -> None:
         with pytest.raises(FailedPrecondition):
             check(request, None)
     with pytest.raises(InvalidArgument, match="lacks"):
-        check(fields_request(text="x"), lambda text, most: [100])
+        check(fields_request(text="x"), lambda text, most, adds_special_tokens=True: [100])
     with pytest.raises(InvalidArgument, match="empty"):
-        check(fields_request(text="x"), lambda text, most: [])
+        check(fields_request(text="x"), lambda text, most, adds_special_tokens=True: [])
 
 
 @given(

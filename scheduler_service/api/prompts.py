@@ -1,0 +1,121 @@
+"""A request's prompt as token ids: given as such, as a text, or as a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from splitpoint.chat.messages import Chat
+from splitpoint.checkpoint.text import TooManyTokens
+from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.shapes import ModelShape
+from splitpoint.v1 import scheduler_pb2
+
+# Converts a chat to text by the model's template. Raises InvalidArgument for what that refuses.
+Render = Callable[[Chat], str]
+
+
+class Encode(Protocol):
+    """Converts text to at most `most` token ids; raises TooManyTokens if there are more."""
+
+    def __call__(
+        self, text: str, most: int, /, *, adds_special_tokens: bool = True
+    ) -> list[int]: ...
+
+
+def prompt_of(
+    request: scheduler_pb2.GenerateRequest,
+    model: ModelShape,
+    encode: Encode | None,
+    render: Render | None,
+) -> tuple[int, ...]:
+    """Return the prompt's tokens. They are counted before they are copied."""
+    most = model.context_length - 1
+    field = request.WhichOneof("prompt")
+    if field == "token_ids":
+        ids, field = request.token_ids.ids, "token_ids.ids"
+        if len(ids) > most:
+            too_many = TooManyTokens(len(ids), is_exact=True)
+            raise prompt_exceeds(too_many, field, model.context_length)
+        if not ids:
+            raise InvalidArgument("the prompt is empty", field=field)
+        check_tokens(ids, field, model)
+        return tuple(ids)
+    try:
+        found = encoded_prompt(request, encode, render, most)
+    except TooManyTokens as error:
+        raise prompt_exceeds(error, field or "", model.context_length) from None
+    # A tokenizer may know more tokens than the checkpoint has rows for.
+    if max(found) >= model.vocabulary_size:
+        raise InvalidArgument(f"the {field} holds a token that the model lacks", field=field or "")
+    return tuple(found)
+
+
+def encoded_prompt(
+    request: scheduler_pb2.GenerateRequest | scheduler_pb2.TokenizeRequest,
+    encode: Encode | None,
+    render: Render | None,
+    most: int,
+) -> list[int]:
+    """Return the token ids of a request's text or chat: at least 1, at most `most`.
+
+    Raises InvalidArgument (neither is set, empty, refused by the template), FailedPrecondition
+    (no tokenizer, no template), TooManyTokens.
+    """
+    if request.HasField("chat"):
+        text, adds, field = _text_of(request.chat, encode, render), False, "chat.messages"
+    elif request.WhichOneof("prompt") == "text" or isinstance(
+        request, scheduler_pb2.TokenizeRequest
+    ):
+        text, adds, field = request.text, not request.omits_special_tokens, "text"
+    else:
+        raise InvalidArgument("neither text, token_ids nor chat is set", field="prompt")
+    if not text:
+        raise InvalidArgument("the text is empty", field=field)
+    if encode is None:
+        raise FailedPrecondition(
+            "the model has no tokenizer: send token ids", reason="NO_TOKENIZER"
+        )
+    ids = encode(text, most, adds_special_tokens=adds)
+    if not ids:
+        raise InvalidArgument("the prompt is empty", field=field)
+    return ids
+
+
+def check_tokens(ids: Sequence[int], field: str, model: ModelShape) -> None:
+    """Raise InvalidArgument for an id outside the vocabulary."""
+    for index, token_id in enumerate(ids):
+        if not 0 <= token_id < model.vocabulary_size:
+            raise InvalidArgument(
+                f"token ids must be in [0, {model.vocabulary_size})", field=f"{field}[{index}]"
+            )
+
+
+def prompt_exceeds(error: TooManyTokens, field: str, context_length: int) -> InvalidArgument:
+    """Return the error for a prompt that fills the context or more."""
+    return InvalidArgument(
+        f"a prompt of {error} leaves no room in the context of {context_length:,}",
+        field=field,
+        reason="CONTEXT_EXCEEDED",
+        prompt_tokens=error.count,
+        context_length=context_length,
+    )
+
+
+def _text_of(chat: scheduler_pb2.ChatPrompt, encode: Encode | None, render: Render | None) -> str:
+    if render is None:
+        raise FailedPrecondition(
+            "the model has no chat template: send a text"
+            if encode is not None
+            else "the model has no tokenizer: send token ids",
+            reason="NO_CHAT_TEMPLATE" if encode is not None else "NO_TOKENIZER",
+        )
+    return render(
+        Chat(
+            chat.messages,
+            chat.tools,
+            chat.template_arguments,
+            adds_generation_prompt=not chat.omits_generation_prompt,
+            continues_final_message=chat.continues_final_message,
+        )
+    )
