@@ -25,6 +25,8 @@ from splitpoint.transport.tls import Identity, identity_of
 READY_PREFIX = "READY "
 
 Serve = Callable[[argparse.Namespace], Coroutine[None, None, None]]
+# Is called with the address that clients connect to, once the service serves.
+OnReady = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
