@@ -131,7 +131,8 @@ class Engine:
         services = self._started.result()
         task = asyncio.create_task(work(services.client))
         try:
-            await asyncio.wait({task, services.failure}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {task, services.failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if services.failure.done() and not task.done():
                 services.failure.result()
             return await task

@@ -107,7 +107,7 @@ DECLARED: dict[str, Option[Any]] = {
         )
     },
 }
-# Requests that may be open for each place in the batch: the scheduler chooses among those that wait.
+# Open requests for each place in the batch: the scheduler chooses among those that wait.
 _OPEN_FOR_EACH_PLACE = 4
 
 

@@ -15,6 +15,7 @@ from tiny_models import build_tiny, clear_prompt, write_tiny
 from splitpoint import LLM, SamplingParams
 from splitpoint.arena.loss import ArenaLost
 from splitpoint.client.answers import FinishReason
+from splitpoint.client.requests import Prompt
 from splitpoint.config import SHARED_MEMORY
 from splitpoint.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from splitpoint.planning.plan import Residency
@@ -76,8 +77,9 @@ def test_several_prompts_run_in_one_batch_and_come_in_order(llm: LLM) -> None:
 
 
 def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
+    prompts: list[Prompt] = ["def a(", [5, 6, 7]]
     results = llm.generate(
-        ["def a(", [5, 6, 7]], [{"max_tokens": 1}, SamplingParams(max_tokens=3, ignore_eos=True)]
+        prompts, [{"max_tokens": 1}, SamplingParams(max_tokens=3, ignore_eos=True)]
     )
     assert [len(result.token_ids) for result in results] == [1, 3]
     assert results[1].prompt == [5, 6, 7]
@@ -93,7 +95,8 @@ def test_n_answers_have_seeds_in_a_row(llm: LLM) -> None:
 
 
 def test_a_prompt_that_is_refused_leaves_the_others(llm: LLM) -> None:
-    good, long, empty = llm.generate(["def f(", [7] * 5000, ""], {"max_tokens": 2})
+    prompts: list[Prompt] = ["def f(", [7] * 5000, ""]
+    good, long, empty = llm.generate(prompts, {"max_tokens": 2})
     assert good.error is None
     assert len(good.token_ids) == 2
     assert isinstance(long.error, InvalidArgument)
@@ -240,8 +243,7 @@ def test_a_service_that_fails_ends_the_calls() -> None:
         (arena,) = arenas() - before
         arena.unlink()
         with pytest.raises(ArenaLost):
-            for _ in range(100):
-                llm.generate(["def"] * 8, {"max_tokens": 100, "ignore_eos": True})
+            llm.generate(["def"] * 800, {"max_tokens": 200, "ignore_eos": True})
         with pytest.raises(ArenaLost):
             llm.generate("a")
 
