@@ -103,7 +103,7 @@ def generate(
     }
     text_or_ids = options.read_prompt(prompt, prompt_ids)
     who = client_identity(ca=ca, token_file=token_file)
-    with Client(address, identity=who, retry_seconds=retry_seconds, on_retry=_tell_retry) as client:
+    with Client(address, identity=who, retry_seconds=retry_seconds, on_retry=tell_retry) as client:
         with client.generate(text_or_ids, **request) as generation:
             completion = _collect_until_interrupted(generation, stream=not as_json)
         spelling = _spelling(client, completion) if completion.logprobs and not as_json else {}
@@ -114,7 +114,7 @@ def generate(
 generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"
 
 
-def _tell_retry(error: Retryable, address: str) -> None:
+def tell_retry(error: Retryable, address: str) -> None:
     """Say on stderr that another scheduler goes on."""
     state = "does not answer" if isinstance(error, Unavailable) else "is full"
     cause = plain_reason(" ".join(error.message.split()))
