@@ -266,7 +266,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("limits", "worker_facts", "policy", "options"),
         *("prefixes", "cluster", "api", "placement", "requests"),
     ),
-    "gateway_service": ("plan_report", "tool_calls", "openai"),
+    "gateway_service": ("plan_report", "tool_calls", "openai", "page"),
     "splitpoint_cli": (
         *(
             "files",
@@ -281,7 +281,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         ),
         "page_tokens",
         "traces",
-        *("checks", "stack", "request", "top", "trace"),
+        *("checks", "stack", "request", "chat", "top", "trace"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store"),
         *(
