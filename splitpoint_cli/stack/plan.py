@@ -280,6 +280,7 @@ _SCHEDULER: tuple[Option[object], ...] = (
     scheduler.POLICY_AGING_SECONDS,
     scheduler.POLICY_LEAD_REQUESTS,
     scheduler.TENANT_REQUESTS,
+    scheduler.CHAT_TEMPLATE,
     service.TLS_CERT,
     service.TLS_KEY,
     service.TLS_CA,
