@@ -84,12 +84,18 @@ class Job(Protocol):
         is_stream: the client wants server-sent events.
         parameter_names: the client's fields by the scheduler's, for errors; see
             `errors.parameter_of`.
+        to_detokenize: by any number; `detokenized` takes the texts before answers are rendered.
     """
 
     id: str
     requests: Sequence[pb.GenerateRequest]
     is_stream: bool
     parameter_names: dict[str, str]
+    to_detokenize: dict[int, pb.DetokenizeRequest]
+
+    def detokenized(self, index: int, text: str) -> None:
+        """Take the text of one entry of `to_detokenize`."""
+        ...
 
     def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the JSON object for whole answers, in the order of `requests`."""
