@@ -266,7 +266,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("limits", "worker_facts", "policy", "options"),
         *("prefixes", "cluster", "api", "placement", "requests"),
     ),
-    "gateway_service": ("plan_report", "tool_calls", "openai", "page"),
+    "gateway_service": (
+        "plan_report",
+        "tool_calls",
+        "openai",
+        "settings",
+        "http",
+        "upstream",
+        "page",
+        "endpoints",
+    ),
     "splitpoint_cli": (
         *(
             "files",
