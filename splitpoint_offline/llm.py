@@ -18,12 +18,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion, Model, Tokenization
 from splitpoint.client.clients import AsyncGeneration
-from splitpoint.client.requests import Prompt
+from splitpoint.client.requests import Prompt, TemplateOptions
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.extras import need_all
 from splitpoint.words import counted
@@ -34,9 +34,6 @@ from splitpoint_offline.params import SamplingParams
 from splitpoint_offline.results import Conversation, Result
 
 Params = SamplingParams | Mapping[str, Any] | None
-_Value = TypeVar("_Value")
-# Seconds of calls that generate nothing.
-_CALL_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +95,34 @@ class LLM:
             show_progress,
         )
 
-    def tokenize(self, text: str) -> Tokenization:
-        """Return the token ids of a text, with the model's special tokens."""
-        return self._engine.call(lambda client: client.tokenize(text))
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        show_progress: bool | None = None,
+        **template: Unpack[TemplateOptions],
+    ) -> list[Result]:
+        """Return the next message of each conversation, in their order; else as `generate`.
+
+        Args:
+            conversations: one list of messages or several; a message has `role` and `content`.
+            template: what the model's chat template gets beside the messages, such as `tools`.
+        """
+        several = _conversations(conversations)
+        return self._answer(
+            [
+                _Request(messages, params, _answers_chat(messages, params, template))
+                for messages, params in zip(several, _params(sampling_params, several), strict=True)
+            ],
+            show_progress,
+        )
+
+    def tokenize(
+        self, text: str | None = None, *, messages: Conversation | None = None
+    ) -> Tokenization:
+        """Return the token ids of a text or a conversation, with the model's special tokens."""
+        return self._engine.call(lambda client: client.tokenize(text, messages=messages))
 
     def get_model(self) -> Model:
         """Return what is served: name, dimensions, what requests may ask for."""
@@ -171,6 +193,23 @@ def _completes(
     prompt: Prompt, params: SamplingParams
 ) -> Callable[[AsyncClient, int], AsyncGeneration]:
     return lambda client, index: client.generate(prompt, **params.of_answer(index))
+
+
+def _answers_chat(
+    messages: Conversation, params: SamplingParams, template: TemplateOptions
+) -> Callable[[AsyncClient, int], AsyncGeneration]:
+    return lambda client, index: client.chat(messages, **params.of_answer(index), **template)
+
+
+def _conversations(given: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Return the conversations of one or several. Raises TypeError."""
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
+        raise TypeError(
+            f"conversations must be messages, or lists of messages, not {type(given).__name__}"
+        )
+    if given and isinstance(given[0], Mapping):
+        return [given]  # type: ignore[list-item]
+    return list(given)  # type: ignore[arg-type]
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -62,6 +62,8 @@ class EngineOptions(TypedDict, total=False):
     speculative_config: Mapping[str, Any] | str | None
     draft_model: str | Path | None
     artifacts: str | Path | None
+    # File with the chat template. Absent: the model's own.
+    chat_template: str | Path | None
     residency: str | None
     objective: str | None
     answer_charge: str | None
@@ -100,6 +102,7 @@ DECLARED: dict[str, Option[Any]] = {
             worker.SPECULATIVE_CONFIG,
             worker.DRAFT_MODEL,
             worker.ARTIFACTS,
+            scheduler.CHAT_TEMPLATE,
             scheduler.RESIDENCY,
             scheduler.OBJECTIVE,
             scheduler.ANSWER_CHARGE,

@@ -106,6 +106,26 @@ def test_a_prompt_that_is_refused_leaves_the_others(llm: LLM) -> None:
         _ = long.text
 
 
+def test_chats_are_those_of_the_template(llm: LLM) -> None:
+    turn = [{"role": "user", "content": "def reverse(items):"}]
+    other = [{"role": "system", "content": "Short."}, *turn]
+    params = {"max_tokens": 8, "ignore_eos": True}
+    results = llm.chat([turn, other, [{"content": "x"}]], params)
+    assert [result.prompt for result in results[:2]] == [turn, other]
+    for result, messages in zip(results, (turn, other), strict=False):
+        ids = llm.tokenize(messages=messages).token_ids
+        assert result.usage.prompt_tokens == len(ids)
+        assert llm.generate(list(ids), params)[0].token_ids == result.token_ids
+    assert isinstance(results[2].error, InvalidArgument)
+    (alone,) = llm.chat(turn, params)
+    assert alone.token_ids == results[0].token_ids
+    begun = [*turn, {"role": "assistant", "content": "    return items["}]
+    (going_on,) = llm.chat(begun, params, continue_final_message=True)
+    assert going_on.usage.prompt_tokens > results[0].usage.prompt_tokens
+    with pytest.raises(TypeError, match="conversations must be"):
+        llm.chat("hello", params)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -171,6 +191,7 @@ def test_no_port_is_open(llm: LLM) -> None:
 
 def test_the_model_and_its_tokens_can_be_asked_for(llm: LLM) -> None:
     assert llm.get_model().name == "stdlib-llama"
+    assert llm.get_model().has_chat_template
     ids = llm.tokenize("def f(").token_ids
     by_ids = llm.generate(list(ids), {"max_tokens": 3})[0]
     assert by_ids.token_ids == llm.generate("def f(", {"max_tokens": 3})[0].token_ids
