@@ -8,8 +8,9 @@ from starlette.types import Receive, Scope, Send
 
 from gateway_service.endpoints import models, operations, tokens
 from gateway_service.endpoints.endpoint import Endpoint, Gateway, Handle
-from gateway_service.endpoints.generating import Generating
+from gateway_service.endpoints.generating import Generating, find_echoes, find_model
 from gateway_service.http.exchange import Exchange
+from gateway_service.openai.chat import read_chat
 from gateway_service.openai.completions import read_completion
 from gateway_service.openai.errors import HttpError, error_answer
 
@@ -17,7 +18,7 @@ _INFERENCE = "/splitpoint.v1.InferenceService"
 
 
 def routes_of(gateway: Gateway) -> list[Route]:
-    """Return every route. `GENERATE` and the like say which keys may come."""
+    """Return every route, each with the gRPC method that says which keys may use it."""
 
     def route(
         path: str, verb: str, handle: Handle, method: str = "", *, is_counted: bool = True
@@ -26,9 +27,11 @@ def routes_of(gateway: Gateway) -> list[Route]:
         return Route(path, endpoint, methods=[verb])
 
     generate, get_model = f"{_INFERENCE}/Generate", f"{_INFERENCE}/GetModel"
-    completions = Generating("cmpl", read_completion)
+    completions = Generating("cmpl", read_completion, find_echoes)
+    chat = Generating("chatcmpl", read_chat, find_model)
     return [
         route("/v1/completions", "POST", completions, generate),
+        route("/v1/chat/completions", "POST", chat, generate),
         route("/v1/models", "GET", models.list_models, f"{_INFERENCE}/ListModels"),
         route("/v1/models/{model:path}", "GET", models.get_model, get_model),
         route("/tokenize", "POST", tokens.tokenize, f"{_INFERENCE}/Tokenize"),

@@ -17,6 +17,7 @@ from gateway_service.http.budget import ByteBudget
 from gateway_service.http.exchange import ClientGone, Exchange
 from gateway_service.openai.errors import error_answer
 from gateway_service.settings import Limits
+from gateway_service.upstream.models import Models
 from gateway_service.upstream.schedulers import Upstream
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.config import is_local_address
@@ -63,6 +64,7 @@ class Gateway:
         self, upstream: Upstream, limits: Limits, access: Access | None, *, checks_host: bool
     ) -> None:
         self.upstream = upstream
+        self.models = Models(upstream)
         self.limits = limits
         self.access = access
         self.checks_host = checks_host

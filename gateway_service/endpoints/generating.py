@@ -5,31 +5,40 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.http.exchange import Exchange
-from gateway_service.openai.answers import Answer, Job
+from gateway_service.openai.answers import Answer, Job, ModelJob
+from gateway_service.openai.completions import CompletionJob
 from gateway_service.upstream.schedulers import Take
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.schedulers import INFERENCE
 from splitpoint.v1 import scheduler_pb2 as pb
 
-# Returns the job of a body. Raises InvalidArgument with the field as the client wrote it.
-Read = Callable[..., Job]
+_Job = TypeVar("_Job", bound=Job)
 
 
-class Generating:
+class Generating(Generic[_Job]):
     """Answers by generation (`endpoint.Handle`).
 
     Args:
         prefix: of the answers' ids, such as "cmpl".
-        read: called with the body's JSON value, `request_id` and `created`.
+        read: returns the job of a body's JSON value, `request_id` and `created`. Raises
+            InvalidArgument with the field as the client wrote it.
+        prepare: gives a job what it needs to know before its requests are sent.
     """
 
-    def __init__(self, prefix: str, read: Read) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        read: Callable[..., _Job],
+        prepare: Callable[[Gateway, _Job, Metadata], Awaitable[None]],
+    ) -> None:
         self._prefix = prefix
         self._read = read
+        self._prepare = prepare
 
     async def __call__(self, gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
         body = await exchange.json()
@@ -38,7 +47,7 @@ class Generating:
         job = self._read(body, request_id=request_id, created=int(time.time()))
         exchange.parameter_names = job.parameter_names
         async with exchange.while_connected():
-            await _detokenize(gateway, job, metadata)
+            await self._prepare(gateway, job, metadata)
             if job.is_stream:
                 await _stream(gateway, exchange, job, metadata)
             else:
@@ -46,10 +55,17 @@ class Generating:
                 await exchange.respond(job.result(answers))
 
 
-async def _detokenize(gateway: Gateway, job: Job, metadata: Metadata) -> None:
+async def find_echoes(gateway: Gateway, job: CompletionJob, metadata: Metadata) -> None:
+    """Give a job the texts of its prompts, if it returns them and they are token ids."""
     for index, request in job.to_detokenize.items():
         answer = await gateway.upstream.call(INFERENCE, "Detokenize", request, metadata)
         job.detokenized(index, answer.text)
+
+
+async def find_model(gateway: Gateway, job: ModelJob, metadata: Metadata) -> None:
+    """Give a job the facts of its model, if it needs them."""
+    if job.needs_model:
+        job.model_found(await gateway.models.get(job.model, metadata))
 
 
 async def _answers(gateway: Gateway, job: Job, metadata: Metadata) -> list[Answer]:

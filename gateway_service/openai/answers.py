@@ -17,6 +17,7 @@ FINISH_REASONS = {
     types_pb2.FINISH_REASON_LENGTH: "length",
 }
 DONE = b"data: [DONE]\n\n"
+_LEAST_LOGPROB = -9999.0
 
 
 @dataclass(slots=True)
@@ -84,18 +85,12 @@ class Job(Protocol):
         is_stream: the client wants server-sent events.
         parameter_names: the client's fields by the scheduler's, for errors; see
             `errors.parameter_of`.
-        to_detokenize: by any number; `detokenized` takes the texts before answers are rendered.
     """
 
     id: str
     requests: Sequence[pb.GenerateRequest]
     is_stream: bool
     parameter_names: dict[str, str]
-    to_detokenize: dict[int, pb.DetokenizeRequest]
-
-    def detokenized(self, index: int, text: str) -> None:
-        """Take the text of one entry of `to_detokenize`."""
-        ...
 
     def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the JSON object for whole answers, in the order of `requests`."""
@@ -103,6 +98,21 @@ class Job(Protocol):
 
     def writer(self) -> StreamWriter:
         """Return a new renderer of the stream."""
+        ...
+
+
+class ModelJob(Job, Protocol):
+    """A job that may depend on facts of its model."""
+
+    model: str
+
+    @property
+    def needs_model(self) -> bool:
+        """True if `model_found` must be called before the requests are sent."""
+        ...
+
+    def model_found(self, model: pb.Model) -> None:
+        """Take the facts. Raises InvalidArgument if the model cannot do what the body asks for."""
         ...
 
 
@@ -158,3 +168,8 @@ def token_text(token: bytes) -> str:
         return token.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def finite_logprob(value: float) -> float:
+    """Return a log-probability that JSON can hold: of an impossible token OpenAI says -9999."""
+    return max(value, _LEAST_LOGPROB)
