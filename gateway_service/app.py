@@ -6,7 +6,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from gateway_service.endpoints import models, operations, tokens
+from gateway_service.endpoints import models, operations, page, tokens
 from gateway_service.endpoints.endpoint import Endpoint, Gateway, Handle
 from gateway_service.endpoints.generating import Generating, find_echoes, find_model
 from gateway_service.http.exchange import Exchange
@@ -15,6 +15,7 @@ from gateway_service.openai.completions import read_completion
 from gateway_service.openai.errors import HttpError, error_answer
 
 _INFERENCE = "/splitpoint.v1.InferenceService"
+_ADMIN = "/splitpoint.v1.AdminService"
 
 
 def routes_of(gateway: Gateway) -> list[Route]:
@@ -27,6 +28,7 @@ def routes_of(gateway: Gateway) -> list[Route]:
         return Route(path, endpoint, methods=[verb])
 
     generate, get_model = f"{_INFERENCE}/Generate", f"{_INFERENCE}/GetModel"
+    files = page.Page()
     completions = Generating("cmpl", read_completion, find_echoes)
     chat = Generating("chatcmpl", read_chat, find_model)
     return [
@@ -36,6 +38,9 @@ def routes_of(gateway: Gateway) -> list[Route]:
         route("/v1/models/{model:path}", "GET", models.get_model, get_model),
         route("/tokenize", "POST", tokens.tokenize, f"{_INFERENCE}/Tokenize"),
         route("/detokenize", "POST", tokens.detokenize, f"{_INFERENCE}/Detokenize"),
+        route("/", "GET", files, is_counted=False),
+        route("/page/{name}", "GET", files, is_counted=False),
+        route("/splitpoint/status", "GET", page.status, f"{_ADMIN}/GetSchedulerStatus"),
         route("/health", "GET", operations.health, is_counted=False),
         route("/health/live", "GET", operations.live, is_counted=False),
         route("/version", "GET", operations.version, is_counted=False),

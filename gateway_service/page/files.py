@@ -61,7 +61,8 @@ def _read(path: Path) -> PageFile:
         "content-type": _TYPES[path.suffix],
         # Asked for again each time, and answered by 304: a new release shows at once.
         "cache-control": "no-cache",
-        "etag": tag,
+        # Weak: the compressed form has it, too.
+        "etag": f"W/{tag}",
         "vary": "accept-encoding",
         **_SAFETY,
     }

@@ -112,7 +112,7 @@ function details(report) {
   const rows = [
     ["worker", report.worker || "none"],
     ["request", report.request_id],
-    ["seed", String(report.seed)],
+    ["seed", report.seed],
     ["waited in the queue", seconds(report.queue_seconds)],
     ["total", seconds(report.total_seconds)],
   ];
