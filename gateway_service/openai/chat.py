@@ -17,12 +17,11 @@ from gateway_service.openai.sampling import (
     generate_request,
 )
 from gateway_service.openai.tools import (
-    FORMATS_OF_SPECIAL_TOKENS,
     PARALLEL_TOOL_CALLS,
     TOOL_CHOICE,
     TOOLS,
     ToolUse,
-    check_format,
+    take_format,
     tool_use,
 )
 from gateway_service.openai.values import BOOLEAN, integer, wrong
@@ -113,12 +112,7 @@ class ChatJob:
 
     def model_found(self, model: pb.Model) -> None:
         """Take the form of its tool calls. Raises InvalidArgument if it has none."""
-        check_format(model.tool_call_format)
-        self.tool_call_format = model.tool_call_format
-        for request in self.requests:
-            request.sampling.keeps_special_tokens = (
-                model.tool_call_format in FORMATS_OF_SPECIAL_TOKENS
-            )
+        self.tool_call_format = take_format(self.requests, model)
 
     def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the answer's JSON object. Raises Internal, Unavailable if one is not whole."""
