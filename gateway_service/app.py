@@ -10,9 +10,10 @@ from gateway_service.endpoints import models, operations, page, tokens
 from gateway_service.endpoints.endpoint import Endpoint, Gateway, Handle
 from gateway_service.endpoints.generating import Generating, find_echoes, find_model
 from gateway_service.http.exchange import Exchange
-from gateway_service.openai.chat import read_chat
+from gateway_service.openai.chat.job import read_chat
 from gateway_service.openai.completions import read_completion
 from gateway_service.openai.errors import HttpError, error_answer
+from gateway_service.openai.responses.job import read_response
 
 _INFERENCE = "/splitpoint.v1.InferenceService"
 _ADMIN = "/splitpoint.v1.AdminService"
@@ -31,9 +32,11 @@ def routes_of(gateway: Gateway) -> list[Route]:
     files = page.Page()
     completions = Generating("cmpl", read_completion, find_echoes)
     chat = Generating("chatcmpl", read_chat, find_model)
+    responses = Generating("resp", read_response, find_model)
     return [
         route("/v1/completions", "POST", completions, generate),
         route("/v1/chat/completions", "POST", chat, generate),
+        route("/v1/responses", "POST", responses, generate),
         route("/v1/models", "GET", models.list_models, f"{_INFERENCE}/ListModels"),
         route("/v1/models/{model:path}", "GET", models.get_model, get_model),
         route("/tokenize", "POST", tokens.tokenize, f"{_INFERENCE}/Tokenize"),

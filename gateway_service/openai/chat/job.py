@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway_service.openai.answers import Answer, plan_of, usage_of
-from gateway_service.openai.chat_answers import ChatStream, choice_of
-from gateway_service.openai.fields import Field, Table, Use
-from gateway_service.openai.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
-from gateway_service.openai.sampling import (
-    MOST_LOGPROBS,
-    TEXT_FIELDS,
-    choices_of,
-    generate_request,
-)
-from gateway_service.openai.tools import (
+from gateway_service.openai.chat.answers import ChatStream, choice_of
+from gateway_service.openai.chat.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
+from gateway_service.openai.chat.tools import (
     PARALLEL_TOOL_CALLS,
     TOOL_CHOICE,
     TOOLS,
     ToolUse,
     take_format,
     tool_use,
+)
+from gateway_service.openai.fields import Field, Table, Use
+from gateway_service.openai.sampling import (
+    MOST_LOGPROBS,
+    TEXT_FIELDS,
+    choices_of,
+    generate_request,
 )
 from gateway_service.openai.values import BOOLEAN, integer, wrong
 from splitpoint.v1 import scheduler_pb2 as pb

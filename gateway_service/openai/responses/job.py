@@ -7,10 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway_service.openai.answers import Answer
+from gateway_service.openai.chat.messages import CHAT_PROMPT_FIELDS, chat_prompt
+from gateway_service.openai.chat.tools import (
+    MOST_TOOLS,
+    PARALLEL_TOOL_CALLS,
+    ToolUse,
+    take_format,
+    tool_use,
+)
 from gateway_service.openai.fields import Field, Table, Use, nested
-from gateway_service.openai.messages import CHAT_PROMPT_FIELDS, chat_prompt
-from gateway_service.openai.response_answers import ResponseBuilder, ResponseStream
-from gateway_service.openai.response_input import (
+from gateway_service.openai.responses.answers import ResponseBuilder, ResponseStream
+from gateway_service.openai.responses.input import (
     INPUT,
     TOOL,
     TOOL_CHOICE,
@@ -23,13 +30,6 @@ from gateway_service.openai.sampling import (
     JSON_SCHEMA,
     MOST_LOGPROBS,
     generate_request,
-)
-from gateway_service.openai.tools import (
-    MOST_TOOLS,
-    PARALLEL_TOOL_CALLS,
-    ToolUse,
-    take_format,
-    tool_use,
 )
 from gateway_service.openai.values import (
     BOOLEAN,
@@ -146,13 +146,14 @@ class ResponseJob:
     """A body of /v1/responses (`answers.Job`).
 
     Attributes:
-        needs_model: call `model_found` before the request is sent.
+        needs_model: call `model_found` before the requests are sent.
         tool_call_format: of the model; empty unless `needs_model`.
         repeated: what the answer repeats of the body.
     """
 
     id: str
     created: int
+    model: str
     requests: Sequence[pb.GenerateRequest]
     is_stream: bool
     has_plan: bool
@@ -217,6 +218,7 @@ def read_response(body: Any, *, request_id: str, created: int) -> ResponseJob:
     return ResponseJob(
         id=request_id,
         created=created,
+        model=values["model"],
         requests=[request],
         is_stream=values.get("stream", False),
         has_plan=values.get("include_plan", False),
