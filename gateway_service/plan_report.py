@@ -20,8 +20,7 @@ def plan_report(complete: pb.GenerateComplete) -> dict[str, object]:
     return {
         "request_id": complete.request_id,
         "worker": complete.worker_id,
-        # As text: numbers of JavaScript have 53 bits.
-        "seed": str(complete.seed),
+        "seed": complete.seed,
         "prompt_tokens": complete.usage.prompt_tokens,
         "cached_tokens": complete.usage.cached_tokens,
         "completion_tokens": complete.usage.completion_tokens,

@@ -19,6 +19,7 @@ from scheduler_service.api.prompts import (
 )
 from scheduler_service.api.request import Request, Resume
 from scheduler_service.api.stalls import StallBound
+from scheduler_service.api.structured import GrammarChecks
 from scheduler_service.api.text_jobs import TextJobs
 from scheduler_service.api.validation import check_model, validate_generate
 from scheduler_service.explain import explain_plans
@@ -70,7 +71,12 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         self._shape = manager.options.model.shape
         self._tokenizer = manager.options.model.tokenizer
         self._text_jobs = text_jobs
+        self._grammars = GrammarChecks()
         self._open_calls = 0
+
+    def close(self) -> None:
+        """End the processes that compile grammars."""
+        self._grammars.close()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         with ExitStack() as call:
@@ -161,6 +167,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
 
         def job() -> Request:
             shape, encode = self._shape, self._encode
+            self._grammars.check(request.sampling)
             checked = validate_generate(
                 request,
                 shape,
@@ -173,14 +180,16 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             self._manager.prepare(checked)
             return checked
 
-        return await self._run_job(request, job)
+        return await self._run_job(request, job, blocks=self._grammars.blocks(request.sampling))
 
     async def _run_job(
         self,
         request: pb.GenerateRequest | pb.TokenizeRequest,
         job: Callable[[], _Result],
+        *,
+        blocks: bool = False,
     ) -> _Result:
-        """Run the job, in a thread if the text is long, or a chat.
+        """Run the job, in a thread if the text is long, or a chat, or if it `blocks`.
 
         Raises InvalidArgument at once for a text that by its bytes alone exceeds the context.
         """
@@ -195,7 +204,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             tenant=current_caller().tenant,
             request_bytes=size,
             text_bytes=size if text or has_resumed or request.HasField("chat") else 0,
-            blocks=request.HasField("chat"),
+            blocks=blocks or request.HasField("chat"),
         )
 
     async def _deliver(self, request: Request, resume: Resume, context: Context) -> None:
@@ -259,6 +268,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             weight_format=weight_format_to_proto(_lossiest(ready)),
             has_chat_template=self._render is not None,
             tool_call_format=self._manager.options.model.tool_call_format,
+            has_structured_output=any(facts.has_structured_output for facts in ready),
         )
         methods = {method for facts in ready for method in facts.draft_methods}
         message.draft_methods.extend(draft_method_to_proto(each) for each in sorted(methods))

@@ -76,9 +76,8 @@ class Scheduler:
             access=options.access,
             on_answer=count_calls(self.meters, [INFERENCE_SERVICE, ADMIN_SERVICE]),
         )
-        scheduler_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(self.manager, self._text_jobs), self.server
-        )
+        self._inference = InferenceServicer(self.manager, self._text_jobs)
+        scheduler_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, self.server)
         scheduler_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminServicer(self.manager, clock, self._link), self.server
         )
@@ -129,6 +128,7 @@ class Scheduler:
         await self.registry.close()
         await self._stores.close()
         await self._text_jobs.close()
+        await asyncio.to_thread(self._inference.close)
         if (chats := self._options.model.chats) is not None:
             await asyncio.to_thread(chats.close)
         if self._link is not None:

@@ -54,6 +54,8 @@ class WorkerFacts:
     draft_methods: frozenset[DraftMethod] = frozenset()
     # Methods of selection that it can serve, each with the dimensions of its artefacts; 0: any.
     selections: Mapping[SelectionMethod, int] = field(default_factory=dict)
+    # True if it can follow structured output.
+    has_structured_output: bool = False
     numerics: Numerics = Numerics.FAST
     # Of what decides its bits; chunk keys depend on it. Empty if they are fast.
     numerics_digest: str = ""

@@ -29,7 +29,7 @@ from splitpoint.options.speculation import read_speculative_config
 from splitpoint.options.worker import SECTIONS
 from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.progress import Progress
-from splitpoint.service import OnReady, Setup, announce_ready, run_service, set_up
+from splitpoint.service import Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import DataType, WeightFormat
 from splitpoint.transport.calls import count_calls
 from splitpoint.transport.limits import WATCHER_SECONDS, answer_pings_within
@@ -97,12 +97,8 @@ def _print_progress(progress: Progress) -> None:
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    """Serve until a signal or the parent's end."""
-    await run(arguments, set_up(arguments), announce_ready)
-
-
-async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) -> None:
-    """Listen at once, load the model, become ready; drain and stop once `setup.stop` is set."""
+    """Listen at once, load the model, become ready, and on a signal drain and stop."""
+    setup = set_up(arguments)
     meters = Meters(Service.WORKER)
     server = create_server(
         max_concurrent_rpcs=MAX_CALLS,
@@ -127,7 +123,7 @@ async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) ->
         options = options_from(arguments, setup.identity)
         async with metrics_served(arguments, meters):
             await _load_and_run(
-                options, servicer, health, address, setup, on_ready, arguments.advertise, meters
+                options, servicer, health, address, setup, arguments.advertise, meters
             )
     finally:
         await server.stop(STOP_SECONDS)
@@ -139,7 +135,6 @@ async def _load_and_run(
     health: HealthReporter,
     address: str,
     setup: Setup,
-    on_ready: OnReady,
     advertise: str | None,
     meters: Meters,
 ) -> None:
@@ -153,7 +148,7 @@ async def _load_and_run(
     WorkerMetrics(meters, worker)
     servicer.worker = worker
     await health.set(SERVICE_NAME, True)
-    on_ready(address)
+    announce_ready(address)
     failing = asyncio.create_task(worker.runtime.failed.wait())
 
     def registration(link: RedisLink) -> Announcer:

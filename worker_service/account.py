@@ -89,6 +89,8 @@ class Account:
         drafts: times that a step verified drafts of a sequence, by method.
         drafted_tokens, accepted_tokens: tokens of these drafts, and those that the text has.
         selected: what sequences read by selection.
+        grammars, grammar_seconds: structured outputs that were compiled or found, and how long
+            requests waited for that.
         split_tokens: the latest split of a restore or of a streamed step; None before.
         predicted_seconds, measured_seconds: seconds of work that was predicted.
     """
@@ -118,6 +120,8 @@ class Account:
         self.drafted_tokens = dict.fromkeys(DRAFTERS, 0)
         self.accepted_tokens = dict.fromkeys(DRAFTERS, 0)
         self.selected = UNUSED
+        self.grammars = 0
+        self.grammar_seconds = 0.0
         self.split_tokens: int | None = None
         self.predicted_seconds = dict.fromkeys(Predicted, 0.0)
         self.measured_seconds = dict.fromkeys(Predicted, 0.0)
@@ -137,6 +141,11 @@ class Account:
     def tokens_by(self, way: Way) -> int:
         """Return the cached tokens that came this way, in restores and in steps."""
         return sum(count for (_, each), count in self.cache_tokens.items() if each is way)
+
+    def grammar_ready(self, seconds: float) -> None:
+        """Count a request whose grammar is ready after so many seconds."""
+        self.grammars += 1
+        self.grammar_seconds += seconds
 
     def add(self, output: StepOutput) -> None:
         """Add the work that a step's output reports."""

@@ -11,15 +11,17 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from splitpoint.costs.profile import Profile
-from splitpoint.errors import Internal, Unavailable
+from splitpoint.errors import Internal, SplitpointError, Unavailable
 from splitpoint.observe import tracing
 from splitpoint.observe.logs import for_request
 from splitpoint.planning.plan import Residency
+from splitpoint.structured.grammar import unavailable
 from worker_service.account import Account
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import (
@@ -41,6 +43,8 @@ from worker_service.store.client import Match, StoreClient
 from worker_service.store.fetch import FetchResult, PrefixFetcher
 from worker_service.store.write_back import SequenceKey, WriteBack
 from worker_service.streams import Listener, RunStreams
+from worker_service.structured.compiler import GrammarCompiler
+from worker_service.structured.matcher import GrammarMatcher
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +67,14 @@ class Runtime:
         failed: set when the engine's thread has failed.
     """
 
-    def __init__(self, engine: Engine, store: StoreClient | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: StoreClient | None,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """`grammars`: compiles structured output; None: the worker cannot follow any."""
+        self.grammars = grammars
         self.engine = engine
         self.store = store
         self.account = Account()
@@ -123,6 +134,8 @@ class Runtime:
         await asyncio.to_thread(self._thread.join)
         if self.store is not None:
             await self.store.close()
+        if self.grammars is not None:
+            await asyncio.to_thread(self.grammars.close)
 
     # -- the Run streams ----------------------------------------------------------------
 
@@ -331,6 +344,15 @@ class Runtime:
     async def _look_up_and_admit(self, admission: Admission) -> None:
         key, tokens = admission.key, admission.tokens
         streamed = admission.residency is Residency.STREAMED
+        try:
+            matcher = await self._matcher(admission)
+        except SplitpointError as refused:
+            self._on_output(StepOutput(finishes=[FinishEvent(key, error=refused)]))
+            return
+        if matcher is not None and matcher.is_complete:
+            # Only the end of its answer was lost.
+            self._on_output(StepOutput(finishes=[FinishEvent(key, "stop")]))
+            return
         await self._fetch(admission, tokens)
         match = await self._match(key, admission.salt, tokens, streamed=streamed)
         if match is None and streamed:
@@ -341,7 +363,29 @@ class Runtime:
             )
             self._on_output(StepOutput(finishes=[FinishEvent(key, error=error)]))
             return
-        self.engine.admit(admission, match, self._spans.get(key))
+        self.engine.admit(admission, match, self._spans.get(key), matcher)
+
+    async def _matcher(self, admission: Admission) -> GrammarMatcher | None:
+        """Compile the grammar of a request, beside the engine's steps; None if it has none."""
+        grammar, sampling = admission.grammar, admission.sampling
+        if grammar is None:
+            return None
+        if self.grammars is None:
+            raise unavailable("this worker cannot follow structured output")
+        ends = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ends.update(self.engine.eos_token_ids)
+        began = time.perf_counter()
+        matcher = await asyncio.to_thread(
+            self.grammars.matcher,
+            grammar,
+            salt=admission.salt,
+            delivered=admission.delivered,
+            ends=frozenset(ends),
+            min_tokens=sampling.min_tokens,
+        )
+        self.account.grammar_ready(time.perf_counter() - began)
+        return matcher
 
     async def _fetch(self, admission: Admission, tokens: list[int]) -> None:
         """Fetch the chunks that this worker's store lacks from the source store."""

@@ -97,6 +97,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             numerics=numerics_to_proto(worker.numerics.numerics),
             numerics_reason=worker.numerics.reason,
             numerics_digest=worker.numerics.digest,
+            has_structured_output=worker.runtime.grammars is not None,
             shares_pages=worker.engine.page_manager.shared is not None,
             speculation=_speculation_message(worker.speculation),
             selections=_selections_message(worker.screens),

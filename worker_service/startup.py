@@ -75,6 +75,7 @@ from worker_service.runtime import Runtime
 from worker_service.store.client import StoreClient
 from worker_service.store.remote_client import RemoteStoreClient
 from worker_service.store.verifier import Verifier
+from worker_service.structured.compiler import GrammarCompiler
 from worker_service.weights.lock import WeightLock
 from worker_service.weights.matrices import product_shapes, weight_sizes
 
@@ -245,7 +246,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         if store is not None:
             await store.start(layout)
         on_failure.pop_all()
-    runtime = Runtime(engine, store)
+    runtime = Runtime(engine, store, _grammars(options, shape))
     runtime.start()
     return LoadedWorker(
         worker_id=options.worker_id,
@@ -262,6 +263,14 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         screens=screens,
         numerics=numerics,
     )
+
+
+def _grammars(options: WorkerOptions, shape: ModelShape) -> GrammarCompiler | None:
+    """Return what compiles structured output; None if this worker cannot follow it."""
+    tokenizer = Tokenizer.load(options.model_folder)
+    grammars = GrammarCompiler.if_possible(tokenizer, shape.vocabulary_size)
+    log.info("structured output is %s", "off" if grammars is None else "on")
+    return grammars
 
 
 def choose_device(text: str) -> torch.device:

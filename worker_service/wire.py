@@ -12,6 +12,7 @@ from splitpoint.planning.split_line import SplitLine
 from splitpoint.selection import check_served, speculation_beside
 from splitpoint.shapes import ModelShape
 from splitpoint.speculation import PLAIN, Speculation
+from splitpoint.structured.grammar import grammar_from_proto
 from splitpoint.transport.convert import (
     draft_method_to_proto,
     plan_from_proto,
@@ -77,6 +78,9 @@ def admission_from(
     _check_method(plan, forces_split=is_forced)
     selection = selection_from_proto(command.selection if command.HasField("selection") else None)
     check_served(selection)
+    grammar = None
+    if command.sampling.HasField("structured_output"):
+        grammar = grammar_from_proto(command.sampling.structured_output)
     asked = speculation_from_proto(command.speculation, speculation)
     return Admission(
         request_id=command.request_id,
@@ -99,6 +103,7 @@ def admission_from(
         traceparent=command.traceparent,
         speculation=speculation_beside(selection, asked),
         selection=selection,
+        grammar=grammar,
         stream=stream,
     )
 

@@ -149,6 +149,11 @@ class Request:
             self.request_id = f"{readable}~{secrets.token_hex(12)}"
 
     @property
+    def is_structured(self) -> bool:
+        """True if its answer must look as the client says."""
+        return self.sampling.HasField("structured_output")
+
+    @property
     def key(self) -> tuple[str, str]:
         return self.tenant, self.client_request_id
 

@@ -312,6 +312,7 @@ class WorkerConnection:
             selections={
                 selection_method_from_proto(each.method): each.columns for each in info.selections
             },
+            has_structured_output=info.has_structured_output,
             numerics=numerics_from_proto(info.numerics),
             numerics_digest=info.numerics_digest,
             weight_format=weight_format_from_proto(info.weight_format),

@@ -321,7 +321,7 @@ class AdmissionQueue:
 
     def need(self, item: Request, worker_id: str) -> Way | None:
         ledger = self._ledgers[worker_id]
-        if item.is_paused or ledger.is_closed or item.worker_id not in ("", worker_id):
+        if item.is_paused or not self._takes(item, ledger):
             return None
         return self.way(item, ledger)
 
@@ -358,10 +358,16 @@ class AdmissionQueue:
     # -- inside -------------------------------------------------------------------
 
     def _open(self, request: Request) -> Iterator[Ledger]:
-        """Iterate over the workers that take new requests and that it is not pinned away from."""
-        for worker_id, ledger in self._ledgers.items():
-            if not ledger.is_closed and request.worker_id in ("", worker_id):
+        """Iterate over the workers that take new requests and where this one may run."""
+        for ledger in self._ledgers.values():
+            if self._takes(request, ledger):
                 yield ledger
+
+    def _takes(self, request: Request, ledger: Ledger) -> bool:
+        """Return True if a worker takes new requests, and this one may run there."""
+        if ledger.is_closed or request.worker_id not in ("", ledger.facts.worker_id):
+            return False
+        return ledger.facts.has_structured_output or not request.is_structured
 
     def _verdict(self, request: Request, ledger: Ledger) -> Fits | NeverFits:
         """Return the footprint of a request on an empty worker."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from scheduler_service.api.request import Request
 from scheduler_service.api.selection import check_selection
 from scheduler_service.api.speculation import check_draft_method
+from scheduler_service.api.structured import check_structured_output
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.placement.planning import check_split
 from splitpoint.errors import NotFound, Unavailable
@@ -13,7 +14,7 @@ from splitpoint.errors import NotFound, Unavailable
 def check_workers(request: Request, registry: Registry, retry_seconds: float) -> None:
     """Raises NotFound (unknown worker), Unavailable (none is ready), InvalidArgument (a forced
     split that no store can serve, a draft method that no worker has), or FailedPrecondition (a
-    selection that no worker has artefacts for)."""
+    selection that no worker has artefacts for, structured output that none can follow)."""
     ready = registry.ready()
     if request.worker_id:
         if registry.find(request.worker_id) is None and registry.all_names_known:
@@ -33,3 +34,4 @@ def check_workers(request: Request, registry: Registry, retry_seconds: float) ->
     check_split(request.split_tokens, facts)
     check_draft_method(request.speculation, facts)
     check_selection(request.selection, facts)
+    check_structured_output(request.sampling, facts)

@@ -62,6 +62,7 @@ from worker_service.retrieval.selector import ScreensOf, Selector
 from worker_service.store.client import Match
 from worker_service.store.verifier import Verifier
 from worker_service.store.write_back import ChunksStored, Flushed, StoreLimitReached, WriteFailed
+from worker_service.structured.matcher import GrammarMatcher
 
 
 class Engine:
@@ -171,9 +172,13 @@ class Engine:
         admission: Admission,
         match: Match | None = None,
         spans: RequestSpans | None = None,
+        matcher: GrammarMatcher | None = None,
     ) -> None:
-        """Queue a request with its leased prefix for the next step; from any thread."""
-        self.post(Sequence(admission, match, spans))
+        """Queue a request with its leased prefix for the next step; from any thread.
+
+        `matcher`: of the admission's grammar, behind what was delivered.
+        """
+        self.post(Sequence(admission, match, spans, matcher))
 
     def post(self, command: Command) -> None:
         """Queue a command for the next step; from any thread."""
@@ -396,7 +401,10 @@ class Engine:
             budget=budget,
         )
         for drafted in proposed:
-            drafted.target.drafts = drafted.tokens
+            tokens, matcher = drafted.tokens, drafted.target.matcher
+            if matcher is not None:
+                tokens = tokens[: matcher.allowed_drafts(tokens)]
+            drafted.target.drafts = tokens
             drafted.target.drafted_by = drafted.method
         self._drafting_seconds = time.perf_counter() - began
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -30,6 +31,12 @@ from worker_service.model.layer import DecoderLayer
 from worker_service.pipeline.prefetch import Prefetcher, compute
 from worker_service.pipeline.staging import Staging
 from worker_service.store.verifier import Check, Verifier
+from worker_service.store.write_back import SequenceKey
+from worker_service.structured.masks import Mask, MaskFiller
+
+# By the key of each sequence that a grammar rules: masks behind its newest token and each draft.
+# As many rows of it can be used: none if its matcher has an error.
+StepMasks = dict[SequenceKey, list[Mask]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,8 @@ class StepResult:
         compute_spans: the whole step as one span, if nothing ran on lanes.
         choices: for each sequence of the batch its next tokens: none if some of its prompt is
             still to be computed, several if drafts were right. [] also of a decoding sequence
-            whose drafts spoiled its newest token's row: nothing of it holds.
+            whose drafts spoiled its newest token's row: nothing of it holds; and of one whose
+            grammar lets nothing follow, which its matcher's error says.
         spoiled: sequences whose drafts left rows behind that are not finite.
         lost: sequences that computed with bytes that must not be used. If there are any,
             no token was chosen.
@@ -80,6 +88,7 @@ class ModelRunner:
         self._eos_token_ids = eos_token_ids
         self._verifier = verifier
         self._graphs = graphs
+        self._mask_filler = MaskFiller(model.shape.vocabulary_size)
         # Start of a step under way that will leave a single span.
         self._computing_since: float | None = None
 
@@ -99,7 +108,9 @@ class ModelRunner:
         self._computing_since = began if prefetcher is None else None
         try:
             logits, finite = self._forward(batch, prefetcher)
-            pending = self._begin_choice(batch, logits, finite)
+            # On a GPU while it computes.
+            masks = self._masks(batch)
+            pending = self._begin_choice(batch, logits, finite, masks)
             # Weights may be on their way for the next step; everything else is done.
             spans = self._lanes.collect()
         except BaseException:
@@ -112,7 +123,7 @@ class ModelRunner:
             # No token is counted yet: the other sequences run again in the next step.
             self._computing_since = None
             return StepResult(batch, spans, lost=lost)
-        choices, spoiled = self._choose(batch, logits, finite, pending)
+        choices, spoiled = self._choose(batch, logits, finite, pending, masks)
         whole = []
         if prefetcher is None:
             whole = self._lanes.count_spans([self._step_span(batch, began, time.perf_counter())])
@@ -183,14 +194,28 @@ class ModelRunner:
             batch.selected.fetching(model, carry_out),
         )
 
+    def _masks(self, batch: Batch) -> StepMasks:
+        """Return the masks of the rows that grammars rule."""
+        ruled = [
+            sequence
+            for sequence, count in zip(batch.sequences, batch.logit_counts, strict=True)
+            if sequence.matcher is not None and count
+        ]
+        if not ruled:
+            return {}
+        filled = self._mask_filler.fill(
+            [(each.matcher, each.drafts) for each in ruled if each.matcher is not None]
+        )
+        return dict(zip((each.key for each in ruled), filled, strict=True))
+
     def _begin_choice(
-        self, batch: Batch, logits: torch.Tensor, finite: torch.Tensor
+        self, batch: Batch, logits: torch.Tensor, finite: torch.Tensor, masks: StepMasks
     ) -> PendingChoices | None:
         """Issue the choices of all rows on a GPU; None on a CPU, which chooses at the end."""
         if not logits.is_cuda:
             return None
         rows = [
-            self._sampling_row(sequence, row)
+            self._sampling_row(sequence, row, masks)
             for sequence, count in zip(batch.sequences, batch.logit_counts, strict=True)
             for row in range(count)
         ]
@@ -202,6 +227,7 @@ class ModelRunner:
         logits: torch.Tensor,
         on_device: torch.Tensor,
         pending: PendingChoices | None,
+        masks: StepMasks,
     ) -> tuple[list[list[Choice] | NonFiniteLogits], list[Sequence]]:
         """Return the choices and the spoiled sequences of `StepResult`.
 
@@ -222,6 +248,7 @@ class ModelRunner:
                 # In plain decoding these drafts would not be there.
                 spoiled.append(sequence)
                 usable = regular.index(False)
+            usable = min(usable, len(masks.get(sequence.key, [None] * usable)))
             if not is_finite and not sequence.drafts:
                 choices.append(NonFiniteLogits())
             elif not usable:
@@ -230,7 +257,7 @@ class ModelRunner:
                 choices.append(accepted(chosen[logit_row : logit_row + usable], sequence.drafts))
             elif on_host is not None:
                 lazily = (
-                    on_host.choice(logit_row + index, self._sampling_row(sequence, index))
+                    on_host.choice(logit_row + index, self._sampling_row(sequence, index, masks))
                     for index in range(usable)
                 )
                 choices.append(accepted(lazily, sequence.drafts))
@@ -253,15 +280,19 @@ class ModelRunner:
             )
         return Span(Lane.COMPUTE, name, start, end, tokens=sum(batch.counts), amount=flops)
 
-    def _sampling_row(self, sequence: Sequence, draft_count: int) -> SamplingRow:
+    def _sampling_row(self, sequence: Sequence, draft_count: int, masks: StepMasks) -> SamplingRow:
         """Return what the choice depends on that follows the first `draft_count` drafts."""
-        admission = sequence.admission
+        admission, mask = sequence.admission, None
+        if sequence.matcher is not None:
+            # Of a row that has none, nothing will be chosen.
+            mask = next(islice(masks.get(sequence.key, ()), draft_count, None), None)
         return SamplingRow(
             admission.sampling,
             sequence.tokens,
             len(admission.prompt),
             self._eos_token_ids,
             sequence.drafts[:draft_count],
+            mask,
         )
 
 

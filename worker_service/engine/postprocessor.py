@@ -18,6 +18,7 @@ from worker_service.engine.selected import usage_of
 from worker_service.engine.sequence import Sequence
 from worker_service.lanes.spans import LaneUse, add_lanes
 from worker_service.lanes.timeline import Span
+from worker_service.structured.matcher import GrammarMatcher
 
 
 class Postprocessor:
@@ -62,6 +63,8 @@ class Postprocessor:
                 event = self._non_finite(sequence)
             else:
                 taken, event = self._take(sequence, choices)
+                if sequence.matcher is not None and event is None:
+                    event = _grammar_failure(sequence, sequence.matcher)
                 # What follows the end of a request was neither delivered nor accepted.
                 choices = result.choices[place] = choices[:taken]
                 # A decoding sequence has computed what plain decoding would have by now.
@@ -143,6 +146,10 @@ class Postprocessor:
             sequence.text.push([choice.token_id])
             if sequence.text.matched_stop is not None:
                 return FinishEvent(sequence.key, "stop", sequence.text.matched_stop)
+        if sequence.matcher is not None:
+            sequence.matcher.accept(choice.token_id)
+            if sequence.matcher.is_complete:
+                return FinishEvent(sequence.key, "stop")
         if count >= sampling.max_tokens:
             return FinishEvent(sequence.key, "length")
         return None
@@ -160,6 +167,12 @@ class Postprocessor:
         self._page_manager.forget(sequence)
         self._page_manager.clear_unwritten(sequence)
         return FinishEvent(sequence.key, error=error)
+
+
+def _grammar_failure(sequence: Sequence, matcher: GrammarMatcher) -> FinishEvent | None:
+    """Return the end of a request whose grammar lets nothing follow; None if it goes on."""
+    error = matcher.error
+    return None if error is None else FinishEvent(sequence.key, error=error)
 
 
 def _trace_step(batch: Batch, spans: list[Span]) -> None:

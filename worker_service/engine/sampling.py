@@ -17,6 +17,7 @@ import torch
 from splitpoint.transport.convert import from_message
 from splitpoint.v1 import types_pb2
 from worker_service.model.draws import MOST_ELEMENTS, NUCLEUS, Entry, PendingDraws, RowParameters
+from worker_service.structured.masks import Mask, allowed_ids
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -74,6 +75,7 @@ class SamplingRow:
         prompt_length: how many of `tokens` are the prompt.
         eos_token_ids: the model's end-of-sequence ids.
         drafts: guessed tokens after them that the row's logits depend on, too.
+        mask: the ids that may be chosen, at least one; None: all but `forbidden`.
     """
 
     sampling: Sampling
@@ -81,6 +83,7 @@ class SamplingRow:
     prompt_length: int = 0
     eos_token_ids: tuple[int, ...] = ()
     drafts: Sequence[int] = ()
+    mask: Mask | None = None
 
     @property
     def position(self) -> int:
@@ -99,16 +102,19 @@ class SamplingRow:
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Ids that may not be chosen yet: those that end the text before min_tokens."""
+        """Ids that may not be chosen yet: those that end the text before min_tokens.
+
+        A mask says that of its own.
+        """
         sampling = self.sampling
-        if self.position - self.prompt_length >= sampling.min_tokens:
+        if self.mask is not None or self.position - self.prompt_length >= sampling.min_tokens:
             return ()
         ends = () if sampling.ignore_eos else self.eos_token_ids
         return (*ends, *sampling.stop_token_ids)
 
     @property
     def is_plain(self) -> bool:
-        """True if the choice is the largest raw logit and nothing else is asked for."""
+        """True if the choice is the largest raw logit that may be chosen, and all that is asked."""
         sampling = self.sampling
         return (
             sampling.temperature == 0
@@ -122,7 +128,8 @@ class SamplingRow:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A chosen token. Log-probabilities are natural logs of the softmax of the
-    logits after penalties and biases, before temperature and truncation."""
+    logits after masks, penalties and biases, before temperature and truncation.
+    Of tokens that may not be chosen none is reported."""
 
     token_id: int
     logprob: float | None = None
@@ -151,7 +158,7 @@ class HostChoices:
         """Return the choice from the logits at `index`, which are those of `row`."""
         if not math.isfinite(self._largest[index]):
             return NonFiniteLogits()
-        if row.is_plain:
+        if row.is_plain and row.mask is None:
             return Choice(self._best[index])
         return _choose_one(self._logits[index].to("cpu"), row)
 
@@ -191,11 +198,15 @@ class PendingChoices:
         rows: Sequence[SamplingRow],
         most_elements: int = MOST_ELEMENTS,
     ) -> None:
-        """Issue all work for fp32 logits `[M, vocabulary]`, and for bool flags `[N]` to return."""
+        """Issue all work for fp32 logits `[M, vocabulary]`, and for bool flags `[N]` to return.
+
+        What a mask excludes becomes -infinity in the logits.
+        """
         self._logits = logits
         self._rows = rows
         parameters = [_parameters(row, logits.shape[1]) for row in rows]
-        self._draws = PendingDraws(logits, finite, parameters, most_elements)
+        masks = [(index, row.mask) for index, row in enumerate(rows) if row.mask is not None]
+        self._draws = PendingDraws(logits, finite, parameters, most_elements, masks)
 
     def read(self) -> tuple[list[bool], list[Choice | NonFiniteLogits]]:
         """Wait for the device; return the flags, and one choice per row of logits."""
@@ -208,7 +219,8 @@ class PendingChoices:
                 # Rare: the whole vocabulary is sorted for this row alone.
                 choices.append(_choose_one(self._logits[index].to("cpu"), row))
             else:
-                choices.append(Choice(each.token_id, each.logprob, each.top))
+                top = tuple(pair for pair in each.top if pair[1] > -math.inf)
+                choices.append(Choice(each.token_id, each.logprob, top))
         return flags, choices
 
 
@@ -268,23 +280,42 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def _choose_one(logits: torch.Tensor, row: SamplingRow) -> Choice:
+def _choose_one(logits: torch.Tensor, row: SamplingRow) -> Choice | NonFiniteLogits:
     """Choose from one row `[vocabulary]`, on the CPU, in fp64."""
-    sampling = row.sampling
+    sampling, ids = row.sampling, None
+    if row.mask is not None:
+        ids = torch.from_numpy(allowed_ids(row.mask, len(logits)))
+    if row.is_plain:
+        # The first of the largest, as without a mask.
+        some = logits if ids is None else logits[ids]
+        place = int(some.argmax())
+        if not math.isfinite(float(some[place])):
+            return NonFiniteLogits()
+        return Choice(_id(ids, place))
     scores = _adjusted(logits.to(torch.float64), row)
-    token_id = (
+    if ids is not None:
+        scores = scores[ids]
+    if not math.isfinite(float(scores.max())):
+        return NonFiniteLogits()
+    place = (
         int(scores.argmax())
         if sampling.temperature == 0
         else _draw(scores, sampling, uniform(sampling.seed, row.position))
     )
     if sampling.logprobs is None:
-        return Choice(token_id)
+        return Choice(_id(ids, place))
     logprobs = torch.log_softmax(scores, dim=-1)
     top: tuple[tuple[int, float], ...] = ()
     if sampling.logprobs:
         listed = torch.topk(logprobs, min(sampling.logprobs, len(logprobs)))
-        top = tuple(zip(listed.indices.tolist(), listed.values.tolist(), strict=True))
-    return Choice(token_id, float(logprobs[token_id]), top)
+        pairs = zip(listed.indices.tolist(), listed.values.tolist(), strict=True)
+        top = tuple((_id(ids, each), value) for each, value in pairs if value > -math.inf)
+    return Choice(_id(ids, place), float(logprobs[place]), top)
+
+
+def _id(ids: torch.Tensor | None, place: int) -> int:
+    """Return the id at a place of the scores."""
+    return place if ids is None else int(ids[place])
 
 
 def _adjusted(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:

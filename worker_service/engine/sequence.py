@@ -12,6 +12,7 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.selection import FULL, Selection
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
+from splitpoint.structured.grammar import GrammarText
 from worker_service.device.claims import Claim
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.spans import RequestSpans
@@ -24,6 +25,7 @@ from worker_service.store.client import Match
 from worker_service.store.fetch import FetchSource
 from worker_service.store.session import Connection
 from worker_service.store.write_back import SequenceKey
+from worker_service.structured.matcher import GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Admission:
         traceparent: W3C trace context; empty if the request is not traced.
         speculation: how its next tokens are guessed.
         selection: which of its stored tokens each decode step reads.
+        grammar: what its answer must look like; None: any text.
         stream: number of the Run stream that it came through.
     """
 
@@ -71,6 +74,7 @@ class Admission:
     traceparent: str = ""
     speculation: Speculation = PLAIN
     selection: Selection = FULL
+    grammar: GrammarText | None = None
     stream: int = 0
 
     @property
@@ -131,6 +135,8 @@ class Sequence:
     match: Match | None = None
     # None if the request is not traced.
     spans: RequestSpans | None = None
+    # Follows its answer; None: any text.
+    matcher: GrammarMatcher | None = None
     tokens: list[int] = field(init=False)
     # Streamed: the split of each step by length; the engine redraws it.
     split_line: SplitLine | None = field(init=False)

@@ -78,20 +78,27 @@ class PendingDraws:
         finite: torch.Tensor,
         rows: Sequence[RowParameters | None],
         most_elements: int = MOST_ELEMENTS,
+        masks: Sequence[tuple[int, npt.NDArray[np.int32]]] = (),
     ) -> None:
         """Issue all work for fp32 logits `[M, vocabulary]` and bool flags `[N]`; wait for nothing.
 
-        A row without parameters takes its largest logit.
+        A row without parameters takes its largest logit. `masks`: for some rows a bit of each id,
+        least significant first. The logits of clear bits become -infinity.
         """
         self._rows = rows
         self._flag_count = len(finite)
         self._vocabulary = logits.shape[1]
+        size = max(1, most_elements // self._vocabulary)
+        # Also where a mask would hide a NaN.
+        regular = logits.amax(dim=-1).isfinite() if masks else None
+        for first in range(0, len(masks), size):
+            _exclude(logits, masks[first : first + size])
         largest, best = logits.max(dim=-1)
+        is_regular = largest.isfinite() if regular is None else largest.isfinite() & regular
         # In fp64, which holds each token id exactly.
         tokens = best.to(torch.float64)
         short = torch.zeros_like(tokens)
         special = [(index, row) for index, row in enumerate(rows) if row is not None]
-        size = max(1, most_elements // self._vocabulary)
         reported = []
         for first in range(0, len(special), size):
             each = _Round.of(special[first : first + size], logits)
@@ -99,7 +106,7 @@ class PendingDraws:
             tokens.index_copy_(0, each.index, drawn.tokens)
             short.index_copy_(0, each.index, drawn.short)
             reported += drawn.reported
-        parts = [finite, largest.isfinite(), short, tokens, *reported]
+        parts = [finite, is_regular, short, tokens, *reported]
         packed = torch.cat([part.to(torch.float64).flatten() for part in parts])
         self._host = torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda)
         self._host.copy_(packed, non_blocking=True)
@@ -287,6 +294,18 @@ class _Round:
                 listed = torch.topk(logprobs, min(count, len(logprobs)))
                 reported += [listed.values, listed.indices]
         return reported
+
+
+def _exclude(logits: torch.Tensor, masks: Sequence[tuple[int, npt.NDArray[np.int32]]]) -> None:
+    """Set the logits of clear bits to -infinity, in place."""
+    upload = Upload(logits.device)
+    index = upload.table([row for row, _ in masks])
+    words = upload.table(np.concatenate([mask for _, mask in masks]), np.int32)
+    upload.send()
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (words.view(len(masks), -1, 1) >> bits).bitwise_and_(1).flatten(1)
+    excluded = allowed[:, : logits.shape[1]] == 0
+    logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(excluded, -math.inf))
 
 
 def most_likely(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

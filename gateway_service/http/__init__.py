@@ -1,1 +1,0 @@
-"""HTTP: connections with bounds, and one exchange of a request and its answer."""

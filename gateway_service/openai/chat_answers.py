@@ -1,0 +1,198 @@
+"""Answers of /v1/chat/completions, whole and as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from gateway_service.openai.answers import (
+    DONE,
+    Answer,
+    dumped,
+    finish_reason_of,
+    frame,
+    plan_of,
+    quoted,
+    token_text,
+    usage_of,
+)
+from gateway_service.openai.tools import NamedFunction, ToolUse, call_id
+from gateway_service.tool_calls.pieces import CallStart, Piece, ToolCallParser, parse
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.v1 import types_pb2
+
+CHUNK_NAME = "chat.completion.chunk"
+# What OpenAI sends for a probability of 0: JSON has no infinity.
+_LEAST_LOGPROB = -9999.0
+
+
+class AnsweredChat(Protocol):
+    """What the rendering needs of a chat's job."""
+
+    requests: Sequence[pb.GenerateRequest]
+    has_usage: bool
+    has_plan: bool
+    has_logprobs: bool
+    tools: ToolUse
+    tool_call_format: str
+
+    def head(self, object_name: str) -> dict[str, Any]: ...
+
+
+def choice_of(job: AnsweredChat, index: int, answer: Answer) -> dict[str, Any]:
+    """Return one whole choice."""
+    complete = answer.finished
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    has_calls = False
+    parser = job.tools.parser(job.tool_call_format)
+    if parser is not None:
+        parsed = parse(parser, answer.text)
+        message["content"] = parsed.content
+        has_calls = bool(parsed.calls)
+        if has_calls:
+            message["content"] = parsed.content or None
+            message["tool_calls"] = [
+                {
+                    "id": call_id(job.tool_call_format),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in parsed.calls
+            ]
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": _logprobs(answer.logprobs) if job.has_logprobs else None,
+        "finish_reason": finish_reason(job.tools, complete, has_calls=has_calls),
+        "stop_reason": complete.matched_stop or None,
+    }
+
+
+def finish_reason(tools: ToolUse, complete: pb.GenerateComplete, *, has_calls: bool) -> str:
+    """Return OpenAI's word: a call that the client named itself ends with stop."""
+    reason = finish_reason_of(complete)
+    is_own = has_calls and not isinstance(tools.choice, NamedFunction)
+    return "tool_calls" if is_own and reason == "stop" else reason
+
+
+def _logprobs(positions: Iterable[types_pb2.PositionLogprobs]) -> dict[str, Any]:
+    return {"content": token_logprobs(positions), "refusal": None}
+
+
+def token_logprobs(positions: Iterable[types_pb2.PositionLogprobs]) -> list[dict[str, Any]]:
+    """Return OpenAI's objects of tokens with their alternatives."""
+    return [
+        {
+            **_token(position.chosen_token_bytes, position.chosen_logprob),
+            "top_logprobs": [_token(each.token_bytes, each.logprob) for each in position.top],
+        }
+        for position in positions
+    ]
+
+
+def _token(token: bytes, logprob: float) -> dict[str, Any]:
+    return {
+        "token": token_text(token),
+        "logprob": max(logprob, _LEAST_LOGPROB),
+        "bytes": [*token],
+    }
+
+
+class ChatStream:
+    """Renders the stream of a job (`answers.StreamWriter`).
+
+    A frame of text is a constant head, the text as JSON, and a constant tail: no object per token.
+    """
+
+    def __init__(self, job: AnsweredChat) -> None:
+        self._job = job
+        self._start = f"data: {dumped(job.head(CHUNK_NAME)).decode()[:-1]},"
+        self._end = ',"usage":null}\n\n' if job.has_usage else "}\n\n"
+        self._heads = [
+            f'{self._start}"choices":[{{"index":{index},"delta":'
+            for index in range(len(job.requests))
+        ]
+        self._tail = f',"logprobs":null,"finish_reason":null}}]{self._end}'
+        self._parsers = [job.tools.parser(job.tool_call_format) for _ in job.requests]
+        self._has_calls = [False] * len(job.requests)
+        self._completes: list[pb.GenerateComplete | None] = [None] * len(job.requests)
+
+    def begin(self) -> bytes:
+        # Clients join the contents: an answer of calls alone has none.
+        content = "null" if self._job.tools.may_call else '""'
+        delta = f'{{"role":"assistant","content":{content}}}'
+        return "".join(f"{head}{delta}{self._tail}" for head in self._heads).encode()
+
+    def chunk(self, index: int, chunk: pb.GenerateChunk) -> bytes:
+        parser = self._parsers[index]
+        if parser is None and not self._job.has_logprobs:
+            if not chunk.text:
+                return b""
+            return (f'{self._heads[index]}{{"content":{quoted(chunk.text)}}}{self._tail}').encode()
+        deltas = self._deltas(index, parser, chunk.text)
+        return self._frames(index, deltas, chunk.logprobs)
+
+    def complete(self, index: int, complete: pb.GenerateComplete) -> bytes:
+        self._completes[index] = complete
+        deltas = self._deltas(index, self._parsers[index], complete.text, is_last=True)
+        has_calls = self._has_calls[index]
+        ending = {
+            "logprobs": None,
+            "finish_reason": finish_reason(self._job.tools, complete, has_calls=has_calls),
+            "stop_reason": complete.matched_stop or None,
+        }
+        last = f"{self._heads[index]}{{}},{dumped(ending).decode()[1:]}]{self._end}"
+        return self._frames(index, deltas, ()) + last.encode()
+
+    def end(self) -> bytes:
+        job = self._job
+        if not (job.has_usage or job.has_plan):
+            return DONE
+        completes = [complete for complete in self._completes if complete is not None]
+        final = {**job.head(CHUNK_NAME), "choices": []}
+        if job.has_usage:
+            final["usage"] = usage_of(completes, len(completes))
+        if job.has_plan:
+            final["splitpoint"] = plan_of(completes)
+        return frame(final) + DONE
+
+    def _deltas(
+        self, index: int, parser: ToolCallParser | None, text: str, *, is_last: bool = False
+    ) -> list[str]:
+        """Return the JSON of the deltas that are certain with a text."""
+        if parser is None:
+            return [f'{{"content":{quoted(text)}}}'] if text else []
+        pieces = parser.push(text)
+        if is_last:
+            pieces += parser.finish()
+        return [self._delta(index, piece) for piece in pieces]
+
+    def _delta(self, index: int, piece: Piece) -> str:
+        if isinstance(piece, str):
+            return f'{{"content":{quoted(piece)}}}'
+        if not isinstance(piece, CallStart):
+            arguments = f'{{"arguments":{quoted(piece.text)}}}'
+            return f'{{"tool_calls":[{{"index":{piece.index},"function":{arguments}}}]}}'
+        self._has_calls[index] = True
+        call = {
+            "index": piece.index,
+            "id": call_id(self._job.tool_call_format),
+            "type": "function",
+            "function": {"name": piece.name, "arguments": ""},
+        }
+        return dumped({"tool_calls": [call]}).decode()
+
+    def _frames(
+        self, index: int, deltas: list[str], positions: Sequence[types_pb2.PositionLogprobs]
+    ) -> bytes:
+        """Return a frame for each delta; the first has the log-probabilities."""
+        if positions and not deltas:
+            deltas = ['{"content":""}']
+        tail, frames = self._tail, []
+        if positions:
+            logprobs = dumped(_logprobs(positions)).decode()
+            tail = f',"logprobs":{logprobs},"finish_reason":null}}]{self._end}'
+        for delta in deltas:
+            frames.append(f"{self._heads[index]}{delta}{tail}")
+            tail = self._tail
+        return "".join(frames).encode()

@@ -1,0 +1,1 @@
+"""Structured output: which tokens may follow, so that an answer stays within its grammar."""

@@ -1,0 +1,87 @@
+"""The grammar of one running request: what its answer has come to, and what may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from splitpoint.errors import InvalidArgument, SplitpointError
+from splitpoint.structured.grammar import FIELD
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class GrammarMatcher:
+    """Follows the tokens of one answer. Used by one thread at a time.
+
+    Attributes:
+        ends: ids that end the answer where it is complete: the model's end of sequence and the
+            request's stop tokens. They are no part of its text.
+        min_tokens: before so many tokens it does not end where it can go on.
+        count: tokens of the answer so far.
+    """
+
+    def __init__(self, inner: LLMatcher, *, ends: frozenset[int], min_tokens: int = 0) -> None:
+        self._inner = inner
+        self.ends = sorted(ends)
+        self.min_tokens = min_tokens
+        self.count = 0
+        self._has_no_token = False
+
+    @property
+    def inner(self) -> LLMatcher:
+        """For `masks` only."""
+        return self._inner
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the answer is whole and nothing can follow."""
+        return self._inner.is_stopped() and not self._inner.is_error()
+
+    @property
+    def error(self) -> SplitpointError | None:
+        """Why the answer cannot go on; None if it can."""
+        if self._inner.is_error():
+            return InvalidArgument(
+                "the grammar is too complex at this place of the answer",
+                field=FIELD,
+                reason="GRAMMAR_TOO_COMPLEX",
+            )
+        if self._has_no_token:
+            return InvalidArgument(
+                "no token of the model may follow: stop_token_ids, or the grammar, exclude all",
+                field=FIELD,
+                reason="GRAMMAR_DEAD_END",
+            )
+        return None
+
+    def accept(self, token_id: int) -> None:
+        """Add a token of the answer's text, which the last mask allowed."""
+        self._inner.consume_token(token_id)
+        self.count += 1
+
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Add tokens that an earlier attempt delivered.
+
+        Raises InvalidArgument if they are no begin of an answer.
+        """
+        if self._inner.try_consume_tokens(list(token_ids)) < len(token_ids):
+            raise InvalidArgument(
+                "the tokens are no begin of an answer that the structured output allows",
+                field="resume.token_ids",
+            )
+        self.count += len(token_ids)
+
+    def allowed_drafts(self, drafts: Sequence[int]) -> int:
+        """Return how many of the next tokens, as guessed, leave the answer open."""
+        found = self._inner.try_consume_tokens(list(drafts))
+        # Nothing is chosen behind the token that completes it.
+        open_count = found - self._inner.is_stopped() if found else 0
+        if found:
+            self._inner.rollback(found)
+        return max(0, int(open_count))
+
+    def finds_no_token(self) -> None:
+        """Note that a mask was empty."""
+        self._has_no_token = True
