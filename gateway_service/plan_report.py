@@ -20,7 +20,8 @@ def plan_report(complete: pb.GenerateComplete) -> dict[str, object]:
     return {
         "request_id": complete.request_id,
         "worker": complete.worker_id,
-        "seed": complete.seed,
+        # As text: numbers of JavaScript have 53 bits.
+        "seed": str(complete.seed),
         "prompt_tokens": complete.usage.prompt_tokens,
         "cached_tokens": complete.usage.cached_tokens,
         "completion_tokens": complete.usage.completion_tokens,

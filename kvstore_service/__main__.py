@@ -36,7 +36,7 @@ from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import metrics_served
 from splitpoint.options import store as options
 from splitpoint.options.option import parser_of
-from splitpoint.service import Setup, announce_ready, run_service, set_up
+from splitpoint.service import OnReady, Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, WeightFormat
 from splitpoint.transport.calls import count_calls
 from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
@@ -111,8 +111,12 @@ def check_arguments(
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    """Create the arena, serve until a signal or the parent's end, and clean up."""
-    setup = set_up(arguments)
+    """Serve until a signal or the parent's end."""
+    await run(arguments, set_up(arguments), announce_ready)
+
+
+async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) -> None:
+    """Create the arena, serve until `setup.stop` is set, and clean up."""
     geometry, watermarks, scrubbing = check_arguments(arguments)
     meters = Meters(Service.KVSTORE)
     # First, so that a port in use is reported before many GiB are allocated.
@@ -122,7 +126,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         is_lost = False
         try:
             with meters.reading(lambda: readings(servicer)):
-                await _serve_store(servicer, opened, meters, arguments, setup)
+                await _serve_store(servicer, opened, meters, arguments, setup, on_ready)
         except ArenaLost as error:
             # Closing would touch the mapping, and another file may be at the path by now.
             is_lost = True
@@ -221,6 +225,7 @@ async def _serve_store(
     meters: Meters,
     arguments: argparse.Namespace,
     setup: Setup,
+    on_ready: OnReady,
 ) -> None:
     server = create_server(
         max_concurrent_rpcs=MOST_CONCURRENT_CALLS,
@@ -249,7 +254,7 @@ async def _serve_store(
         return CatalogPublisher(link, servicer.store.pool, arguments.advertise or bound)
 
     try:
-        announce_ready(bound)
+        on_ready(bound)
         async with announced(setup.redis, publisher, name="catalog") as servicer.info.redis:
             await asyncio.wait({*maintenance, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in maintenance:

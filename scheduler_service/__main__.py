@@ -28,7 +28,7 @@ from splitpoint.observe.metrics_server import metrics_served
 from splitpoint.options.option import parser_of
 from splitpoint.options.scheduler import SECTIONS, AnswerCharge, Policy
 from splitpoint.planning.plan import Objective, Residency
-from splitpoint.service import Setup, announce_ready, run_service, set_up
+from splitpoint.service import OnReady, Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import DataType
 from splitpoint.transport.tls import read_private
 
@@ -127,12 +127,17 @@ def _make_key(path: str) -> None:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    setup = set_up(arguments)
+    """Serve until a signal or the parent's end."""
+    await run(arguments, set_up(arguments), announce_ready)
+
+
+async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) -> None:
+    """Serve until `setup.stop` is set, then drain."""
     scheduler = Scheduler(_options(arguments, setup))
     async with metrics_served(arguments, scheduler.meters):
         address = await scheduler.start(arguments.listen)
         try:
-            announce_ready(address)
+            on_ready(address)
             found = " and those found in Redis" if arguments.redis else ""
             _log.info("listening on %s for %d workers%s", address, len(arguments.worker), found)
             await setup.stop.wait()

@@ -25,6 +25,8 @@ from splitpoint.transport.tls import Identity, identity_of
 READY_PREFIX = "READY "
 
 Serve = Callable[[argparse.Namespace], Coroutine[None, None, None]]
+# Is called with the address that clients connect to, once the service serves.
+OnReady = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,14 @@ def run_service(
     sections: Iterable[Section],
     *,
     wrong_arguments: tuple[type[SplitpointError], ...] = (),
+    run: Callable[[Coroutine[None, None, None]], None] = asyncio.run,
 ) -> int:
     """Run a service to its end and return the exit code: 0, or that of the error.
 
     An error is logged in one line, and written to stdout in one line for a supervisor.
     `sections` have the service's options, whose bounds are checked first.
-    `wrong_arguments`: errors that lead to exit code 2, whatever their own is.
+    `wrong_arguments`: errors that lead to exit code 2, whatever their own is. `run`: runs the
+    event loop.
     """
     # What the imports made stays to the end: no collection goes through it, nor does the exit.
     gc.freeze()
@@ -86,7 +90,7 @@ def run_service(
     try:
         check_values(sections, vars(arguments))
         with tracing.exported(service, arguments.otlp_endpoint):
-            asyncio.run(serve(arguments))
+            run(serve(arguments))
     except SplitpointError as error:
         logging.getLogger(service).error("%s", error.message)
         if arguments.parent_fd is not None:

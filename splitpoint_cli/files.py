@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from splitpoint.errors import InvalidArgument
@@ -40,3 +42,8 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+def write_private_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write or replace a file of one JSON object that only this user can read."""
+    replace_file(path, f"{json.dumps(value, ensure_ascii=False, indent=2)}\n".encode(), 0o600)

@@ -14,6 +14,7 @@ from splitpoint_cli import metrics
 from splitpoint_cli.arena import command as arena
 from splitpoint_cli.bench import commands as bench
 from splitpoint_cli.calibrate import command as calibrate
+from splitpoint_cli.chat import command as chat
 from splitpoint_cli.compose import command as compose
 from splitpoint_cli.doctor import command as doctor
 from splitpoint_cli.eval import command as evaluation
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command()(up.up)
 app.command()(down.down)
 app.command()(generate.generate)
+app.command()(chat.chat)
 app.command()(plan.plan)
 app.command()(what_pays.what_pays)
 app.command()(size.size)

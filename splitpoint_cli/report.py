@@ -65,20 +65,20 @@ def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def print_table(table: Table) -> None:
-    """Print title, table and caption to standard output.
+def print_table(table: Table, to: Console = out) -> None:
+    """Print title, table and caption; to standard output unless `to` is another console.
 
     A terminal gets lines of its width at most. Anything else gets each row in one line,
     however long: a pipe has no width.
     """
     title, caption = table.title, table.caption
     table.title = table.caption = None
-    console = out
-    if not out.is_terminal:
-        unlimited = out.options.update(max_width=_ANY_WIDTH)
-        console = Console(highlight=False, width=Measurement.get(out, unlimited, table).maximum)
+    console = to
+    if not to.is_terminal:
+        width = Measurement.get(to, to.options.update(max_width=_ANY_WIDTH), table).maximum
+        console = Console(highlight=False, width=width, stderr=to.stderr)
     if title:
-        out.print(title, style="bold")
+        to.print(title, style="bold")
     console.print(table, soft_wrap=False)
     if caption:
-        out.print(caption)
+        to.print(caption)

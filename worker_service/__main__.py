@@ -29,7 +29,7 @@ from splitpoint.options.speculation import read_speculative_config
 from splitpoint.options.worker import SECTIONS
 from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.progress import Progress
-from splitpoint.service import Setup, announce_ready, run_service, set_up
+from splitpoint.service import OnReady, Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import DataType, WeightFormat
 from splitpoint.transport.calls import count_calls
 from splitpoint.transport.limits import WATCHER_SECONDS, answer_pings_within
@@ -97,8 +97,12 @@ def _print_progress(progress: Progress) -> None:
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    """Listen at once, load the model, become ready, and on a signal drain and stop."""
-    setup = set_up(arguments)
+    """Serve until a signal or the parent's end."""
+    await run(arguments, set_up(arguments), announce_ready)
+
+
+async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) -> None:
+    """Listen at once, load the model, become ready; drain and stop once `setup.stop` is set."""
     meters = Meters(Service.WORKER)
     server = create_server(
         max_concurrent_rpcs=MAX_CALLS,
@@ -123,7 +127,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         options = options_from(arguments, setup.identity)
         async with metrics_served(arguments, meters):
             await _load_and_run(
-                options, servicer, health, address, setup, arguments.advertise, meters
+                options, servicer, health, address, setup, on_ready, arguments.advertise, meters
             )
     finally:
         await server.stop(STOP_SECONDS)
@@ -135,6 +139,7 @@ async def _load_and_run(
     health: HealthReporter,
     address: str,
     setup: Setup,
+    on_ready: OnReady,
     advertise: str | None,
     meters: Meters,
 ) -> None:
@@ -148,7 +153,7 @@ async def _load_and_run(
     WorkerMetrics(meters, worker)
     servicer.worker = worker
     await health.set(SERVICE_NAME, True)
-    announce_ready(address)
+    on_ready(address)
     failing = asyncio.create_task(worker.runtime.failed.wait())
 
     def registration(link: RedisLink) -> Announcer:

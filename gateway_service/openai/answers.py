@@ -17,6 +17,7 @@ FINISH_REASONS = {
     types_pb2.FINISH_REASON_LENGTH: "length",
 }
 DONE = b"data: [DONE]\n\n"
+_LEAST_LOGPROB = -9999.0
 
 
 @dataclass(slots=True)
@@ -100,6 +101,21 @@ class Job(Protocol):
         ...
 
 
+class ModelJob(Job, Protocol):
+    """A job that may depend on facts of its model."""
+
+    model: str
+
+    @property
+    def needs_model(self) -> bool:
+        """True if `model_found` must be called before the requests are sent."""
+        ...
+
+    def model_found(self, model: pb.Model) -> None:
+        """Take the facts. Raises InvalidArgument if the model cannot do what the body asks for."""
+        ...
+
+
 # -- parts that endpoints share --------------------------------------------------------------
 
 
@@ -152,3 +168,8 @@ def token_text(token: bytes) -> str:
         return token.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def finite_logprob(value: float) -> float:
+    """Return a log-probability that JSON can hold: of an impossible token OpenAI says -9999."""
+    return max(value, _LEAST_LOGPROB)

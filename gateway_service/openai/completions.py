@@ -11,6 +11,7 @@ from gateway_service.openai.answers import (
     Answer,
     dumped,
     finish_reason_of,
+    finite_logprob,
     frame,
     plan_of,
     quoted,
@@ -282,9 +283,11 @@ class TokenLogprobs:
         }
         for _, position in zip(token_ids, positions, strict=True):
             found["text_offset"].append(self._characters)
-            found["token_logprobs"].append(position.chosen_logprob)
+            found["token_logprobs"].append(finite_logprob(position.chosen_logprob))
             found["tokens"].append(token_text(position.chosen_token_bytes))
-            top = {token_text(each.token_bytes): each.logprob for each in position.top}
+            top = {
+                token_text(each.token_bytes): finite_logprob(each.logprob) for each in position.top
+            }
             found["top_logprobs"].append(top or None)
             # Every byte that does not continue a character begins one.
             self._characters += sum(byte & 0xC0 != 0x80 for byte in position.chosen_token_bytes)

@@ -77,10 +77,13 @@ _LEAST_RETRY_SECONDS = 1
 def error_answer(error: SplitpointError, names: Mapping[str, str] | None = None) -> ErrorAnswer:
     """Return what a client gets for an error.
 
-    `names`: the endpoint's own fields, by the scheduler's (`parameter_of`).
+    `names`: the endpoint's own fields, by the scheduler's (`parameter_of`); None: the error's field
+    is the client's.
     """
     status, kind = _status_of(error)
     parameter = error.field if isinstance(error, InvalidArgument) else ""
+    if names is not None:
+        parameter = parameter_of(parameter, names)
     headers = {}
     if isinstance(error, Retryable) and status in (429, 503):
         seconds = error.retry_after_seconds or _LEAST_RETRY_SECONDS
@@ -92,7 +95,7 @@ def error_answer(error: SplitpointError, names: Mapping[str, str] | None = None)
         {
             "message": error.message,
             "type": kind,
-            "param": parameter_of(parameter, names or {}) or None,
+            "param": parameter or None,
             "code": _CODES.get(error.reason, error.reason.lower()),
         },
         headers,

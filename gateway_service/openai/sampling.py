@@ -185,8 +185,8 @@ _EXTENSIONS = (
         "vLLM's.",
         False,
     ),
-    _refused_extra("skip_special_tokens", "special tokens are never part of the text", True),
-    _ignored_extra("spaces_between_special_tokens", "They are never part of the text."),
+    _extra("skip_special_tokens", BOOLEAN, "Leave special tokens out of the text.", True),
+    _ignored_extra("spaces_between_special_tokens", "Tokens are put together as they are."),
     _refused_extra("include_stop_str_in_output", "the text never has what ended it", False),
     _refused_extra("use_beam_search", "there is no beam search", False),
     _refused_extra("length_penalty", "there is no beam search", 1, 1.0),
@@ -218,6 +218,7 @@ def sampling_of(values: Mapping[str, Any]) -> types_pb2.SamplingParams:
     sampling = types_pb2.SamplingParams(**given)
     if values.get("top_k", 0) > 0:
         sampling.top_k = values["top_k"]
+    sampling.keeps_special_tokens = not values.get("skip_special_tokens", True)
     constraint = structured_output_of(values)
     if constraint is not None:
         sampling.structured_output.CopyFrom(constraint)

@@ -6,6 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitpoint.config import SHARED_MEMORY
+
+_MOST_DEFAULT_HOST_MEMORY = 8 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
@@ -68,6 +72,16 @@ def _read_text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def default_host_memory(shm: Path = SHARED_MEMORY) -> int:
+    """Return the default size of an arena in bytes.
+
+    It is a quarter of the usable memory, at most 8 GiB and half of the free space of /dev/shm.
+    """
+    free = os.statvfs(shm)
+    shm_free = free.f_bavail * free.f_frsize
+    return min(memory_facts().usable_bytes // 4, shm_free // 2, _MOST_DEFAULT_HOST_MEMORY)
 
 
 def available_cores() -> int:

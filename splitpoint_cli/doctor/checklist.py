@@ -12,7 +12,7 @@ from pathlib import Path
 
 from splitpoint import config
 from splitpoint.host.compiler import compiler
-from splitpoint.host.memory import available_cores, memory_facts
+from splitpoint.host.memory import available_cores, default_host_memory, memory_facts
 from splitpoint.host.processor import instruction_sets
 from splitpoint.options import store
 from splitpoint.options.speculation import read_speculative_config
@@ -36,7 +36,7 @@ from splitpoint_cli.checks.finding import Check, Finding, attempt, run_check
 from splitpoint_cli.devices import choose_devices, visible_gpu_count
 from splitpoint_cli.doctor import arenas, own_stack
 from splitpoint_cli.doctor.options import DoctorOptions
-from splitpoint_cli.stack.plan import arena_bytes, default_host_memory, instance_of
+from splitpoint_cli.stack.plan import arena_bytes, instance_of
 
 
 def examine(options: DoctorOptions) -> Iterator[Finding]:

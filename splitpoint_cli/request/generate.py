@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from rich.markup import escape
 
 from splitpoint.client import Client, Generation
 from splitpoint.client.answers import Completion
-from splitpoint.client.requests import GenerateOptions
 from splitpoint.client.tries import DEFAULT_RETRY_SECONDS
 from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.errors import Cancelled, Internal, Retryable, SplitpointError, Unavailable
@@ -35,7 +33,9 @@ def generate(
     prompt_ids: options.PromptIds = None,
     max_tokens: options.MaxTokens = 128,
     min_tokens: options.MinTokens = None,
+    fill_context: options.FillContext = False,
     ignore_eos: options.IgnoreEos = False,
+    keep_special_tokens: options.KeepSpecialTokens = False,
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
     logprobs: options.LogprobCount = None,
@@ -49,6 +49,11 @@ def generate(
     logit_bias: options.LogitBias = None,
     seed: options.Seed = None,
     priority: options.Priority = 0,
+    json_object: options.JsonObject = False,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
+    grammar: options.Grammar = None,
+    choice: options.Choice = None,
     worker: options.WorkerId = "",
     split: options.Split = "auto",
     restore: options.Restore = options.RestoreChoice.AUTO,
@@ -71,39 +76,11 @@ def generate(
     with_reason: options.Explain = False,
 ) -> None:
     """Complete a prompt, streaming the text."""
-    request: GenerateOptions = {
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "ignore_eos": ignore_eos,
-        "stop": stop,
-        "stop_token_ids": stop_token_id,
-        "logprobs": logprobs,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "repetition_penalty": repetition_penalty,
-        "logit_bias": options.parse_logit_bias(logit_bias or []),
-        "seed": seed,
-        "priority": priority,
-        "worker": worker,
-        "split": options.parse_split(split),
-        "restore": options.restore_of(restore),
-        "residency": options.residency_of(residency),
-        "speculate": speculate,
-        "speculative_tokens": speculative_tokens,
-        "prompt_lookup_min": prompt_lookup_min,
-        "select": options.selection_of(select, verify=verify),
-        "cache_salt": os.fsencode(cache_salt),
-        "model": model,
-        "request_id": request_id,
-        "timeout": timeout,
-    }
+    given = dict(locals())
+    request = options.request_of(given)
     text_or_ids = options.read_prompt(prompt, prompt_ids)
     who = client_identity(ca=ca, token_file=token_file)
-    with Client(address, identity=who, retry_seconds=retry_seconds, on_retry=_tell_retry) as client:
+    with Client(address, identity=who, retry_seconds=retry_seconds, on_retry=tell_retry) as client:
         with client.generate(text_or_ids, **request) as generation:
             completion = _collect_until_interrupted(generation, stream=not as_json)
         spelling = _spelling(client, completion) if completion.logprobs and not as_json else {}
@@ -114,7 +91,7 @@ def generate(
 generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"
 
 
-def _tell_retry(error: Retryable, address: str) -> None:
+def tell_retry(error: Retryable, address: str) -> None:
     """Say on stderr that another scheduler goes on."""
     state = "does not answer" if isinstance(error, Unavailable) else "is full"
     cause = plain_reason(" ".join(error.message.split()))

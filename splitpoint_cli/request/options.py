@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 import typer
 
-from splitpoint.client.requests import Prompt
+from splitpoint.client.requests import GenerateOptions, Prompt
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.selection import Selection
@@ -18,6 +21,7 @@ from splitpoint.speculation import ALIASES, DraftMethod
 _SAMPLING = "Sampling"
 _SPECULATION = "Speculation"
 _SELECTION = "Selection"
+_STRUCTURE = "Structured output, one of these"
 
 
 class ResidencyChoice(enum.StrEnum):
@@ -47,6 +51,19 @@ MinTokens = Annotated[
 ]
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")
+]
+FillContext = Annotated[
+    bool,
+    typer.Option(
+        "--fill-context", help="Generate until the context is full, whatever --max-tokens says."
+    ),
+]
+KeepSpecialTokens = Annotated[
+    bool,
+    typer.Option(
+        "--keep-special-tokens",
+        help="Print special tokens as text, except the one that ends the answer.",
+    ),
 ]
 Stop = Annotated[
     list[str] | None,
@@ -121,6 +138,42 @@ Seed = Annotated[
     int | None,
     typer.Option(
         help="Same seed, same draws; absent: drawn by the server.", rich_help_panel=_SAMPLING
+    ),
+]
+JsonObject = Annotated[
+    bool,
+    typer.Option("--json-object", help="Answer with a JSON object.", rich_help_panel=_STRUCTURE),
+]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(
+        help="Answer with JSON of the schema in this file (docs/structured-output.md).",
+        metavar="FILE",
+        rich_help_panel=_STRUCTURE,
+    ),
+]
+Regex = Annotated[
+    str | None,
+    typer.Option(
+        help="Answer with a text that matches this, from its start to its end.",
+        metavar="REGEX",
+        rich_help_panel=_STRUCTURE,
+    ),
+]
+Grammar = Annotated[
+    Path | None,
+    typer.Option(
+        help="Answer with a text of the grammar in this file.",
+        metavar="FILE",
+        rich_help_panel=_STRUCTURE,
+    ),
+]
+Choice = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Answer with this text, or another one that is given so; up to 1,024 times.",
+        metavar="TEXT",
+        rich_help_panel=_STRUCTURE,
     ),
 ]
 WorkerId = Annotated[
@@ -260,6 +313,45 @@ def read_prompt(prompt: str | None, prompt_ids: str | None) -> Prompt:
             f"the prompt on stdin is not UTF-8 text: the byte at {error.start:,} is none of it",
             field="prompt",
         ) from None
+
+
+# Options whose values a request holds as they are, by their names there.
+_PLAIN = (
+    *("min_tokens", "ignore_eos", "keep_special_tokens", "stop", "stop_token_id", "logprobs"),
+    *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "seed", "json_object", "regex", "choice", "priority", "worker"),
+    *("speculate", "speculative_tokens", "prompt_lookup_min", "model", "request_id", "timeout"),
+)
+_RENAMED = {"stop_token_id": "stop_token_ids", "keep_special_tokens": "keeps_special_tokens"}
+
+
+def request_of(given: Mapping[str, Any]) -> GenerateOptions:
+    """Return a request's options from the values of the command's. Raises InvalidArgument."""
+    request: dict[str, Any] = {_RENAMED.get(name, name): given[name] for name in _PLAIN}
+    request |= {
+        "max_tokens": None if given["fill_context"] else given["max_tokens"],
+        "fills_context": given["fill_context"],
+        "logit_bias": parse_logit_bias(given["logit_bias"] or []),
+        "json_schema": _content("json_schema", given["json_schema"]),
+        "grammar": _content("grammar", given["grammar"]),
+        "split": parse_split(given["split"]),
+        "restore": restore_of(given["restore"]),
+        "residency": residency_of(given["residency"]),
+        "select": selection_of(given["select"], verify=given["verify"]),
+        "cache_salt": os.fsencode(given["cache_salt"]),
+    }
+    return cast(GenerateOptions, request)
+
+
+def _content(name: str, path: Path | None) -> str | None:
+    """Return the text in a file; None without one. Raises InvalidArgument."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InvalidArgument(f"{path} cannot be read: {reason}", field=name) from None
 
 
 def parse_logit_bias(entries: list[str]) -> dict[int, float] | None:

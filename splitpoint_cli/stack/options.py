@@ -128,6 +128,7 @@ class StackOptions:
     """Values of the options of `splitpoint up`."""
 
     model: str | None = of(MODEL)
+    chat_template: str | None = of(scheduler.CHAT_TEMPLATE)
     workers: int | None = of(WORKERS)
     device: str = of(DEVICE)
     dtype: str = of(store.DTYPE)

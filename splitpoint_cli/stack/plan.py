@@ -19,7 +19,7 @@ from splitpoint.discovery.redis_options import read_redis_options
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
 from splitpoint.host.compiler import compiler
-from splitpoint.host.memory import memory_facts
+from splitpoint.host.memory import default_host_memory
 from splitpoint.host.openmp import spin_environment
 from splitpoint.numerics import Numerics
 from splitpoint.observe.logs import LogFormat
@@ -44,7 +44,6 @@ from splitpoint_cli.stack.options import StackOptions
 _SCHEDULER_STOP_SECONDS = 10.0
 _WORKER_STOP_SECONDS = 40.0
 _LOAD_SECONDS = 600.0  # a large checkpoint from a cold disk
-_MOST_DEFAULT_HOST_MEMORY = 8 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +280,7 @@ _SCHEDULER: tuple[Option[object], ...] = (
     scheduler.POLICY_AGING_SECONDS,
     scheduler.POLICY_LEAD_REQUESTS,
     scheduler.TENANT_REQUESTS,
+    scheduler.CHAT_TEMPLATE,
     service.TLS_CERT,
     service.TLS_KEY,
     service.TLS_CA,
@@ -456,16 +456,6 @@ def _unless_default(value: int, option: Option[int]) -> int | None:
 
 def _given(flag: str, value: object | None) -> list[str]:
     return [] if value is None else [flag, str(value)]
-
-
-def default_host_memory(shm: Path = config.SHARED_MEMORY) -> int:
-    """Return the default size of the arena in bytes.
-
-    It is a quarter of the usable memory, at most 8 GiB and half of the free space of /dev/shm.
-    """
-    free = os.statvfs(shm)
-    shm_free = free.f_bavail * free.f_frsize
-    return min(memory_facts().usable_bytes // 4, shm_free // 2, _MOST_DEFAULT_HOST_MEMORY)
 
 
 def instance_of(listen: str) -> str:

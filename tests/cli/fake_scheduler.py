@@ -1,12 +1,13 @@
 """A scheduler at the clients' seam: real stubs and a real server, scripted answers.
 
-It "generates" the prompt's own tokens again, one per message, and fails in the
-ways its fields say.
+It "generates" the prompt's own tokens again (of a chat those of its last message), one per
+message, and fails in the ways its fields say.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -58,6 +59,7 @@ class Script:
     gap: bool = False
     endless: bool = False
     workers_ready: bool = True
+    has_chat_template: bool = True
     # Requests in the queue.
     waiting_count: int = 1
     # Of worker 1.
@@ -94,9 +96,12 @@ class FakeScheduler(
         script.requests.append(request)
         if script.failures:
             raise script.failures.pop(0)
-        if not request.text and not request.token_ids.ids:
+        text = request.text
+        if request.HasField("chat"):
+            text = json.loads(request.chat.messages)[-1]["content"]
+        if not text and not request.token_ids.ids:
             raise InvalidArgument("the prompt is empty", field="prompt")
-        ids = list(request.token_ids.ids) or list(request.text.encode())
+        ids = list(request.token_ids.ids) or list(text.encode())
         try:
             index = request.resume.next_index
             while index < len(ids) or script.endless:
@@ -157,7 +162,13 @@ class FakeScheduler(
         return pb.ListModelsResponse(models=[self._model()])
 
     def _model(self) -> pb.Model:
-        return pb.Model(name="tiny", shape=SHAPE, ready_worker_count=1, context_length=64)
+        return pb.Model(
+            name="tiny",
+            shape=SHAPE,
+            ready_worker_count=1,
+            context_length=64,
+            has_chat_template=self.script.has_chat_template,
+        )
 
     async def ExplainPlan(
         self, request: pb.ExplainPlanRequest, context: Any

@@ -364,7 +364,7 @@ def test_generate_passes_every_option_on(script: Script) -> None:
         *("--frequency-penalty", "0.25", "--repetition-penalty", "1.5", "--min-tokens", "2"),
         *("--stop-token-id", "8", "--stop-token-id", "9", "--logprobs", "0"),
         *("--logit-bias", "4=-100", "--logit-bias", "5=0.5", "--request-id", "mine"),
-        *("--priority", "-3"),
+        *("--priority", "-3", "--keep-special-tokens"),
     )
     assert done.returncode == 0, done.stderr
     request = script.requests[0]
@@ -394,9 +394,12 @@ def test_generate_passes_every_option_on(script: Script) -> None:
         min_tokens=2,
         ignore_eos=True,
         logprobs=0,
+        keeps_special_tokens=True,
     )
-    # What was set above is all there is: a field that is added needs its option.
-    assert {field.name for field, _ in request.sampling.ListFields()} == {
+    # What was set above, and two that the next tests set, are all there is: a field that is
+    # added needs its option.
+    others = {"structured_output", "fills_context"}
+    assert others | {field.name for field, _ in request.sampling.ListFields()} == {
         field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields
     }
     # No more than two tokens of the fake's prompt are cached.
@@ -406,9 +409,39 @@ def test_generate_passes_every_option_on(script: Script) -> None:
     )
 
 
+def test_generate_until_the_context_is_full(script: Script) -> None:
+    done = splitpoint("generate", "x", "--fill-context", "--address", script.address)
+    assert done.returncode == 0, done.stderr
+    sampling = script.requests[0].sampling
+    assert sampling.fills_context
+    assert not sampling.HasField("max_tokens")
+
+
+def test_generate_passes_on_what_the_answer_must_look_like(script: Script, tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "answer.lark"
+    schema.write_text('{"type": "integer"}')
+    grammar.write_text('start: "ä"')
+    wanted = types_pb2.StructuredOutput
+    for arguments, structure in (
+        (("--json-object",), wanted(json_object=True)),
+        (("--json-schema", str(schema)), wanted(json_schema=schema.read_text())),
+        (("--regex", "a+"), wanted(regex="a+")),
+        (("--grammar", str(grammar)), wanted(grammar='start: "ä"')),
+        (
+            ("--choice", "yes", "--choice", "no"),
+            wanted(choice=types_pb2.Choices(texts=["yes", "no"])),
+        ),
+    ):
+        done = splitpoint("generate", "x", "--address", script.address, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert script.requests[-1].sampling.structured_output == structure
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("x", "--json-object", "--regex", "a"),
+        ("x", "--json-schema", "/nowhere.json"),
         ("x", "--prompt-ids", "1"),
         ("--prompt-ids", "1,x"),
         ("x", "--split", "-1"),

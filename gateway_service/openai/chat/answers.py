@@ -16,7 +16,7 @@ from gateway_service.openai.answers import (
     token_text,
     usage_of,
 )
-from gateway_service.openai.tools import NamedFunction, ToolUse, call_id
+from gateway_service.openai.chat.tools import NamedFunction, ToolUse, call_id
 from gateway_service.tool_calls.pieces import CallStart, Piece, ToolCallParser, parse
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2

@@ -7,23 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway_service.openai.answers import Answer, plan_of, usage_of
-from gateway_service.openai.chat_answers import ChatStream, choice_of
+from gateway_service.openai.chat.answers import ChatStream, choice_of
+from gateway_service.openai.chat.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
+from gateway_service.openai.chat.tools import (
+    PARALLEL_TOOL_CALLS,
+    TOOL_CHOICE,
+    TOOLS,
+    ToolUse,
+    take_format,
+    tool_use,
+)
 from gateway_service.openai.fields import Field, Table, Use
-from gateway_service.openai.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
 from gateway_service.openai.sampling import (
     MOST_LOGPROBS,
     TEXT_FIELDS,
     choices_of,
     generate_request,
-)
-from gateway_service.openai.tools import (
-    FORMATS_OF_SPECIAL_TOKENS,
-    PARALLEL_TOOL_CALLS,
-    TOOL_CHOICE,
-    TOOLS,
-    ToolUse,
-    check_format,
-    tool_use,
 )
 from gateway_service.openai.values import BOOLEAN, integer, wrong
 from splitpoint.v1 import scheduler_pb2 as pb
@@ -113,12 +112,7 @@ class ChatJob:
 
     def model_found(self, model: pb.Model) -> None:
         """Take the form of its tool calls. Raises InvalidArgument if it has none."""
-        check_format(model.tool_call_format)
-        self.tool_call_format = model.tool_call_format
-        for request in self.requests:
-            request.sampling.keeps_special_tokens = (
-                model.tool_call_format in FORMATS_OF_SPECIAL_TOKENS
-            )
+        self.tool_call_format = take_format(self.requests, model)
 
     def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the answer's JSON object. Raises Internal, Unavailable if one is not whole."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from gateway_service.tool_calls.hermes import HermesParser
 from gateway_service.tool_calls.llama3_json import Llama3JsonParser
 from gateway_service.tool_calls.mistral import MistralParser
 from gateway_service.tool_calls.pieces import Piece, ToolCallParser
+from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 
 MOST_TOOLS = 128
@@ -123,7 +124,7 @@ _PARSERS: dict[str, Callable[[Sequence[str]], ToolCallParser]] = {
     "mistral": lambda names: MistralParser(),
 }
 # Formats whose marker is a special token.
-FORMATS_OF_SPECIAL_TOKENS = frozenset({"mistral"})
+_FORMATS_OF_SPECIAL_TOKENS = frozenset({"mistral"})
 
 
 class OneCall:
@@ -217,9 +218,13 @@ class ToolUse:
         return parser if self.is_parallel else OneCall(parser)
 
 
-def check_format(tool_call_format: str) -> None:
-    """Raise InvalidArgument if answers of such a model cannot be searched for calls."""
-    if tool_call_format not in _PARSERS:
+def take_format(requests: Iterable[pb.GenerateRequest], model: pb.Model) -> str:
+    """Return a model's form of tool calls, and let the answers' texts keep what marks them.
+
+    Raises InvalidArgument if its answers cannot be searched for calls.
+    """
+    form = model.tool_call_format
+    if form not in _PARSERS:
         known = ", ".join(_PARSERS)
         raise wrong(
             "tool_choice",
@@ -227,6 +232,9 @@ def check_format(tool_call_format: str) -> None:
             "this one's does not. Use required, or name the function.",
             reason="UNSUPPORTED_TOOL_CHOICE",
         )
+    for request in requests:
+        request.sampling.keeps_special_tokens = form in _FORMATS_OF_SPECIAL_TOKENS
+    return form
 
 
 def tool_use(

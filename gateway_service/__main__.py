@@ -1,0 +1,134 @@
+"""`python -m gateway_service`: one gateway process, from its arguments to its stop."""
+
+from __future__ import annotations
+
+from splitpoint.extras import need_for_program
+
+need_for_program("gateway")  # before the imports that need the extra
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import uvloop
+
+from gateway_service.app import App
+from gateway_service.endpoints.endpoint import Gateway
+from gateway_service.server import HttpServer, tls_context
+from gateway_service.settings import Limits
+from gateway_service.upstream.schedulers import Upstream
+from splitpoint.config import (
+    check_addresses,
+    check_listen_address,
+    is_local_address,
+    parse_size,
+)
+from splitpoint.errors import InvalidArgument, PermissionDenied
+from splitpoint.options.gateway import SECTIONS
+from splitpoint.options.option import parser_of
+from splitpoint.service import (
+    announce_ready,
+    run_service,
+    stop_on_signals,
+    watch_parent,
+)
+from splitpoint.transport.access import access_of
+from splitpoint.transport.tls import Identity, read_identity
+
+_log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return exit code 0 after a requested stop, 2 for wrong arguments, else the error's."""
+    return run_service(
+        "gateway",
+        _serve,
+        parse_arguments(arguments),
+        SECTIONS,
+        wrong_arguments=(PermissionDenied,),
+        run=uvloop.run,
+    )
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    return parser_of("gateway_service", __doc__, SECTIONS).parse_args(arguments)
+
+
+def _limits(arguments: argparse.Namespace) -> Limits:
+    return replace(
+        Limits(),
+        body_bytes=parse_size(arguments.max_body, field="max-body"),
+        requests=arguments.max_requests,
+        grace_seconds=arguments.grace_seconds,
+    )
+
+
+def _identity(arguments: argparse.Namespace) -> Identity:
+    """Return what the gateway shows to the scheduler, and whom it trusts there."""
+    if arguments.ca is not None and arguments.scheduler_cert is not None:
+        raise InvalidArgument("give --ca or --scheduler-cert, not both", field="ca")
+    identity = read_identity(
+        certificate=arguments.tls_cert,
+        key=arguments.tls_key,
+        authorities=arguments.scheduler_cert or arguments.ca,
+        server_name=arguments.tls_server_name,
+    )
+    if arguments.tls_cert is not None:
+        from splitpoint.transport import certificates
+
+        certificates.warn_of_expiry(arguments.tls_cert, identity.certificate)
+    if arguments.scheduler_cert is not None and not identity.server_name:
+        from splitpoint.transport import certificates
+
+        name = certificates.host_of(Path(arguments.scheduler_cert).read_bytes())
+        identity = replace(identity, server_name=name)
+    return identity
+
+
+def _schedulers(arguments: argparse.Namespace, identity: Identity) -> tuple[str, ...]:
+    """Return their addresses. Raises InvalidArgument if keys would leave the host unencrypted."""
+    addresses = check_addresses(arguments.scheduler, field="scheduler")
+    for address in addresses:
+        if not identity.expects_tls and not is_local_address(address):
+            raise InvalidArgument(
+                f"{address} is not on this host: clients' keys are never sent there unencrypted; "
+                "give --ca or --scheduler-cert",
+                field="scheduler",
+                reason="TOKEN_WITHOUT_TLS",
+            )
+    return addresses
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    if arguments.parent_fd is not None:
+        watch_parent(arguments.parent_fd, stop)
+    has_tls = arguments.tls_cert is not None
+    check_listen_address(arguments.listen, has_tls=has_tls, has_tokens=arguments.tokens is not None)
+    identity, limits = _identity(arguments), _limits(arguments)
+    addresses, access = _schedulers(arguments, identity), access_of(arguments.tokens)
+    tls = tls_context(arguments.tls_cert, arguments.tls_key) if has_tls else None
+    upstream = Upstream(addresses, identity, call_seconds=limits.call_seconds)
+    gateway = Gateway(upstream, limits, access, checks_host=access is None)
+    server = HttpServer(App(gateway), limits, tls)
+    try:
+        address = await server.start(arguments.listen)
+        announce_ready(address)
+        kind = "http" if tls is None else "https"
+        _log.info("listening on %s://%s for %s", kind, address, ", ".join(addresses))
+        await stop.wait()
+        _log.info("draining")
+        server.stop_listening()
+        await gateway.drain()
+    finally:
+        await server.close()
+        await upstream.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The ASGI application: which path leads to which endpoint."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from gateway_service.endpoints import models, operations, page, tokens
+from gateway_service.endpoints.endpoint import Endpoint, Gateway, Handle
+from gateway_service.endpoints.generating import Generating, find_echoes, find_model
+from gateway_service.http.exchange import Exchange
+from gateway_service.openai.chat.job import read_chat
+from gateway_service.openai.completions import read_completion
+from gateway_service.openai.errors import HttpError, error_answer
+from gateway_service.openai.responses.job import read_response
+
+_INFERENCE = "/splitpoint.v1.InferenceService"
+_ADMIN = "/splitpoint.v1.AdminService"
+
+
+def routes_of(gateway: Gateway) -> list[Route]:
+    """Return every route, each with the gRPC method that says which keys may use it."""
+
+    def route(
+        path: str, verb: str, handle: Handle, method: str = "", *, is_counted: bool = True
+    ) -> Route:
+        endpoint = Endpoint(gateway, path, handle, method=method, is_counted=is_counted)
+        return Route(path, endpoint, methods=[verb])
+
+    generate, get_model = f"{_INFERENCE}/Generate", f"{_INFERENCE}/GetModel"
+    files = page.Page()
+    completions = Generating("cmpl", read_completion, find_echoes)
+    chat = Generating("chatcmpl", read_chat, find_model)
+    responses = Generating("resp", read_response, find_model)
+    return [
+        route("/v1/completions", "POST", completions, generate),
+        route("/v1/chat/completions", "POST", chat, generate),
+        route("/v1/responses", "POST", responses, generate),
+        route("/v1/models", "GET", models.list_models, f"{_INFERENCE}/ListModels"),
+        route("/v1/models/{model:path}", "GET", models.get_model, get_model),
+        route("/tokenize", "POST", tokens.tokenize, f"{_INFERENCE}/Tokenize"),
+        route("/detokenize", "POST", tokens.detokenize, f"{_INFERENCE}/Detokenize"),
+        route("/", "GET", files, is_counted=False),
+        route("/page/{name}", "GET", files, is_counted=False),
+        route("/splitpoint/status", "GET", page.status, f"{_ADMIN}/GetSchedulerStatus"),
+        route("/health", "GET", operations.health, is_counted=False),
+        route("/health/live", "GET", operations.live, is_counted=False),
+        route("/version", "GET", operations.version, is_counted=False),
+    ]
+
+
+class App:
+    """Routes by Starlette; what it would answer itself is answered in OpenAI's form."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._router = Router(routes_of(gateway), redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        try:
+            await self._router(scope, receive, send)
+        except HTTPException as error:
+            gateway = self._gateway
+            exchange = Exchange(scope, receive, send, gateway.limits, gateway.budget)
+            answer = error_answer(_refusal(error.status_code, scope))
+            await exchange.respond(answer.body, status=answer.status, headers=error.headers)
+
+
+def _refusal(status: int, scope: Scope) -> HttpError:
+    if status == 405:
+        return HttpError(405, "this path has another method", reason="METHOD_NOT_ALLOWED")
+    return HttpError(404, "there is nothing at this path", reason="UNKNOWN_URL")

@@ -1,0 +1,228 @@
+"""What every endpoint does around its own work: the key, bounds, errors and the log."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+from gateway_service.http.budget import ByteBudget
+from gateway_service.http.exchange import ClientGone, Exchange
+from gateway_service.openai.errors import error_answer
+from gateway_service.settings import Limits
+from gateway_service.upstream.models import Models
+from gateway_service.upstream.schedulers import Upstream
+from splitpoint.client.caller_spans import Metadata
+from splitpoint.config import is_local_address
+from splitpoint.errors import (
+    Internal,
+    PermissionDenied,
+    ResourceExhausted,
+    SplitpointError,
+    Unauthenticated,
+    Unavailable,
+)
+from splitpoint.observe.logs import for_request
+from splitpoint.transport.access import METADATA_KEY, Access
+
+_log = logging.getLogger(__name__)
+
+# nginx's status for a client that left before its answer; only the log and metrics show it.
+GONE = 499
+_LONGEST_KEY = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One request that was answered: for the log and the metrics."""
+
+    endpoint: str
+    status: int
+    seconds: float
+    is_stream: bool
+
+
+class Gateway:
+    """What the endpoints share. It keeps nothing of a request that has ended.
+
+    Attributes:
+        access: permitted keys; None: the scheduler alone checks them.
+        checks_host: refuse requests for other hosts than this one by name: without keys a page of
+            another site could come here through a name of its own that leads to loopback.
+        created: seconds since 1970 at which it started.
+        open_count: requests that are being answered.
+    """
+
+    def __init__(
+        self, upstream: Upstream, limits: Limits, access: Access | None, *, checks_host: bool
+    ) -> None:
+        self.upstream = upstream
+        self.models = Models(upstream)
+        self.limits = limits
+        self.access = access
+        self.checks_host = checks_host
+        self.created = int(time.time())
+        self.budget = ByteBudget(limits.all_bodies_bytes, limits.retry_seconds)
+        self.open_count = 0
+        self.is_draining = False
+        self.on_ended: list[Callable[[Ended], None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def admit(self, exchange: Exchange, method: str) -> Metadata:
+        """Return the metadata by which a call is made for the client of an exchange.
+
+        Raises Unauthenticated, PermissionDenied, Unavailable, as the scheduler would.
+        """
+        keys = exchange.headers(b"authorization")
+        # gRPC would refuse them in words of its own.
+        for key in keys:
+            if len(key) > _LONGEST_KEY or not key.isascii() or not key.isprintable():
+                raise Unauthenticated("the key is malformed", reason="TOKEN_MALFORMED")
+        metadata = tuple((METADATA_KEY, key) for key in keys)
+        if self.access is not None:
+            self.access.admit(method, metadata)
+        return metadata
+
+    def check_host(self, exchange: Exchange) -> None:
+        """Raise PermissionDenied for a host by another name."""
+        hosts = exchange.headers(b"host")
+        if self.checks_host and not (len(hosts) == 1 and _is_own_host(hosts[0])):
+            raise PermissionDenied(
+                "without keys this gateway answers requests for localhost and addresses only",
+                reason="HOST_NOT_ALLOWED",
+            )
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Count a request in this block. Raises Unavailable, ResourceExhausted."""
+        if self.is_draining:
+            raise Unavailable(
+                "the gateway is stopping",
+                reason="DRAINING",
+                retry_after_seconds=self.limits.retry_seconds,
+            )
+        if self.open_count >= self.limits.requests:
+            raise ResourceExhausted(
+                f"{self.limits.requests} requests are being answered",
+                reason="TOO_MANY_REQUESTS",
+                retry_after_seconds=self.limits.retry_seconds,
+            )
+        self.open_count += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+            self.open_count -= 1
+
+    async def drain(self) -> None:
+        """Take no more requests, and wait until none runs; those that run too long are ended."""
+        self.is_draining = True
+        if self._tasks:
+            await asyncio.wait([*self._tasks], timeout=self.limits.grace_seconds)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait([*self._tasks], timeout=self.limits.grace_seconds + 5)
+
+
+def _is_own_host(host: str) -> bool:
+    """Return True for localhost and for an IP address, with or without a port."""
+    name, _, port = host.rpartition(":")
+    if not port.isdigit() or (":" in name and not name.startswith("[")):
+        name = host
+    return is_local_address(f"{name}:0") or _is_ip_address(name.strip("[]"))
+
+
+def _is_ip_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+# Answers an exchange with the metadata of its client.
+Handle = Callable[[Gateway, Exchange, Metadata], Awaitable[None]]
+
+
+class Endpoint:
+    """An ASGI application for one path. Starlette calls it directly, without a Request.
+
+    Args:
+        name: in the log and the metrics.
+        method: the gRPC method that stands for what it does, "/package.Service/Method": clients
+            who may call that may call this. Empty: every client may.
+        is_counted: one of the requests that `Limits.requests` bounds.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        name: str,
+        handle: Handle,
+        *,
+        method: str = "",
+        is_counted: bool = True,
+    ) -> None:
+        self._gateway = gateway
+        self._name = name
+        self._handle = handle
+        self._method = method
+        self._is_counted = is_counted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway, began = self._gateway, time.monotonic()
+        exchange = Exchange(scope, receive, send, gateway.limits, gateway.budget)
+        try:
+            await self._answer(exchange)
+        except ClientGone:
+            exchange.status = exchange.status or GONE
+        except SplitpointError as error:
+            await exchange.fail(error_answer(error, exchange.parameter_names))
+        except asyncio.CancelledError:
+            # Of `drain`: nothing else cancels the task of an exchange.
+            await exchange.fail(error_answer(_stopped()))
+        except Exception as error:
+            await exchange.fail(error_answer(_incident(self._name, error)))
+        finally:
+            self._end(exchange, time.monotonic() - began)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        gateway = self._gateway
+        gateway.check_host(exchange)
+        metadata = gateway.admit(exchange, self._method) if self._method else ()
+        if not self._is_counted:
+            await self._handle(gateway, exchange, metadata)
+            return
+        with gateway.place():
+            await self._handle(gateway, exchange, metadata)
+
+    def _end(self, exchange: Exchange, seconds: float) -> None:
+        status = GONE if exchange.is_gone else exchange.status
+        ended = Ended(self._name, status, seconds, exchange.is_stream)
+        for hear in self._gateway.on_ended:
+            hear(ended)
+        if self._is_counted:
+            facts = {"endpoint": self._name, "status": status, "seconds": seconds}
+            with for_request(exchange.request_id):
+                _log.info("request ended", extra={"facts": facts})
+
+
+def _stopped() -> Unavailable:
+    return Unavailable("the gateway is stopping", reason="DRAINING")
+
+
+def _incident(name: str, error: Exception) -> Internal:
+    incident = secrets.token_hex(8)
+    _log.error("incident %s in %s", incident, name, exc_info=error, extra={"incident": incident})
+    return Internal(f"internal error, incident {incident}", incident=incident)

@@ -1,0 +1,127 @@
+"""Endpoints that generate: a body becomes a job, whose answers are sent whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from gateway_service.endpoints.endpoint import Gateway
+from gateway_service.http.exchange import Exchange
+from gateway_service.openai.answers import Answer, Job, ModelJob
+from gateway_service.openai.completions import CompletionJob
+from gateway_service.upstream.schedulers import Take
+from splitpoint.client.caller_spans import Metadata
+from splitpoint.client.schedulers import INFERENCE
+from splitpoint.v1 import scheduler_pb2 as pb
+
+_Job = TypeVar("_Job", bound=Job)
+
+
+class Generating(Generic[_Job]):
+    """Answers by generation (`endpoint.Handle`).
+
+    Args:
+        prefix: of the answers' ids, such as "cmpl".
+        read: returns the job of a body's JSON value, `request_id` and `created`. Raises
+            InvalidArgument with the field as the client wrote it.
+        prepare: gives a job what it needs to know before its requests are sent.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        read: Callable[..., _Job],
+        prepare: Callable[[Gateway, _Job, Metadata], Awaitable[None]],
+    ) -> None:
+        self._prefix = prefix
+        self._read = read
+        self._prepare = prepare
+
+    async def __call__(self, gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
+        body = await exchange.json()
+        request_id = f"{self._prefix}-{uuid.uuid4().hex}"
+        exchange.request_id = request_id
+        job = self._read(body, request_id=request_id, created=int(time.time()))
+        exchange.parameter_names = job.parameter_names
+        async with exchange.while_connected():
+            await self._prepare(gateway, job, metadata)
+            if job.is_stream:
+                await _stream(gateway, exchange, job, metadata)
+            else:
+                answers = await _answers(gateway, job, metadata)
+                await exchange.respond(job.result(answers))
+
+
+async def find_echoes(gateway: Gateway, job: CompletionJob, metadata: Metadata) -> None:
+    """Give a job the texts of its prompts, if it returns them and they are token ids."""
+    for index, request in job.to_detokenize.items():
+        answer = await gateway.upstream.call(INFERENCE, "Detokenize", request, metadata)
+        job.detokenized(index, answer.text)
+
+
+async def find_model(gateway: Gateway, job: ModelJob, metadata: Metadata) -> None:
+    """Give a job the facts of its model, if it needs them."""
+    if job.needs_model:
+        job.model_found(await gateway.models.get(job.model, metadata))
+
+
+async def _answers(gateway: Gateway, job: Job, metadata: Metadata) -> list[Answer]:
+    """Return the whole answers to the job's requests, in their order."""
+    answers = [Answer() for _ in job.requests]
+
+    def take_of(index: int) -> Take:
+        add = answers[index].add
+
+        async def take(message: pb.GenerateResponse) -> None:
+            add(message)
+
+        return take
+
+    await _generate(gateway, job, metadata, take_of)
+    return answers
+
+
+async def _stream(gateway: Gateway, exchange: Exchange, job: Job, metadata: Metadata) -> None:
+    """Send the answers as they come. Until the first message an error is the whole answer."""
+    writer = job.writer()
+    write = exchange.write
+
+    async def begin() -> None:
+        await exchange.begin_stream()
+        if first := writer.begin():
+            await write(first)
+
+    def take_of(index: int) -> Take:
+        async def take(message: pb.GenerateResponse) -> None:
+            if not exchange.status:
+                await begin()
+            if message.HasField("chunk"):
+                frames = writer.chunk(index, message.chunk)
+            else:
+                frames = writer.complete(index, message.complete)
+            if frames:
+                await write(frames)
+
+        return take
+
+    await _generate(gateway, job, metadata, take_of)
+    await exchange.end(writer.end())
+
+
+async def _generate(
+    gateway: Gateway, job: Job, metadata: Metadata, take_of: Callable[[int], Take]
+) -> None:
+    """Run the job's requests at the same time. The first error ends all of them."""
+    generate, requests = gateway.upstream.generate, job.requests
+    if len(requests) == 1:
+        await generate(requests[0], metadata, take_of(0))
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, request in enumerate(requests):
+                group.create_task(generate(request, metadata, take_of(index)))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,0 +1,152 @@
+"""Connections: uvicorn's protocol, with bounds on headers, silent clients and slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from gateway_service.settings import Limits
+
+_REFUSAL = (
+    b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"connection: close\r\n\r\n%s"
+)
+_HEADERS_TOO_LARGE = (
+    b'{"error":{"message":"the headers are too large","type":"invalid_request_error",'
+    b'"param":null,"code":"headers_too_large"}}'
+)
+_NO_REQUEST = (
+    b'{"error":{"message":"this is not an HTTP request","type":"invalid_request_error",'
+    b'"param":null,"code":"malformed_request"}}'
+)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. uvicorn itself bounds neither headers nor a reader that has stopped."""
+
+    def __init__(
+        self, config: Config, server_state: ServerState, limits: Limits, most_connections: int
+    ) -> None:
+        super().__init__(config, server_state, {})
+        self.limits = limits
+        self.most_connections = most_connections
+        self._is_in_headers = False
+        # Of the request whose headers come: parsed, and received.
+        self._header_bytes = self._unparsed_bytes = 0
+        # Closes the connection unless the headers come, or what lingers ends.
+        self._patience: asyncio.TimerHandle | None = None
+        # Closes the connection unless the client reads.
+        self._stall: asyncio.TimerHandle | None = None
+
+    # -- silent clients --------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.most_connections:
+            transport.abort()
+            return
+        self._wait_at_most(self.limits.header_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_patience()
+        self._end_stall()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self._patience is None:
+            self._wait_at_most(self.limits.header_seconds)
+        super().data_received(data)
+        # The parser keeps a header to itself until it is whole.
+        if self._is_in_headers and not self.transport.is_closing():
+            self._unparsed_bytes += len(data)
+            self._check(self._unparsed_bytes)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_headers = True
+        self._header_bytes = self._unparsed_bytes = 0
+        self._wait_at_most(self.limits.header_seconds)
+
+    def on_headers_complete(self) -> None:
+        self._is_in_headers = False
+        self._end_patience()
+        if not self.transport.is_closing():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self.transport.is_closing():
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._end_patience()
+        if not self.transport.is_closing():
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        cycle = self.cycle  # of a later request, if the client did not wait
+        if cycle.response_complete and cycle.more_body and not self.transport.is_closing():
+            self._wait_at_most(self.limits.linger_seconds)
+
+    def _wait_at_most(self, seconds: float) -> None:
+        self._end_patience()
+        self._patience = self.loop.call_later(seconds, self._hang_up)
+
+    def _end_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _hang_up(self) -> None:
+        self._patience = None
+        self.transport.abort()
+
+    # -- large headers -------------------------------------------------------------------------
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(b": \r\n"))
+        if not self.transport.is_closing():
+            super().on_header(name, value)
+
+    def _count(self, size: int) -> None:
+        self._header_bytes += size
+        self._check(self._header_bytes)
+
+    def _check(self, size: int) -> None:
+        if size > self.limits.header_bytes and not self.transport.is_closing():
+            self._refuse(b"431 Request Header Fields Too Large", _HEADERS_TOO_LARGE)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request", _NO_REQUEST)
+
+    def _refuse(self, status: bytes, body: bytes) -> None:
+        self.transport.write(_REFUSAL % (status, len(body), body))
+        self.transport.close()
+
+    # -- slow readers --------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_stall()
+        self._stall = self.loop.call_later(self.limits.stall_seconds, self._give_up_reader)
+
+    def resume_writing(self) -> None:
+        self._end_stall()
+        super().resume_writing()
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _give_up_reader(self) -> None:
+        self._stall = None
+        self.transport.abort()

@@ -1,0 +1,192 @@
+"""One HTTP exchange: the request's headers and body, and its answer, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway_service.http.budget import ByteBudget
+from gateway_service.openai.answers import dumped
+from gateway_service.openai.errors import ErrorAnswer, HttpError
+from gateway_service.openai.fields import parsed
+from gateway_service.settings import Limits
+from splitpoint.config import format_size
+
+Headers = list[tuple[bytes, bytes]]
+
+_JSON = (b"content-type", b"application/json")
+STREAM_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    # Proxies such as nginx would collect the events.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientGone(Exception):
+    """The client has left: there is no one to answer."""
+
+
+class Exchange:
+    """A request that is being answered.
+
+    Attributes:
+        status: of the answer; 0 until it began.
+        request_id: of the answer, for its header and the log; empty if it has none.
+    """
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, limits: Limits, budget: ByteBudget
+    ) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self._limits = limits
+        self._budget = budget
+        self.status = 0
+        self.request_id = ""
+        # For errors of the scheduler; None until the body is read (`errors.error_answer`).
+        self.parameter_names: Mapping[str, str] | None = None
+        self.is_gone = False
+        self.is_ended = False
+        self.is_stream = False
+
+    # -- the request ---------------------------------------------------------------------------
+
+    def headers(self, name: bytes) -> list[str]:
+        """Return the values of a header, whose name is in lower case."""
+        return [value.decode("latin-1") for key, value in self.scope["headers"] if key == name]
+
+    async def json(self) -> Any:
+        """Return the body's JSON value.
+
+        Raises InvalidArgument, HttpError (408, 411 to 415), ResourceExhausted, ClientGone.
+        """
+        kinds = self.headers(b"content-type")
+        # A page of another site can send other kinds without asking this server first.
+        kind = kinds[0].partition(";")[0].strip().lower() if kinds else ""
+        if kind != "application/json":
+            raise HttpError(
+                415, "the content-type must be application/json", reason="UNSUPPORTED_MEDIA_TYPE"
+            )
+        if self.headers(b"content-encoding") not in ([], ["identity"]):
+            raise HttpError(415, "bodies must not be compressed", reason="UNSUPPORTED_ENCODING")
+        lengths = self.headers(b"content-length")
+        if lengths and lengths[0].isdigit():
+            self._check_size(int(lengths[0]))
+        with self._budget.taking() as take:
+            try:
+                async with asyncio.timeout(self._limits.body_seconds):
+                    body = await self._body(take)
+            except TimeoutError:
+                raise HttpError(
+                    408,
+                    f"the body did not come whole within {self._limits.body_seconds:g} s",
+                    reason="BODY_TIMEOUT",
+                ) from None
+            return parsed(body)
+
+    async def _body(self, take: Callable[[int], None]) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.is_gone = True
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            self._check_size(size)
+            take(len(part))
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _check_size(self, size: int) -> None:
+        most = self._limits.body_bytes
+        if size > most:
+            raise HttpError(
+                413, f"the body has more than {format_size(most)}", reason="BODY_TOO_LARGE"
+            )
+
+    @asynccontextmanager
+    async def while_connected(self) -> AsyncIterator[None]:
+        """Cancel this block when the client leaves, and raise ClientGone then.
+
+        The body must have been read, or there is none.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        watching = asyncio.create_task(self._watch(task))
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.is_gone:
+                task.uncancel()
+                raise ClientGone from None
+            raise
+        finally:
+            watching.cancel()
+
+    async def _watch(self, task: asyncio.Task[Any]) -> None:
+        message: Message = {"type": ""}
+        while message["type"] != "http.disconnect":
+            message = await self._receive()
+        if not self.is_ended:
+            self.is_gone = True
+            task.cancel()
+
+    # -- the answer ----------------------------------------------------------------------------
+
+    async def respond(
+        self, value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send a JSON value as the whole answer."""
+        await self.respond_bytes(dumped(value), _JSON[1], status=status, headers=headers)
+
+    async def respond_bytes(
+        self,
+        body: bytes,
+        content_type: bytes,
+        *,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Send the whole answer."""
+        more = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        length = (b"content-length", str(len(body)).encode())
+        await self._begin(status, [(b"content-type", content_type), length, *more])
+        await self.end(body)
+
+    async def fail(self, error: ErrorAnswer) -> None:
+        """Send an error, as the answer or, once a stream has begun, as its last event."""
+        if self.is_gone or self.is_ended:
+            return
+        if not self.status:
+            await self.respond(error.body, status=error.status, headers=error.headers)
+        else:
+            await self.end(b"data: " + dumped(error.body) + b"\n\n")
+
+    async def begin_stream(self) -> None:
+        """Send the head of a stream of events."""
+        self.is_stream = True
+        await self._begin(200, STREAM_HEADERS)
+
+    async def write(self, body: bytes) -> None:
+        """Send a part of a stream; waits while the client does not read."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self, body: bytes = b"") -> None:
+        """Send the last part."""
+        self.is_ended = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _begin(self, status: int, headers: Headers) -> None:
+        self.status = status
+        if self.request_id:
+            headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,0 +1,286 @@
+"""/v1/responses: its fields and the request of a body. Nothing is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway_service.openai.answers import Answer
+from gateway_service.openai.chat.messages import CHAT_PROMPT_FIELDS, chat_prompt
+from gateway_service.openai.chat.tools import (
+    MOST_TOOLS,
+    PARALLEL_TOOL_CALLS,
+    ToolUse,
+    take_format,
+    tool_use,
+)
+from gateway_service.openai.fields import Field, Table, Use, nested
+from gateway_service.openai.responses.answers import ResponseBuilder, ResponseStream
+from gateway_service.openai.responses.input import (
+    INPUT,
+    TOOL,
+    TOOL_CHOICE,
+    chat_tool,
+    shown_choice,
+    shown_tool,
+)
+from gateway_service.openai.sampling import (
+    COMMON_FIELDS,
+    JSON_SCHEMA,
+    MOST_LOGPROBS,
+    generate_request,
+)
+from gateway_service.openai.values import (
+    BOOLEAN,
+    TEXT,
+    Kind,
+    array,
+    integer,
+    one_of,
+    read_text,
+    text_of,
+    wrong,
+    wrong_type,
+)
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.v1 import types_pb2
+
+_LOGPROBS = "message.output_text.logprobs"
+_MOST_METADATA = 16
+
+
+def _read_metadata(name: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise wrong_type(name, value, "an object")
+    if len(value) > _MOST_METADATA:
+        raise wrong(name, f"has {len(value)} entries, at most {_MOST_METADATA}")
+    return {
+        _KEY.read(name, key): _VALUE.read(f"{name}.{read_text(name, key)}", each)
+        for key, each in value.items()
+    }
+
+
+_KEY, _VALUE = text_of(most=64), text_of(most=512)
+_METADATA = Kind(
+    _read_metadata,
+    {
+        "type": "object",
+        "maxProperties": _MOST_METADATA,
+        "propertyNames": {"maxLength": 64},
+        "additionalProperties": {"type": "string", "maxLength": 512},
+    },
+)
+_FORMAT = Table(
+    [
+        Field(
+            "type",
+            one_of("text", "json_object", "json_schema"),
+            "Any text, a JSON object, or what a JSON schema allows.",
+            is_required=True,
+        ),
+        Field("name", text_of(least=1, most=64), "Name of the schema."),
+        Field("description", TEXT, "What the answer is for."),
+        Field("schema", JSON_SCHEMA, "For the type json_schema."),
+        Field("strict", BOOLEAN, "The answer follows the schema either way."),
+    ]
+)
+_TEXT = Table(
+    [
+        Field("format", nested(_FORMAT), "What the text must be."),
+        Field("verbosity", None, "say it in a message", Use.REFUSED, neutral=("medium",)),
+    ]
+)
+_STREAM_OPTIONS = Table([Field("include_obfuscation", None, "No padding is sent.", Use.IGNORED)])
+
+
+def _refused(name: str, help: str, *neutral: Any) -> Field:
+    return Field(name, None, help, Use.REFUSED, neutral=neutral)
+
+
+def _ignored(name: str, help: str) -> Field:
+    return Field(name, None, help, Use.IGNORED)
+
+
+RESPONSE_FIELDS = Table(
+    [
+        Field("input", INPUT, "A text, or messages, calls and their outputs.", is_required=True),
+        Field("instructions", TEXT, "A system message before the input."),
+        *COMMON_FIELDS,
+        Field(
+            "max_output_tokens",
+            integer(1),
+            "Most tokens of the answer. Absent: until the context is full.",
+        ),
+        Field("text", nested(_TEXT), "What the text must be."),
+        Field("tools", array(nested(TOOL), most=MOST_TOOLS), "Functions that the model may call."),
+        Field("tool_choice", TOOL_CHOICE, "As for chat."),
+        PARALLEL_TOOL_CALLS,
+        Field("include", array(one_of(_LOGPROBS)), "Log-probabilities of the text's tokens."),
+        Field(
+            "top_logprobs",
+            integer(0, MOST_LOGPROBS),
+            "Likeliest tokens to return at each position; needs include.",
+        ),
+        Field("metadata", _METADATA, "Is returned with the answer."),
+        Field("stream_options", nested(_STREAM_OPTIONS), "Has nothing to set."),
+        CHAT_PROMPT_FIELDS[0],
+        _ignored("max_tool_calls", "There are no built-in tools."),
+        _ignored("prompt_cache_key", "Prefixes are always cached; see cache_salt."),
+        _ignored("prompt_cache_retention", "Prefixes are always cached."),
+        _ignored("safety_identifier", "Tenants come from the key."),
+        _ignored("service_tier", "There is one; see priority."),
+        _refused("background", "nothing is stored: stay connected", False),
+        _refused("conversation", "nothing is stored: send the whole input"),
+        _refused("previous_response_id", "nothing is stored: send the whole input"),
+        _refused("prompt", "there are no stored prompts"),
+        _refused("reasoning", "use chat_template_kwargs, as the model's template says", {}),
+        _refused("store", "nothing is stored", False),
+        _refused("truncation", "inputs are never cut", "disabled"),
+    ]
+)
+
+
+@dataclass(slots=True)
+class ResponseJob:
+    """A body of /v1/responses (`answers.Job`).
+
+    Attributes:
+        needs_model: call `model_found` before the requests are sent.
+        tool_call_format: of the model; empty unless `needs_model`.
+        repeated: what the answer repeats of the body.
+    """
+
+    id: str
+    created: int
+    model: str
+    requests: Sequence[pb.GenerateRequest]
+    is_stream: bool
+    has_plan: bool
+    has_logprobs: bool
+    tools: ToolUse
+    repeated: Mapping[str, Any]
+    tool_call_format: str = ""
+    parameter_names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def needs_model(self) -> bool:
+        return self.tools.choice == "auto"
+
+    def model_found(self, model: pb.Model) -> None:
+        """Take the form of its tool calls. Raises InvalidArgument if it has none."""
+        self.tool_call_format = take_format(self.requests, model)
+
+    def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the answer's JSON object. Raises Internal, Unavailable if it is not whole."""
+        answer, *_ = answers
+        builder = ResponseBuilder(self)
+        builder.add(answer.text, answer.logprobs)
+        builder.finish(answer.finished)
+        return builder.response()
+
+    def writer(self) -> ResponseStream:
+        return ResponseStream(self)
+
+
+def read_response(body: Any, *, request_id: str, created: int) -> ResponseJob:
+    """Return what a body asks for. Raises InvalidArgument with the field as the client wrote it.
+
+    Args:
+        body: the JSON value.
+        request_id: of the answer, at most 60 characters.
+        created: seconds since 1970.
+    """
+    values = RESPONSE_FIELDS.read(body)
+    tools = tool_use(values, [chat_tool(each) for each in values.get("tools", ())])
+    text_format = values.get("text", {}).get("format", {"type": "text"})
+    constraint = _constraint(text_format)
+    request = generate_request(
+        values if constraint is None else {**values, "response_format": constraint}
+    )
+    request.request_id = request_id
+    messages = values["input"]
+    if "instructions" in values:
+        messages = [{"role": "system", "content": values["instructions"]}, *messages]
+    request.chat.CopyFrom(chat_prompt(values, messages, tools.tools))
+    tools.constrain(request.sampling)
+    if "max_output_tokens" in values:
+        request.sampling.max_tokens = values["max_output_tokens"]
+    else:
+        request.sampling.fills_context = True
+    has_logprobs = bool(values.get("include"))
+    if has_logprobs:
+        request.sampling.logprobs = values.get("top_logprobs", 0)
+    elif values.get("top_logprobs"):
+        raise wrong("top_logprobs", f"needs include to have {_LOGPROBS}")
+    if "stream_options" in values and not values.get("stream", False):
+        raise wrong("stream_options", "needs stream to be true")
+    return ResponseJob(
+        id=request_id,
+        created=created,
+        model=values["model"],
+        requests=[request],
+        is_stream=values.get("stream", False),
+        has_plan=values.get("include_plan", False),
+        has_logprobs=has_logprobs,
+        tools=tools,
+        repeated=_repeated(values, tools, body),
+        parameter_names=_parameter_names(tools, constraint),
+    )
+
+
+def _constraint(text_format: Mapping[str, Any]) -> types_pb2.StructuredOutput | None:
+    kind, schema = text_format["type"], text_format.get("schema")
+    if kind == "json_schema":
+        for name in ("name", "schema"):
+            if name not in text_format:
+                raise wrong(
+                    f"text.format.{name}", "is missing", reason="MISSING_REQUIRED_PARAMETER"
+                )
+        return types_pb2.StructuredOutput(json_schema=schema)
+    if schema is not None:
+        raise wrong("text.format.schema", "needs the type json_schema")
+    return types_pb2.StructuredOutput(json_object=True) if kind == "json_object" else None
+
+
+def _repeated(values: Mapping[str, Any], tools: ToolUse, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of the answer that is the same from its first event on."""
+    given = values.get("tools", ())
+    shown_format = (body.get("text") or {}).get("format") or {"type": "text"}
+    return {
+        "background": False,
+        "instructions": values.get("instructions"),
+        "max_output_tokens": values.get("max_output_tokens"),
+        "max_tool_calls": None,
+        "metadata": values.get("metadata", {}),
+        "model": values["model"],
+        "parallel_tool_calls": values.get("parallel_tool_calls", True),
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": values.get("temperature", 1.0),
+        "text": {"format": shown_format},
+        "tool_choice": shown_choice(values.get("tool_choice", "auto")),
+        "tools": [shown_tool(each) for each in given],
+        "top_logprobs": values.get("top_logprobs", 0),
+        "top_p": values.get("top_p", 1.0),
+        "truncation": "disabled",
+    }
+
+
+def _parameter_names(
+    tools: ToolUse, constraint: types_pb2.StructuredOutput | None
+) -> dict[str, str]:
+    """Return the client's names of fields that the scheduler may find wrong."""
+    names = {
+        "sampling.max_tokens": "max_output_tokens",
+        "sampling.logprobs": "top_logprobs",
+        "chat": "input",
+        "chat.messages": "input",
+    }
+    if tools.is_forced or constraint is not None:
+        source = "tools" if tools.is_forced else "text.format"
+        kinds = ("", ".json_schema", ".json_object")
+        names |= {f"sampling.structured_output{kind}": source for kind in kinds}
+    return names

@@ -1,0 +1,35 @@
+"""All bounds of the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splitpoint.config import parse_size
+from splitpoint.options.gateway import GRACE_SECONDS, MAX_BODY, MAX_REQUESTS
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Counts, bytes and seconds. Tests use small values; docs/gateway.md has the defaults."""
+
+    # Of one body, and of all that are being read at a time.
+    body_bytes: int = parse_size(MAX_BODY.default)
+    all_bodies_bytes: int = 256 << 20
+    # Until a body has come whole.
+    body_seconds: float = 60.0
+    # Of the request line and the headers of one request, and until they have come whole.
+    header_bytes: int = 32 << 10
+    header_seconds: float = 15.0
+    # Requests that are answered at a time, waiting ones included.
+    requests: int = MAX_REQUESTS.default
+    # A connection is closed if its client does not read for this long, or asks for nothing.
+    stall_seconds: float = 30.0
+    idle_seconds: float = 75.0
+    # What comes behind an answer that did not wait for the body is thrown away for this long.
+    linger_seconds: float = 10.0
+    # Running requests may go on for this long after a stop.
+    grace_seconds: float = GRACE_SECONDS.default
+    # Longest wait for the scheduler's answer to anything but a generation.
+    call_seconds: float = 30.0
+    # Hint to clients that were turned away for lack of room.
+    retry_seconds: float = 1.0

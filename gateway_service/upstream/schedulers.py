@@ -1,0 +1,151 @@
+"""Calls to the schedulers, each with the key of the client for whom it is made."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from splitpoint.client.caller_spans import Metadata
+from splitpoint.client.requests import check_size
+from splitpoint.client.schedulers import HEALTH, Round, Schedulers
+from splitpoint.client.tries import DEFAULT_RETRY_SECONDS, Tries
+from splitpoint.errors import Internal, SplitpointError
+from splitpoint.transport.channels import open_channel
+from splitpoint.transport.servers import STREAMS_PER_CONNECTION
+from splitpoint.transport.tls import Identity
+from splitpoint.v1 import scheduler_pb2 as pb
+
+_SERVICE = "splitpoint.v1.InferenceService"
+# Of the streams that a server permits a connection: unary calls need some, too.
+_MOST_GENERATIONS = STREAMS_PER_CONNECTION * 3 // 4
+
+Take = Callable[[pb.GenerateResponse], Awaitable[None]]
+
+
+class _Connection:
+    """One connection to each scheduler, and its open generations."""
+
+    def __init__(self, addresses: Sequence[str], identity: Identity) -> None:
+        self.schedulers = Schedulers(
+            addresses,
+            functools.partial(open_channel, is_fresh=True),
+            identity,
+            retry_seconds=DEFAULT_RETRY_SECONDS,
+            on_retry=None,
+        )
+        self.open_count = 0
+
+
+class Upstream:
+    """The schedulers. Create and use it inside one event loop.
+
+    A connection carries only so many streams at a time, and gRPC lets further ones wait silently:
+    then another connection is made.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], identity: Identity, *, call_seconds: float
+    ) -> None:
+        self._addresses = addresses
+        self._identity = identity
+        self._call_seconds = call_seconds
+        self._connections = [_Connection(addresses, identity)]
+
+    @property
+    def open_count(self) -> int:
+        """Generations that are open."""
+        return sum(each.open_count for each in self._connections)
+
+    async def generate(self, request: pb.GenerateRequest, metadata: Metadata, take: Take) -> None:
+        """Give every message of a generation to `take`, the final one included.
+
+        It goes on at another scheduler if one is lost. Raises what the client of
+        `splitpoint.client` raises. Leaving it, also by cancellation, cancels the request.
+        """
+        check_size(request)
+        received = _Received()
+        with self._opened() as schedulers:
+            tries = Tries(schedulers, request, None, metadata=metadata, received=received)
+            try:
+                while True:
+                    with tries.attempt():
+                        read = tries.call.read
+                        while (message := await read()) is not grpc.aio.EOF:
+                            tries.progressed()
+                            received.add(message)
+                            await take(message)
+                    if tries.is_over:
+                        return
+                    await asyncio.sleep(tries.pause_seconds)
+                    tries.restart()
+            finally:
+                tries.close()
+
+    @contextmanager
+    def _opened(self) -> Iterator[Schedulers]:
+        """Count a generation at the connection that carries it."""
+        for connection in self._connections:
+            if connection.open_count < _MOST_GENERATIONS:
+                break
+        else:
+            connection = _Connection(self._addresses, self._identity)
+            self._connections.append(connection)
+        connection.open_count += 1
+        try:
+            yield connection.schedulers
+        finally:
+            connection.open_count -= 1
+
+    async def call(
+        self, service: Any, method: str, request: Message, metadata: Metadata = ()
+    ) -> Any:
+        """Return the answer of a unary call. Raises SplitpointError."""
+        check_size(request)
+        schedulers = self._connections[0].schedulers
+        calls = Round(schedulers, service, method, request, self._call_seconds, metadata)
+        while True:
+            with calls.attempt():
+                return await calls.send()
+
+    async def is_serving(self) -> bool:
+        """Return True if a scheduler can be reached and has ready workers."""
+        request = health_pb2.HealthCheckRequest(service=_SERVICE)
+        try:
+            answer = await self.call(HEALTH, "Check", request)
+        except SplitpointError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        """Close all connections; open calls fail."""
+        for connection in self._connections:
+            for channel in connection.schedulers.closing():
+                await channel.close()
+
+
+class _Received:
+    """What has come of a generation, to go on with (`splitpoint.client.tries.Received`)."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.is_complete = False
+
+    def add(self, message: pb.GenerateResponse) -> None:
+        """Take the next message. Raises Internal for a gap in the token indices."""
+        if message.HasField("chunk"):
+            chunk = message.chunk
+            if chunk.index != len(self.token_ids):
+                raise Internal(
+                    f"the scheduler sent token {chunk.index} where {len(self.token_ids)} was due",
+                    reason="TOKEN_GAP",
+                )
+            self.token_ids += chunk.token_ids
+        else:
+            self.is_complete = True

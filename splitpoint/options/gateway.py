@@ -1,0 +1,75 @@
+"""Options of the gateway."""
+
+from __future__ import annotations
+
+from splitpoint.config import DEFAULT_ADDRESS
+from splitpoint.options.option import SIZE, Option, Section
+from splitpoint.options.service import (
+    LISTEN,
+    LOGS,
+    METRICS_SECTION,
+    OTLP_ENDPOINT,
+    PARENT_FD,
+    TLS_SERVER_NAME,
+    TOKENS,
+)
+
+SCHEDULER: Option[str] = Option(
+    "scheduler",
+    str,
+    DEFAULT_ADDRESS,
+    "Address of the scheduler; several, with commas, of schedulers that serve the same workers.",
+    unit="ADDRESS,...",
+)
+TLS_CERT: Option[str | None] = Option(
+    "tls-cert",
+    str,
+    None,
+    "Certificate chain (PEM) for HTTPS, also shown to the scheduler; absent: HTTP.",
+    unit="PATH",
+)
+TLS_KEY: Option[str | None] = Option(
+    "tls-key", str, None, "Private key of the certificate, a file of mode 0600.", unit="PATH"
+)
+CA: Option[str | None] = Option(
+    "ca",
+    str,
+    None,
+    "Authority (PEM) that signs the scheduler's certificate; absent: no TLS to the scheduler.",
+    unit="PATH",
+)
+SCHEDULER_CERT: Option[str | None] = Option(
+    "scheduler-cert",
+    str,
+    None,
+    "The scheduler's certificate (PEM) itself, instead of --ca: no other one is trusted, at any "
+    "address.",
+    unit="PATH",
+)
+MAX_BODY: Option[str] = Option("max-body", str, "8MiB", "Largest body of a request.", unit=SIZE)
+MAX_REQUESTS: Option[int] = Option(
+    "max-requests",
+    int,
+    512,
+    "Largest number of requests at a time; further ones are answered 429.",
+    unit="N",
+    least=1,
+)
+GRACE_SECONDS: Option[float] = Option(
+    "grace-seconds",
+    float,
+    30.0,
+    "Seconds that running requests may take to finish after a stop.",
+    unit="SECONDS",
+    least=0,
+)
+
+SECTIONS = (
+    Section("process", (LISTEN, PARENT_FD)),
+    Section("scheduler", (SCHEDULER, CA, SCHEDULER_CERT, TLS_SERVER_NAME)),
+    Section("requests", (MAX_BODY, MAX_REQUESTS, GRACE_SECONDS)),
+    LOGS,
+    Section("traces (docs/tracing.md)", (OTLP_ENDPOINT,)),
+    Section("security (docs/security.md)", (TLS_CERT, TLS_KEY, TOKENS)),
+    METRICS_SECTION,
+)

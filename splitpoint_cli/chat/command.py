@@ -1,0 +1,247 @@
+"""`splitpoint chat`: asks a running stack turn by turn, and shows what each turn took."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from splitpoint.client import Client, Generation
+from splitpoint.client.answers import Completion
+from splitpoint.client.requests import GenerateOptions
+from splitpoint.client.tries import DEFAULT_RETRY_SECONDS
+from splitpoint.config import DEFAULT_ADDRESS
+from splitpoint.errors import (
+    Cancelled,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    SplitpointError,
+)
+from splitpoint.transport.tls import client_identity
+from splitpoint.words import counted
+from splitpoint_cli.chat import terminal
+from splitpoint_cli.chat.conversation import Conversation, Turn
+from splitpoint_cli.chat.lines import Command, check_known, entries
+from splitpoint_cli.files import check_output, write_private_json
+from splitpoint_cli.identity import Address, CaFile, TokenFile
+from splitpoint_cli.output import EXIT_HELP, print_error
+from splitpoint_cli.report import AsJson, OutputFile, hand_over
+from splitpoint_cli.request import options
+from splitpoint_cli.request.generate import tell_retry
+
+System = Annotated[
+    str, typer.Option(help="System prompt, before the first message; absent: none.", metavar="TEXT")
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Generate at most this many tokens in a turn; above 0; absent: until the context is "
+        "full.",
+        metavar="N",
+    ),
+]
+Explain = Annotated[
+    bool,
+    typer.Option(
+        "--explain",
+        help="Print what each turn took and why on stderr; a terminal gets it anyway.",
+    ),
+]
+
+
+def chat(
+    system: System = "",
+    max_tokens: MaxTokens = None,
+    min_tokens: options.MinTokens = None,
+    ignore_eos: options.IgnoreEos = False,
+    stop: options.Stop = None,
+    stop_token_id: options.StopTokenId = None,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    logit_bias: options.LogitBias = None,
+    seed: options.Seed = None,
+    priority: options.Priority = 0,
+    worker: options.WorkerId = "",
+    residency: options.ResidencyOption = options.ResidencyChoice.AUTO,
+    speculate: options.Speculate = None,
+    speculative_tokens: options.SpeculativeTokens = None,
+    prompt_lookup_min: options.PromptLookupMin = None,
+    cache_salt: options.CacheSalt = "",
+    model: options.ModelName = "",
+    timeout: options.Timeout = None,
+    retry_seconds: options.RetrySeconds = DEFAULT_RETRY_SECONDS,
+    address: Address = DEFAULT_ADDRESS,
+    ca: CaFile = None,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+    output: OutputFile = None,
+    with_reason: Explain = False,
+) -> None:
+    """Talk with a model: each line is a message, lines with a slash are commands (/help).
+
+    Reads a terminal or a pipe. From a pipe it ends at the first error.
+    """
+    request: GenerateOptions = {
+        "max_tokens": max_tokens,
+        "fills_context": max_tokens is None,
+        "min_tokens": min_tokens,
+        "ignore_eos": ignore_eos,
+        "stop": stop,
+        "stop_token_ids": stop_token_id,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "logit_bias": options.parse_logit_bias(logit_bias or []),
+        "seed": seed,
+        "priority": priority,
+        "worker": worker,
+        "residency": options.residency_of(residency),
+        "speculate": speculate,
+        "speculative_tokens": speculative_tokens,
+        "prompt_lookup_min": prompt_lookup_min,
+        "cache_salt": os.fsencode(cache_salt),
+        "model": model,
+        "timeout": timeout,
+    }
+    who = client_identity(ca=ca, token_file=token_file)
+    conversation = Conversation(system)
+    with Client(address, identity=who, retry_seconds=retry_seconds, on_retry=tell_retry) as client:
+        talk = Talk(client, request, conversation, streams=not as_json, tells=with_reason)
+        talk.greet()
+        talk.run()
+    hand_over(conversation.report(), _nothing, as_json=as_json, output=output)
+
+
+chat.__doc__ = f"{chat.__doc__}\n\n{EXIT_HELP}"
+
+
+def _nothing() -> None:
+    """The answers were shown as they came."""
+
+
+@dataclass(slots=True)
+class Talk:
+    """One run of the command. `streams`: show text; `tells`: figures without a terminal, too."""
+
+    client: Client
+    options: GenerateOptions
+    conversation: Conversation
+    streams: bool
+    tells: bool
+    saved: Path | None = None
+
+    def greet(self) -> None:
+        """Ask for the model, and tell a person of it.
+
+        Raises FailedPrecondition if it has no chat template.
+        """
+        model = self.client.get_model(self.options.get("model") or "")
+        if not model.has_chat_template:
+            raise FailedPrecondition(
+                f"{model.name} has no chat template; `splitpoint generate` continues plain text, "
+                "and the scheduler takes a template by --chat-template",
+                reason="NO_CHAT_TEMPLATE",
+            )
+        if terminal.is_interactive():
+            context = counted(model.context_length, "token")
+            terminal.say(f"{model.name}, context {context}; /help lists commands, Ctrl-D leaves")
+
+    def run(self) -> None:
+        """Answer until the input ends. A terminal is told of an error, a pipe ends by it."""
+        for entry in entries(terminal.read_line):
+            try:
+                if not isinstance(entry, Command):
+                    self._ask(entry)
+                elif not self._obey(entry):
+                    return
+            except SplitpointError as error:
+                if not terminal.is_interactive():
+                    raise
+                print_error(error)
+
+    def _ask(self, question: str) -> None:
+        """Stream one answer into the conversation; Ctrl-C keeps what came of it."""
+        parts: list[str] = []
+        messages = self.conversation.messages(question)
+        with (
+            self.client.chat(messages, **self.options) as generation,
+            terminal.closed_by_ctrl_c(generation) as was_stopped,
+        ):
+            try:
+                completion = self._receive(generation, parts)
+            except Cancelled:
+                if not was_stopped:
+                    raise
+                if not terminal.is_interactive():
+                    raise Cancelled("interrupted") from None
+                completion = None
+        self.conversation.turns.append(Turn(question, "".join(parts), completion))
+        if completion is None:
+            terminal.say("stopped")
+        elif self.tells or (self.streams and terminal.is_told_figures()):
+            terminal.show_figures(completion)
+
+    def _receive(self, generation: Generation, parts: list[str]) -> Completion:
+        """Return the answer; put its text into `parts` as it comes, and show it."""
+        try:
+            for event in generation:
+                if isinstance(event, Completion):
+                    return event
+                parts.append(event.text)
+                if self.streams:
+                    terminal.show_text(event.text)
+        finally:
+            # An error on stderr, and the next prompt, start on their own line.
+            if parts and self.streams:
+                terminal.end_line()
+        raise Internal("the generation ended without an answer")
+
+    def _obey(self, command: Command) -> bool:
+        """Return False if the command ends the talk. Raises InvalidArgument for an unknown one."""
+        check_known(command)
+        obeys: dict[str, Callable[[str], None]] = {
+            "/system": self._system,
+            "/reset": self._reset,
+            "/save": self._save,
+            "/stats": lambda _: terminal.show_stats(self.conversation.turns),
+            "/help": lambda _: terminal.show_help(),
+        }
+        if command.name == "/quit":
+            return False
+        obeys[command.name](command.argument)
+        return True
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.conversation.system = "" if text == "-" else text
+        terminal.say(f"system prompt: {self.conversation.system or 'none'}")
+
+    def _reset(self, _: str) -> None:
+        count = len(self.conversation.turns)
+        self.conversation.turns.clear()
+        terminal.say(f"forgot {counted(count, 'turn')}")
+
+    def _save(self, name: str) -> None:
+        path = Path(name).expanduser() if name else self.saved
+        if path is None:
+            raise InvalidArgument("/save needs the name of a file", field="save")
+        check_output(path, "save")
+        if path.exists() and path != self.saved:
+            raise InvalidArgument(f"{path} exists; name another file", field="save")
+        write_private_json(path, self.conversation.report())
+        self.saved = path
+        terminal.say(f"saved {counted(len(self.conversation.turns), 'turn')} to {path}")

@@ -1,0 +1,129 @@
+"""However a process with an LLM ends, nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from splitpoint.config import SHARED_MEMORY, runtime_path
+
+ROOT = Path(__file__).resolve().parents[2]
+START = """
+import os, signal, sys, threading
+from splitpoint import LLM
+llm = LLM(device="cpu", host_memory="64MiB", device_memory="256MiB", threads=1)
+long = {"max_tokens": 2000, "ignore_eos": True}
+"""
+# What the process does then, and its exit code.
+ENDS = {
+    "the interpreter ends": ("llm.generate('a', {'max_tokens': 2})", 0),
+    "it exits while another thread waits": (
+        "threading.Thread(target=llm.generate, args=(['a'] * 40, long), daemon=True).start(); "
+        "threading.Event().wait(0.3); sys.exit(3)",
+        3,
+    ),
+    "an exception ends it": ("raise SystemError('on purpose')", 1),
+    "Ctrl-C ends it": (
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start(); "
+        "llm.generate(['a'] * 40, long)",
+        -signal.SIGINT,
+    ),
+    "SIGTERM ends it": ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    "kill -9 while it computes": (
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start(); "
+        "llm.generate(['a'] * 40, long)",
+        -signal.SIGKILL,
+    ),
+}
+
+
+def left_of(pid: int) -> list[str]:
+    """Files and processes of the LLMs of a process."""
+    name = f"llm-{pid}-"
+    files = [path.name for path in SHARED_MEMORY.glob(f"splitpoint-*-{name}*")]
+    files += [path.name for path in runtime_path("any").parent.glob(f"{name}*")]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if name.encode() in command:
+                files.append(command.decode())
+    return files
+
+
+def run(script: str) -> tuple[int, subprocess.CompletedProcess[str]]:
+    """Run a script in a process group of its own, as a shell would; return its process id."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", START + script],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    out, err = process.communicate(timeout=60)
+    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return process.pid, done
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_is_left(end: str) -> None:
+    script, code = ENDS[end]
+    pid, done = run(
+        f"print([e for e in os.listdir('/dev/shm') if str(os.getpid()) in e])\n{script}"
+    )
+    assert done.returncode == code, done.stderr
+    assert f"-llm-{pid}-" in done.stdout
+    deadline = time.monotonic() + 10
+    while left_of(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left_of(pid) == []
+    if code == 0:
+        assert done.stderr == ""
+
+
+def test_an_interrupted_call_ends_its_requests_and_the_model_goes_on() -> None:
+    _, done = run(
+        """
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    llm.generate(["a"] * 40, long)
+except KeyboardInterrupt:
+    print("interrupted")
+print(len(llm.generate("def f(", {"max_tokens": 3, "ignore_eos": True})[0].token_ids))
+del llm  # the last reference: it closes by itself
+import time
+for _ in range(500):
+    if not [e for e in os.listdir("/dev/shm") if f"-llm-{os.getpid()}-" in e]:
+        print("gone")
+        break
+    time.sleep(0.02)
+"""
+    )
+    assert done.stdout.split() == ["interrupted", "3", "gone"], done.stderr
+    assert done.returncode == 0
+
+
+def test_a_client_pays_nothing_for_it() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import splitpoint.client, sys; "
+            "print('torch' in sys.modules, 'splitpoint_offline' in sys.modules)",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", "False"]
