@@ -37,27 +37,49 @@ def scheduler_addresses(listen: str, count: int) -> tuple[str, ...]:
     return tuple(f"{host}:{each}" for each in range(first, last + 1))
 
 
-def metrics_addresses(port: int | None, listens: Sequence[str], workers: int) -> tuple[str, ...]:
+def check_http_address(
+    address: str, listens: Sequence[str], *, has_tls: bool, has_tokens: bool
+) -> str:
+    """Return the address of `up --http` unchanged.
+
+    Raises InvalidArgument for a socket file, for a port of `listens`, and for an address beyond
+    loopback without TLS and tokens.
+    """
+    if address.startswith("unix:"):
+        raise InvalidArgument("--http: a gateway listens at HOST:PORT", field="http")
+    check_listen_address(address, field="http", has_tls=has_tls, has_tokens=has_tokens)
+    port = address.rpartition(":")[2]
+    taken = [each.rpartition(":")[2] for each in listens if not each.startswith("unix:")]
+    if int(port) and port in taken:
+        raise InvalidArgument(
+            f"--http: port {port} is the scheduler's (--listen); choose another one", field="http"
+        )
+    return address
+
+
+def metrics_addresses(
+    port: int | None, listens: Sequence[str], workers: int, *, http: str | None = None
+) -> tuple[str, ...]:
     """Return the addresses of metrics: a scheduler's, the store's, each worker's, then those of
-    the other schedulers.
+    the other schedulers, then the gateway's if it serves at `http`.
 
     They are `port` and the ports after it; empty if `port` is None. Raises InvalidArgument for
-    a port above 65535 and for those of `listens`.
+    a port above 65535, for those of `listens` and for that of `http`.
     """
     if port is None:
         return ()
-    ports = range(port, port + 1 + workers + len(listens))
+    ports = range(port, port + 1 + workers + len(listens) + (http is not None))
     if not 1 <= ports[0] <= ports[-1] <= 65535:
         raise InvalidArgument(
             f"--metrics: {len(ports)} ports from {port} on are not all between 1 and 65535",
             field="metrics",
         )
-    for listen in listens:
-        listening = listen.rpartition(":")[2]
-        if not listen.startswith("unix:") and int(listening) in ports:
+    for address, option in [(each, "--listen") for each in listens] + [(http or "", "--http")]:
+        listening = address.rpartition(":")[2]
+        if address and not address.startswith("unix:") and int(listening) in ports:
             raise InvalidArgument(
                 f"--metrics: ports {ports[0]} to {ports[-1]} would be for metrics, but clients "
-                f"connect to {listening} (--listen)",
+                f"connect to {listening} ({option})",
                 field="metrics",
             )
     return tuple(f"127.0.0.1:{each}" for each in ports)

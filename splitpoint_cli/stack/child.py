@@ -57,6 +57,11 @@ class ServiceCommand:
             arguments[arguments.index("--listen") + 1] = address
         return dataclasses.replace(self, arguments=tuple(arguments))
 
+    def asking(self, schedulers: Sequence[str]) -> ServiceCommand:
+        """Return the same command with these addresses as `--scheduler`."""
+        arguments = (*self.arguments, "--scheduler", ",".join(schedulers))
+        return dataclasses.replace(self, arguments=arguments)
+
 
 @dataclass(frozen=True, slots=True)
 class LogLine:

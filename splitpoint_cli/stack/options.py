@@ -78,6 +78,14 @@ LISTEN: Option[str] = Option(
     "Address for clients: a loopback port or unix:/path; any interface with TLS and tokens.",
     unit="ADDRESS",
 )
+HTTP: Option[str | None] = Option(
+    "http",
+    str,
+    None,
+    "Serve OpenAI-compatible HTTP and a page to try it at this address, by a gateway: a loopback "
+    "port; any interface with TLS and tokens; absent: no gateway (docs/gateway.md).",
+    unit="HOST:PORT",
+)
 INSTANCE: Option[str | None] = Option(
     "instance",
     str,
@@ -95,7 +103,8 @@ METRICS: Option[int | None] = Option(
     int,
     None,
     "Serve Prometheus metrics on 127.0.0.1: the scheduler's at this port, the store's at the "
-    "next, then those of workers 0, 1, ...; absent: nowhere (docs/metrics.md).",
+    "next, then those of workers 0, 1, ..., of further schedulers and of the gateway; absent: "
+    "nowhere (docs/metrics.md).",
     unit="PORT",
     least=1,
     most=65535,
@@ -135,6 +144,7 @@ class StackOptions:
     weights: str = of(store.WEIGHTS)
     listen: str = of(LISTEN)
     schedulers: int = of(SCHEDULERS)
+    http: str | None = of(HTTP)
 
     residency: str = of(scheduler.RESIDENCY, _SERVING)
     objective: str = of(scheduler.OBJECTIVE, _SERVING)
@@ -183,7 +193,7 @@ class StackOptions:
     draft_model: str | None = of(DRAFT_MODEL, _SPECULATION)
     artifacts: str | None = of(worker.ARTIFACTS, _SELECTION)
 
-    # For the scheduler only: store and workers listen in a private folder.
+    # For scheduler and gateway only: store and workers listen in a private folder.
     tls_cert: str | None = of(service.TLS_CERT, _SECURITY)
     tls_key: str | None = of(service.TLS_KEY, _SECURITY)
     tls_ca: str | None = of(service.TLS_CA, _SECURITY)

@@ -24,7 +24,7 @@ from splitpoint_cli.stack.bars import LoadingBars
 from splitpoint_cli.stack.child import LogLine, ServiceExited, ServiceNotReady, ServiceNotStarted
 from splitpoint_cli.stack.plan import Stack
 
-_COLOURS = {"store": "cyan", "worker": "green", "scheduler": "magenta"}
+_COLOURS = {"store": "cyan", "worker": "green", "scheduler": "magenta", "gateway": "blue"}
 # Interval of a service's progress lines where there are no bars.
 _PROGRESS_SECONDS = 2.0
 
@@ -226,22 +226,26 @@ def _prefix(service: str) -> str:
 
 
 def _print_metrics(stack: Stack) -> None:
-    # Only the scheduler has the certificate; the other services are for this host.
+    # Only scheduler and gateway have the certificate; the other services are for this host.
     scheme = "https" if stack.identity.serves_tls else "http"
     scheduler, store, *rest = stack.metrics
     workers, others = rest[: len(stack.workers)], rest[len(stack.workers) :]
+    gateways = [others.pop()] if stack.gateway is not None else []
     first, last = (address.rpartition(":")[2] for address in (workers[0], workers[-1]))
     ports = f"{first} (worker 0)" if first == last else f"{first} to {last} (workers)"
     out.print(f"  metrics    {scheme}://{scheduler}/metrics (scheduler)")
     out.print(f"             http://{store}/metrics (store), {ports}")
     for number, other in enumerate(others, start=1):
         out.print(f"             {scheme}://{other}/metrics (scheduler {number})")
+    for gateway in gateways:
+        out.print(f"             {scheme}://{gateway}/metrics (gateway)")
 
 
-def print_summary(stack: Stack, addresses: Sequence[str]) -> None:
+def print_summary(stack: Stack, addresses: Sequence[str], http: str | None = None) -> None:
     """Print the addresses and files of the stack, and commands to try, on stdout.
 
-    `addresses`: where the schedulers listen.
+    `addresses`: where the schedulers listen. `http`: where the gateway listens; None: there is
+    none.
     """
     shape = stack.shape
     kept = " (kept on exit)" if stack.keep_arena else ""
@@ -251,6 +255,12 @@ def print_summary(stack: Stack, addresses: Sequence[str]) -> None:
         out.print(f"  weights    {stack.weights.value}: answers are approximate (docs/memory.md)")
     for address in addresses:
         out.print(f"  scheduler  {address}")
+    if http is not None:
+        scheme = "https" if stack.identity.serves_tls else "http"
+        reachable = config.reachable_address(http)
+        out.print(
+            f"  gateway    {scheme}://{reachable}/v1 (OpenAI), {scheme}://{reachable}/ (page)"
+        )
     for i, (device, worker) in enumerate(zip(stack.devices, stack.worker_addresses, strict=True)):
         out.print(f"  worker {i}   {worker} on {device}")
     out.print(f"  store      {stack.store_address}")

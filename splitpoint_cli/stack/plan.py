@@ -17,7 +17,7 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.costs.page_choice import PageChoice
 from splitpoint.discovery.redis_options import read_redis_options
 from splitpoint.errors import InvalidArgument
-from splitpoint.extras import need_all
+from splitpoint.extras import need, need_all
 from splitpoint.host.compiler import compiler
 from splitpoint.host.memory import default_host_memory
 from splitpoint.host.openmp import spin_environment
@@ -31,7 +31,11 @@ from splitpoint.options.speculation import SpeculativeConfig, read_speculative_c
 from splitpoint.shapes import Encoding, ModelShape, WeightFormat
 from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity
-from splitpoint_cli.checks.ports import metrics_addresses, scheduler_addresses
+from splitpoint_cli.checks.ports import (
+    check_http_address,
+    metrics_addresses,
+    scheduler_addresses,
+)
 from splitpoint_cli.devices import choose_devices, default_threads, worker_spin_count
 from splitpoint_cli.files import check_output
 from splitpoint_cli.models import find_draft, model_shape
@@ -41,6 +45,7 @@ from splitpoint_cli.stack.child import ServiceCommand, child_environment
 from splitpoint_cli.stack.options import StackOptions
 
 # In addition to the grace of running requests; a worker also waits for write-back.
+_GATEWAY_STOP_SECONDS = 10.0
 _SCHEDULER_STOP_SECONDS = 10.0
 _WORKER_STOP_SECONDS = 40.0
 _LOAD_SECONDS = 600.0  # a large checkpoint from a cold disk
@@ -48,7 +53,7 @@ _LOAD_SECONDS = 600.0  # a large checkpoint from a cold disk
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """All decisions about a stack, ready to start: store, then workers, then schedulers."""
+    """All decisions about a stack, ready to start: store, workers, schedulers, then a gateway."""
 
     model: Path
     name: str
@@ -70,11 +75,15 @@ class Stack:
     identity: Identity
     has_tokens: bool
     # Addresses of metrics: the first scheduler's, the store's, the workers' in order, the other
-    # schedulers'; empty: none.
+    # schedulers', the gateway's; empty: none.
     metrics: tuple[str, ...]
     store: ServiceCommand
     workers: tuple[ServiceCommand, ...]
     schedulers: tuple[ServiceCommand, ...]
+    # Without the schedulers' addresses, which are known when they listen; None: no gateway.
+    gateway: ServiceCommand | None = None
+    # Where the gateway listens.
+    http: str | None = None
     # Format of log lines of services and of `up`.
     log_format: LogFormat = LogFormat.TEXT
     # Of the served model; a draft model's are native.
@@ -88,8 +97,9 @@ class _Places:
     Attributes:
         key: file of the secret behind the chunk keys.
         listens: addresses of the schedulers.
-        metrics: addresses of the first scheduler, the store, each worker and the other
-            schedulers; empty: no metrics.
+        http: address of the gateway; None: there is none.
+        metrics: addresses of the first scheduler, the store, each worker, the other schedulers
+            and the gateway; empty: no metrics.
     """
 
     listens: tuple[str, ...]
@@ -99,6 +109,7 @@ class _Places:
     key: Path
     store: str
     workers: tuple[str, ...]
+    http: str | None
     metrics: tuple[str, ...]
 
 
@@ -121,6 +132,8 @@ def plan_stack(options: StackOptions) -> Stack:
     `resolve_model`.
     """
     need_all("a stack")
+    if options.http is not None:
+        need("a gateway (--http)", "gateway")
     identity = _check(options)
     folder = resolve_model(options.model)
     model = _Model(folder, model_shape(folder, options.dtype))
@@ -174,6 +187,8 @@ def plan_stack(options: StackOptions) -> Stack:
         store=_store_command(options, model, places, host_memory, pages),
         workers=_worker_commands(options, model, speculation, places, devices, threads, spinning),
         schedulers=_scheduler_commands(options, model, places),
+        gateway=_gateway_command(options, places),
+        http=places.http,
         log_format=LogFormat(options.log_format),
         weights=WeightFormat(options.weights),
     )
@@ -207,7 +222,14 @@ def _check(options: StackOptions) -> Identity:
 
 def _places_of(options: StackOptions, worker_count: int) -> _Places:
     listens = scheduler_addresses(options.listen, options.schedulers)
-    metrics = metrics_addresses(options.metrics, listens, worker_count)
+    if options.http is not None:
+        check_http_address(
+            options.http,
+            listens,
+            has_tls=options.tls_cert is not None,
+            has_tokens=options.tokens is not None,
+        )
+    metrics = metrics_addresses(options.metrics, listens, worker_count, http=options.http)
     instance = config.check_instance(options.instance or instance_of(options.listen))
     runtime = config.runtime_path(instance)
     arena = config.arena_path(instance)
@@ -228,15 +250,16 @@ def _places_of(options: StackOptions, worker_count: int) -> _Places:
             config.check_address(f"unix:{runtime}/worker-{i}-{start}.sock")
             for i in range(worker_count)
         ),
+        http=options.http,
         metrics=metrics,
     )
 
 
+_OBSERVED: tuple[Option[object], ...] = (*service.LOGS.options, service.OTLP_ENDPOINT)
 _COMMON: tuple[Option[object], ...] = (
     service.REFLECTION,
     *service.REDIS_SECTION.options,
-    *service.LOGS.options,
-    service.OTLP_ENDPOINT,
+    *_OBSERVED,
 )
 _STORE: tuple[Option[object], ...] = (
     store.ACTIVATIONS,
@@ -286,6 +309,15 @@ _SCHEDULER: tuple[Option[object], ...] = (
     service.TLS_CA,
     service.TOKENS,
     *_COMMON,
+)
+
+
+_GATEWAY: tuple[Option[object], ...] = (
+    scheduler.GRACE_SECONDS,
+    service.TLS_CERT,
+    service.TLS_KEY,
+    service.TOKENS,
+    *_OBSERVED,
 )
 
 
@@ -355,7 +387,7 @@ def _scheduler_commands(
 ) -> tuple[ServiceCommand, ...]:
     count = len(places.listens)
     # After the metrics of the first scheduler, the store and the workers.
-    metrics = places.metrics[:1] + places.metrics[2 + len(places.workers) :]
+    metrics = places.metrics[:1] + places.metrics[2 + len(places.workers) :][: count - 1]
     return tuple(
         _scheduler_command(
             options,
@@ -393,6 +425,23 @@ def _scheduler_command(
         ],
         stop_seconds=options.grace_seconds + _SCHEDULER_STOP_SECONDS,
         socket=socket_path(listen),
+    )
+
+
+def _gateway_command(options: StackOptions, places: _Places) -> ServiceCommand | None:
+    if places.http is None:
+        return None
+    return ServiceCommand(
+        "gateway",
+        [
+            *("-m", "gateway_service"),
+            *("--listen", places.http),
+            # Its own scheduler, whatever name the certificate was issued for.
+            *_given("--scheduler-cert", options.tls_cert),
+            *_given("--metrics", places.metrics[-1] if places.metrics else None),
+            *arguments_of(_GATEWAY, options),
+        ],
+        stop_seconds=options.grace_seconds + _GATEWAY_STOP_SECONDS,
     )
 
 

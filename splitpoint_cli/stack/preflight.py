@@ -42,6 +42,8 @@ def check_machine(stack: Stack, say: Say) -> None:
     for address in stack.listens:
         listen = ports.check_listen(address, has_tls=has_tls, has_tokens=stack.has_tokens)
         _judge(listen, Unavailable, say)
+    if stack.http is not None:
+        _judge(ports.check_free("http", stack.http, "--http"), Unavailable, say)
     for finding in _memory(stack):
         _judge(finding, ResourceExhausted, say)
     _judge(model.check_weights(stack.model), InvalidArgument, say)

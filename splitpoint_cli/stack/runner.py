@@ -46,6 +46,8 @@ class StackRunner:
         self.output = output_of(stack.log_format, verbose=verbose, quiet=quiet)
         # Where the schedulers listen, once they do.
         self.addresses = stack.listens
+        # Where the gateway listens, once it does; None: there is none.
+        self.http = stack.http
         # An arena that an earlier run kept is ours once our store has opened it.
         self._arena_is_ours = False
         self._held: Held | None = None
@@ -194,6 +196,10 @@ class StackRunner:
         for address in map(config.reachable_address, self.addresses):
             async with AsyncClient(address, identity=identity) as client:
                 await client.wait_ready(_SERVE_SECONDS)
+        if stack.gateway is not None:
+            reachable = [config.reachable_address(address) for address in self.addresses]
+            gateway = await supervisor.start(stack.gateway.asking(reachable))
+            self.http = await self._await_ready(gateway, "connecting")
         self.output.progress(f"all ready after {time.monotonic() - began:.1f} s")
 
     async def _await_ready(self, service: Service, doing: str) -> str:
@@ -254,7 +260,7 @@ async def _run_stack(stack: Stack, *, verbose: bool, limits: RestartLimits | Non
     runner = StackRunner(stack, verbose=verbose)
     try:
         async with runner.running(stop) as supervisor:
-            print_summary(stack, runner.addresses)
+            print_summary(stack, runner.addresses, runner.http)
             await runner.keep(supervisor, stop, limits)
             runner.output.progress("stopping (once more to stop at once) ...")
     except Cancelled:
