@@ -1,6 +1,7 @@
 """`splitpoint probe`: does a service serve? For health checks of containers and supervisors.
 
-It runs every few seconds, so it loads gRPC but neither torch nor the other commands.
+It asks gRPC's health service, or a URL of a gateway. It runs every few seconds, so it loads
+gRPC but neither torch nor the other commands.
 `python -m splitpoint_cli.request.probe` does not load the command line either.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import grpc
 import typer
@@ -26,7 +27,12 @@ _CHECK = "/grpc.health.v1.Health/Check"
 
 def probe(
     address: Annotated[
-        str, typer.Argument(help="Address of the service: host:port or unix:/path.")
+        str,
+        typer.Argument(
+            help="Address of the service: host:port or unix:/path; of a gateway "
+            "http://host:port/health, or https.",
+            metavar="ADDRESS|URL",
+        ),
     ],
     service: Annotated[
         str,
@@ -55,12 +61,15 @@ def probe(
     No token is needed. SPLITPOINT_CA, SPLITPOINT_CERT, SPLITPOINT_KEY and
     SPLITPOINT_SERVER_NAME count, as for other commands. Exit code 2: wrong input.
     """
-    obstacle = obstacle_of(
-        check_address(address),
-        service=service,
-        identity=identity_for(ca, server_cert),
-        seconds=timeout,
-    )
+    identity = identity_for(ca, server_cert)
+    if address.startswith(("http://", "https://")):
+        if service:
+            raise InvalidArgument("--service is for gRPC, not for a URL", field="service")
+        obstacle = http_obstacle_of(address, identity=identity, seconds=timeout)
+    else:
+        obstacle = obstacle_of(
+            check_address(address), service=service, identity=identity, seconds=timeout
+        )
     if obstacle is not None:
         print(f"splitpoint: {address}: {obstacle}", file=sys.stderr)
         raise typer.Exit(1)
@@ -84,8 +93,7 @@ def obstacle_of(
     address: str, *, service: str = "", identity: Identity, seconds: float
 ) -> str | None:
     """Return why the service does not serve; None if it does. Raises InvalidArgument."""
-    if not 0 < seconds <= 3600:
-        raise InvalidArgument("--timeout is more than 0 and at most 3600 seconds", field="timeout")
+    _check_seconds(seconds)
     with channels.open_sync_channel(address, identity) as channel:
         check = channel.unary_unary(
             _CHECK,
@@ -101,6 +109,53 @@ def obstacle_of(
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     return f"{service or 'the process'} is not serving"
+
+
+def http_obstacle_of(url: str, *, identity: Identity, seconds: float) -> str | None:
+    """Return why a GET of the URL is not answered by 200; None if it is.
+
+    `seconds` bound the connection, and then the wait for the answer. Raises InvalidArgument.
+    """
+    import socket  # these three take long to load, and are not needed for gRPC
+    from http.client import HTTPConnection, HTTPException
+    from urllib.parse import urlsplit
+
+    _check_seconds(seconds)
+    parts = urlsplit(url)
+    host, _, port = check_address(parts.netloc).rpartition(":")
+    host = host.strip("[]")
+    connection = HTTPConnection(host, int(port))
+    try:
+        connection.sock = socket.create_connection((host, int(port)), seconds)
+        if parts.scheme == "https":
+            connection.sock = _tls_context(identity).wrap_socket(
+                connection.sock, server_hostname=identity.server_name or host
+            )
+        connection.request("GET", parts.path or "/health")
+        status = connection.getresponse().status
+    except (OSError, HTTPException) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    finally:
+        connection.close()
+    return None if status == 200 else f"{parts.path or '/health'} answers {status}"
+
+
+def _tls_context(identity: Identity) -> Any:
+    """Return the settings of a client that trusts the identity's authorities, else the host's."""
+    import ssl
+
+    if not identity.authorities:
+        return ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=identity.authorities.decode("ascii", "ignore"))
+    # A server's own certificate may be the authority, by any signer.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+def _check_seconds(seconds: float) -> None:
+    if not 0 < seconds <= 3600:
+        raise InvalidArgument("--timeout is more than 0 and at most 3600 seconds", field="timeout")
 
 
 def main() -> None:
