@@ -14,10 +14,12 @@ import json
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
@@ -252,6 +254,31 @@ def compiled_count(stack: Stack) -> int:
     return stack.compose("logs", "--no-color", "worker-0", "worker-1").count(": compiled ")
 
 
+def check_gateway(address: str, access: Path, wanted: str, said: Callable[[str], None]) -> None:
+    """Ask for the same text by OpenAI's protocol, with a key and without one."""
+    trusted = ssl.create_default_context(cafile=access / "ca.pem")
+    body = json.dumps(
+        {"model": "stdlib-llama", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+    ).encode()
+    headers = {"Content-Type": "application/json"}
+    url = f"https://{address}/v1/completions"
+    try:
+        urllib.request.urlopen(
+            urllib.request.Request(url, body, headers), timeout=30, context=trusted
+        ).close()
+    except urllib.error.HTTPError as error:
+        expect(error.code == 401, f"the gateway without a key: {error.code}")
+    else:
+        raise Failed("the gateway answers without a key")
+    headers["Authorization"] = f"Bearer {(access / 'client.token').read_text().strip()}"
+    request = urllib.request.Request(url, body, headers)
+    with urllib.request.urlopen(request, timeout=30, context=trusted) as response:
+        answer = json.load(response)
+    expect(answer["choices"][0]["text"] == wanted, "HTTP and gRPC answer alike")
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    said(f"the gateway answers over HTTPS, {cached} tokens cached; without a key 401")
+
+
 def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None]) -> None:
     run("docker", "cp", f"{stack.container('scheduler')}:/etc/splitpoint/access/.", str(access))
     cold = caller.generate("worker-0")
@@ -288,18 +315,22 @@ def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None
     expect(workers == ["worker-0", "worker-1"], f"status: {workers}")
     said("no answer without a token; `splitpoint status`: ready, both workers")
     check_kernels(stack, answer["workers"], said)
+    check_gateway(os.environ["SPLITPOINT_HTTP_PUBLISH"], access, warm["text"], said)
 
     check_hardening(stack)
     said("read-only roots, no capabilities, user 10001, ports on loopback, no secret in sight")
 
     port = os.environ["PROMETHEUS_PUBLISH"].rpartition(":")[2]
-    wanted = {f"{name}:9400" for name in ("kvstore", "scheduler", "worker-0", "worker-1")}
+    names = ("kvstore", "scheduler", "gateway", "worker-0", "worker-1")
+    wanted = {f"{name}:9400" for name in names}
     took = until(lambda: targets_missing(port, wanted), 60.0)
     counted = 'count by (job) ({__name__=~"splitpoint_.+"})'
     query = urllib.parse.quote(counted)
     found = ask_prometheus(port, f"query?query={query}")["result"]
     series = {entry["metric"]["job"]: int(entry["value"][1]) for entry in found}
-    expect({"kvstore", "scheduler", "worker"} <= series.keys(), f"series by job: {series}")
+    expect(
+        {"kvstore", "scheduler", "gateway", "worker"} <= series.keys(), f"series by job: {series}"
+    )
     rules = sum(len(group["rules"]) for group in ask_prometheus(port, "rules")["groups"])
     said(f"Prometheus has every target up after {took:.1f} s; series: {series}; {rules} rules")
 
@@ -344,13 +375,19 @@ def main() -> int:
 
     ports = {
         name: f"127.0.0.1:{free_port()}"
-        for name in ("SPLITPOINT_PUBLISH", "PROMETHEUS_PUBLISH", "GRAFANA_PUBLISH")
+        for name in (
+            "SPLITPOINT_PUBLISH",
+            "SPLITPOINT_HTTP_PUBLISH",
+            "PROMETHEUS_PUBLISH",
+            "GRAFANA_PUBLISH",
+        )
     }
     os.environ.update(ports)
     os.environ.setdefault("SPLITPOINT_HOST_MEMORY", "256m")
     # Of v1, for each call: a storage driver that copies whole images can take minutes.
     os.environ.setdefault("COMPOSE_HTTP_TIMEOUT", "600")
-    services = ["redis", "kvstore", "worker-0", "worker-1", "scheduler", "prometheus", "grafana"]
+    services = ["redis", "kvstore", "worker-0", "worker-1", "scheduler", "gateway"]
+    services += ["prometheus", "grafana"]
     grafana = os.environ.get("GRAFANA_IMAGE", "grafana/grafana:12.0.2")
     if not can_be_had(grafana):
         said(f"WITHOUT Grafana: its image {grafana} cannot be had here")

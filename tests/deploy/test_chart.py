@@ -17,6 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+import gateway_service.__main__ as gateway
 import kvstore_service.__main__ as kvstore
 import scheduler_service.__main__ as scheduler
 import worker_service.__main__ as worker
@@ -29,6 +30,7 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "kvstore_service": kvstore.parse_arguments,
     "worker_service": worker.parse_arguments,
     "scheduler_service": scheduler.parse_arguments,
+    "gateway_service": gateway.parse_arguments,
 }
 VALUES = sorted(CASES.glob("*.values.yaml"))
 Manifest = dict[str, Any]
@@ -84,6 +86,8 @@ def test_optional_parts_come_and_go() -> None:
     }
     assert ("Deployment", "splitpoint-redis") in kinds["defaults"]
     assert ("Deployment", "splitpoint-redis") not in kinds["everything"]
+    assert ("Deployment", "splitpoint-gateway") in kinds["defaults"]
+    assert not any(name == "splitpoint-gateway" for _, name in kinds["everything"])
     assert ("ServiceMonitor", "splitpoint") in kinds["everything"]
     assert ("ServiceMonitor", "splitpoint") not in kinds["defaults"]
 
@@ -102,7 +106,7 @@ def test_services_understand_their_arguments(name: str, container: Manifest) -> 
                 assert variable in known
     parsed = PARSERS[module](arguments)
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-    assert parsed.listen == f"0.0.0.0:{ports['grpc']}"
+    assert parsed.listen == f"0.0.0.0:{ports['http' if container['name'] == 'gateway' else 'grpc']}"
     assert parsed.metrics == f"0.0.0.0:{ports['metrics']}"
     # A port that others reach wants both; see docs/security.md.
     assert parsed.tls_cert
@@ -139,6 +143,12 @@ def test_probes_ask_the_service_at_its_own_port(name: str, container: Manifest) 
         assert container["readinessProbe"]["tcpSocket"] == {"port": "redis"}
         return
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    if container["name"] == "gateway":
+        # One whose scheduler has no worker must not be killed for it.
+        for kind, path in (("startup", "/live"), ("readiness", "/health"), ("liveness", "/live")):
+            asked = container[f"{kind}Probe"]["httpGet"]
+            assert asked == {"path": path, "port": ports["http"], "scheme": "HTTPS"}
+        return
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = container[kind]
         command = probe["exec"]["command"]
@@ -166,7 +176,7 @@ def test_redis_has_one_user_with_the_documented_rights() -> None:
     assert rights_in(script) == documented
     assert "user default off" in script
     for name, container in containers():
-        if name.startswith("defaults") and container["name"] != "redis":
+        if name.startswith("defaults") and container["name"] not in ("redis", "gateway"):
             parsed = PARSERS[container["command"][2]](container["args"])
             assert parsed.redis == "redis://splitpoint@splitpoint-redis:6379/0"
 
@@ -175,8 +185,8 @@ def test_what_drains_is_not_killed_meanwhile() -> None:
     for name, pod in pods():
         (container,) = pod["containers"]
         grace = pod.get("terminationGracePeriodSeconds", 30)
-        if container["name"] == "scheduler":
-            parsed = scheduler.parse_arguments(container["args"])
+        if container["name"] in ("scheduler", "gateway"):
+            parsed = PARSERS[container["command"][2]](container["args"])
             assert grace >= parsed.grace_seconds + 10, name
         if container["name"] == "worker":
             assert grace >= DRAIN_SECONDS + CLOSE_SECONDS + 10, name
@@ -185,6 +195,7 @@ def test_what_drains_is_not_killed_meanwhile() -> None:
 def test_only_workers_carry_torch() -> None:
     images = {(c["name"], c["image"]) for _, c in containers() if c["name"] != "redis"}
     assert images == {
+        ("gateway", "splitpoint-control:0.1.0"),
         ("kvstore", "splitpoint-control:0.1.0"),
         ("scheduler", "splitpoint-control:0.1.0"),
         ("worker", "splitpoint-cuda:0.1.0"),
@@ -310,3 +321,17 @@ def test_only_targets_of_workers_get_a_workers_labels() -> None:
         assert found is not None
         assert found[1] == "pod-1"
         assert not re.fullmatch(rule["regex"], "scheduler;pod-2")
+
+
+def test_a_gateway_reaches_the_scheduler_and_sees_none_of_its_secrets() -> None:
+    (case,) = (case for case in VALUES if case.name.startswith("defaults"))
+    services = {e["metadata"]["name"]: e for e in manifests(case) if e["kind"] == "Service"}
+    (pod,) = (pod for name, pod in pods() if name.endswith("-gateway"))
+    (container,) = pod["containers"]
+    parsed = gateway.parse_arguments(container["args"])
+    (port,) = services["splitpoint-scheduler"]["spec"]["ports"]
+    assert parsed.scheduler == f"splitpoint-scheduler:{port['port']}"
+    # The scheduler wants a certificate of its own authority, and shows one of that name.
+    assert (parsed.ca, parsed.tls_server_name) == ("/tls/ca.crt", "splitpoint")
+    (access,) = (each for each in pod["volumes"] if each["name"] == "access")
+    assert access["secret"]["items"] == [{"key": "tokens.toml", "path": "tokens.toml"}]

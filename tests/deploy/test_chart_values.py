@@ -78,6 +78,8 @@ def test_the_schema_knows_every_value() -> None:
         {"kvstore": {"hostMemory": "much"}},
         {"scheduler": {"port": 70000}},
         {"scheduler": {"service": {"type": "Loadbalancer"}}},
+        {"gateway": {"enabled": "no"}},
+        {"gateway": {"service": {"type": "Ingress"}}},
         {"redis": {"url": "redis.example.org:6379"}},
         {"metrics": {"prometheusRule": {"enabled": "yes"}}},
         {"image": {"control": ""}},
@@ -119,7 +121,7 @@ def test_the_schema_has_the_choices_and_bounds_of_the_options() -> None:
 def test_a_drain_takes_one_pod_of_each_kind_at_a_time() -> None:
     deployments = manifests("defaults", "Deployment")
     budgets = manifests("defaults", "PodDisruptionBudget")
-    assert set(budgets) == {"splitpoint-worker", "splitpoint-scheduler"}
+    assert set(budgets) == {"splitpoint-worker", "splitpoint-scheduler", "splitpoint-gateway"}
     for name, budget in budgets.items():
         # With `minAvailable: 1` a single replica would keep its node from being drained.
         assert budget["spec"]["maxUnavailable"] == 1
@@ -129,7 +131,7 @@ def test_a_drain_takes_one_pod_of_each_kind_at_a_time() -> None:
 
 def test_pods_spread_over_nodes() -> None:
     for case, spread in (
-        ("defaults", {"worker": 1, "scheduler": 2}),
+        ("defaults", {"worker": 1, "scheduler": 2, "gateway": 1}),
         ("everything", {"worker": 0}),
     ):
         deployments = manifests(case, "Deployment")

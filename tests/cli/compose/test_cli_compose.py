@@ -10,6 +10,7 @@ import importlib
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,24 @@ def test_every_service_is_confined_and_watched(name: str) -> None:
         assert service["depends_on"]["setup"] == {"condition": "service_completed_successfully"}
 
 
+def test_the_gateway_reaches_the_scheduler_and_asks_for_tokens() -> None:
+    services = base()["services"]
+    gateway, scheduler = (parsed(services[name]["command"]) for name in ("gateway", "scheduler"))
+    assert gateway.scheduler == f"scheduler:{scheduler.listen.rpartition(':')[2]}"
+    # One certificate for both, made for both names.
+    assert gateway.tls_cert == gateway.scheduler_cert == scheduler.tls_cert
+    assert (gateway.tls_key, gateway.tokens) == (scheduler.tls_key, scheduler.tokens)
+    assert "for host in scheduler gateway " in (ROOT / "deploy" / "setup").read_text()
+    assert (gateway.metrics, gateway.metrics_open) == ("0.0.0.0:9400", True)
+    assert set(services["gateway"]["networks"]) == {"front", "metrics"}
+    assert set(services["gateway"]["profiles"]) == {"cpu", "gpu"}
+    assert mounts(services["gateway"]) == {"/etc/splitpoint": False}
+    _, python, flag, module, url, *options = services["gateway"]["healthcheck"]["test"]
+    assert (python, flag, module) == ("python", "-m", "splitpoint_cli.request.probe")
+    assert url == f"https://127.0.0.1:{gateway.listen.rpartition(':')[2]}/health"
+    assert options == ["--server-cert", gateway.tls_cert]
+
+
 def test_what_a_health_check_asks_is_what_the_service_serves() -> None:
     """By the address it listens at, or loopback for one that is on all."""
     for name in OWN:
@@ -126,6 +145,7 @@ def test_the_commands_agree_with_each_other() -> None:
     assert [name for name in services if "/etc/splitpoint" in mounts(services[name])] == [
         "setup",
         "scheduler",
+        "gateway",
     ]
 
 
@@ -160,7 +180,7 @@ def test_the_files_version_is_one_that_compose_v1_reads() -> None:
 def test_ports_are_published_on_loopback_only() -> None:
     services = base()["services"]
     published = {name: s["ports"] for name, s in services.items() if "ports" in s}
-    assert sorted(published) == ["grafana", "prometheus", "scheduler"]
+    assert sorted(published) == ["gateway", "grafana", "prometheus", "scheduler"]
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 
@@ -268,10 +288,13 @@ def test_the_command_writes_twice_the_same_and_nothing_over_others(tmp_path: Pat
 
 
 def test_what_goes_into_an_image_is_named() -> None:
-    """A list of what may, so that nothing secret slips in."""
+    """A list of what may, so that nothing secret slips in; with every package of the wheel."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
     assert rules[0] == "*"
+    assert {f"!{package}" for package in packages} <= set(rules)
     for rule in rules:
         if rule.startswith("!"):
             assert not rule.startswith("!.")

@@ -45,7 +45,7 @@ capabilities: {drop: [ALL]}
 /dev/shm/splitpoint-{{ .Release.Namespace }}-{{ .Release.Name }}
 {{- end }}
 
-{{- /* Arguments that all three services take. */ -}}
+{{- /* Arguments that store, workers and schedulers take. */ -}}
 {{- define "splitpoint.arguments" -}}
 - --model={{ include "splitpoint.model" . }}
 - --dtype={{ .Values.model.dtype }}
@@ -117,6 +117,15 @@ gRPC probes speak no TLS, so it is a command. */ -}}
 {{- define "splitpoint.probe" -}}
 exec:
   command: [python, -m, splitpoint_cli.request.probe, "127.0.0.1:{{ index . 1 }}", --service, "{{ index . 2 }}", --timeout, "4"]
+periodSeconds: {{ index . 3 }}
+failureThreshold: {{ index . 4 }}
+timeoutSeconds: 8
+{{- end }}
+
+{{- /* A probe of the gateway: (list . port path seconds failures). By a GET of the kubelet, which
+verifies no certificate. */ -}}
+{{- define "splitpoint.httpProbe" -}}
+httpGet: {path: {{ index . 2 }}, port: {{ index . 1 }}, scheme: HTTPS}
 periodSeconds: {{ index . 3 }}
 failureThreshold: {{ index . 4 }}
 timeoutSeconds: 8
