@@ -105,6 +105,8 @@ def _sampling(sampling: vllm_engine_pb2.SamplingParams) -> types_pb2.SamplingPar
         stop=sampling.stop,
         stop_token_ids=_ids(sampling.stop_token_ids, "sampling_params.stop_token_ids"),
         logit_bias=dict(sampling.logit_bias),
+        # Counts for stop strings; the router makes the text by itself.
+        keeps_special_tokens=not sampling.skip_special_tokens,
     )
     # Zero means unset for these two.
     if sampling.top_p:

@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from splitpoint import config
+from splitpoint.errors import InvalidArgument
+from splitpoint.extras import need
 from splitpoint.host.compiler import compiler
 from splitpoint.host.memory import available_cores, default_host_memory, memory_facts
 from splitpoint.host.processor import instruction_sets
@@ -32,7 +34,7 @@ from splitpoint_cli.checks import (
     security,
     software,
 )
-from splitpoint_cli.checks.finding import Check, Finding, attempt, run_check
+from splitpoint_cli.checks.finding import Check, Finding, Verdict, attempt, run_check
 from splitpoint_cli.devices import choose_devices, visible_gpu_count
 from splitpoint_cli.doctor import arenas, own_stack
 from splitpoint_cli.doctor.options import DoctorOptions
@@ -198,12 +200,29 @@ def _metrics(wanted: str, options: DoctorOptions) -> Finding:
         return ports.check_free("metrics", wanted, "--metrics")
     workers = len(_devices(options))
     listens = ports.scheduler_addresses(options.listen, options.schedulers)
-    return ports.check_metrics(ports.metrics_addresses(int(wanted), listens, workers))
+    addresses = ports.metrics_addresses(int(wanted), listens, workers, http=options.http)
+    return ports.check_metrics(addresses)
 
 
 def _listen(options: DoctorOptions, *, has_tls: bool, has_tokens: bool) -> Iterator[Finding]:
     for address in ports.scheduler_addresses(options.listen, options.schedulers):
         yield ports.check_listen(address, has_tls=has_tls, has_tokens=has_tokens)
+
+
+def _http(address: str, options: DoctorOptions) -> Finding:
+    """Check the gateway's address, and that it is installed."""
+    need("a gateway (--http)", "gateway")
+    try:
+        ports.check_http_address(
+            address,
+            ports.scheduler_addresses(options.listen, options.schedulers),
+            has_tls=options.tls_cert is not None,
+            has_tokens=options.tokens is not None,
+        )
+    except InvalidArgument as error:
+        advice = "See docs/security.md, or listen at this host only: --http 127.0.0.1:8000"
+        return Finding("http", Verdict.PROBLEM, error.message, advice)
+    return ports.check_free("http", address, "--http")
 
 
 def _network(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[Check]:
@@ -213,6 +232,9 @@ def _network(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator
         yield Check("instance", lambda: own_stack.check_own_stack(running))
     else:
         yield Check("listen", lambda: _listen(options, has_tls=has_tls, has_tokens=has_tokens))
+    if options.http is not None and own is None:
+        http = options.http
+        yield Check("http", lambda: _http(http, options))
     if options.metrics is not None and own is None:
         metrics = options.metrics
         yield Check("metrics", lambda: _metrics(metrics, options))

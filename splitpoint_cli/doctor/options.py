@@ -37,6 +37,7 @@ class DoctorOptions:
     pin_limit: str | None = of(worker.PIN_LIMIT)
     listen: str = of(up.LISTEN)
     schedulers: int = of(up.SCHEDULERS)
+    http: str | None = of(up.HTTP)
     instance: str | None = of(up.INSTANCE)
     metrics: str | None = of(_METRICS)
     redis: str | None = of(service.REDIS)

@@ -188,6 +188,25 @@ def test_metrics_of_a_stack_take_ports_in_a_row() -> None:
         assert (code, findings["metrics"]["verdict"]) == (0, "ok")
 
 
+def test_a_gateway_needs_a_port_of_its_own() -> None:
+    port = unused_port()
+    at = f"127.0.0.1:{port}"
+    found = problem("http", "--http", at, "--listen", at)
+    assert "is the scheduler's" in found["found"]
+    with listener() as busy:
+        found = problem("http", "--http", f"127.0.0.1:{busy}")
+        assert f"something listens at 127.0.0.1:{busy}" in found["found"]
+        assert "--http 127.0.0.1:" in found["advice"]
+    assert "--tls-cert" in problem("http", "--http", f"0.0.0.0:{port}")["found"]
+    first = free_ports(4)
+    # The gateway's metrics are at the last of four ports.
+    more = ("--metrics", str(first), "--http", f"127.0.0.1:{first + 3}")
+    _, findings = examine_here(*free_listen(), *SMALL, *more)
+    assert "(--http)" in findings["metrics"]["found"]
+    code, findings = examine_here(*free_listen(), *SMALL, "--http", at)
+    assert (code, findings["http"]["verdict"]) == (0, "ok")
+
+
 def test_an_open_port_needs_tls_and_tokens() -> None:
     found = problem("listen", "--listen", f"0.0.0.0:{unused_port()}")
     assert "--tls-cert" in found["found"]
