@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import json
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -39,7 +41,8 @@ def splitpoint(*arguments: str, **environment: str) -> subprocess.CompletedProce
 def test_up_beyond_loopback(tmp_path: Path, free_port: int) -> None:
     certificates, tokens = tmp_path / "certificates", tmp_path / "tokens.toml"
     make_certificates(certificates)
-    metrics = free_ports(3)
+    metrics = free_ports(5)
+    http_port = metrics + 4
     alice = add_token(tokens, Caller("alice", Role.CLIENT, "a"))
     root = add_token(tokens, Caller("root", Role.ADMIN))
     token_file = tmp_path / "root.token"
@@ -60,7 +63,7 @@ def test_up_beyond_loopback(tmp_path: Path, free_port: int) -> None:
         *("--tls-ca", f"{certificates}/ca.pem"),
         *("--device", "cpu", "--workers", "1", "--threads", "1", "--dtype", "float32"),
         *("--host-memory", "64MiB", "--device-memory", "192MiB"),
-        *("--metrics", str(metrics)),
+        *("--metrics", str(metrics), "--http", f"0.0.0.0:{http_port}"),
     ]
     with up_process(command) as process:
         printed = wait_until_up(process)
@@ -94,11 +97,13 @@ def test_up_beyond_loopback(tmp_path: Path, free_port: int) -> None:
             f"http://127.0.0.1:{metrics + 1}/metrics (store), {metrics + 2} (worker 0)" in printed
         )
         check_metrics(metrics, certificates)
+        assert f"https://127.0.0.1:{http_port}/v1 (OpenAI)" in printed
+        check_http(http_port, certificates, alice)
 
         process.send_signal(signal.SIGINT)
         _, log = process.communicate(timeout=60)
     assert process.returncode == 0
-    for service in ("kvstore", "worker-0", "scheduler"):
+    for service in ("kvstore", "worker-0", "scheduler", "gateway"):
         assert f"{service}:" in log
     for secret in (CANARY, SALT, alice, root):
         assert secret not in log
@@ -113,7 +118,10 @@ def check_metrics(port: int, certificates: Path) -> None:
         read(f"https://127.0.0.1:{port}/metrics", stranger)
     texts = [read(f"https://127.0.0.1:{port}/metrics", known)]
     texts += [read(f"http://127.0.0.1:{port + more}/metrics") for more in (1, 2)]
-    for text, service in zip(texts, ("scheduler", "kvstore", "worker"), strict=True):
+    # A browser has no certificate, so the gateway asks for none, nor do its metrics.
+    texts.append(read(f"https://127.0.0.1:{port + 3}/metrics", stranger))
+    services = ("scheduler", "kvstore", "worker", "gateway")
+    for text, service in zip(texts, services, strict=True):
         assert f'splitpoint_build_info{{service="{service}"' in text
         assert CANARY not in text
         assert SALT not in text
@@ -133,3 +141,27 @@ def test_nothing_listens_after_a_refusal(free_port: int) -> None:
     assert "--tokens" in refused.stderr
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", free_port)) != 0
+
+
+def check_http(port: int, certificates: Path, token: str) -> None:
+    """HTTPS without a client's certificate, by the key alone."""
+    context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    body = json.dumps(
+        {"model": "stdlib-llama", "prompt": CANARY, "max_tokens": 4, "cache_salt": SALT}
+    ).encode()
+    request = urllib.request.Request(f"https://127.0.0.1:{port}/v1/completions", body)
+    request.add_header("Content-Type", "application/json")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(request, timeout=30, context=context)
+    request.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(request, timeout=30, context=context) as response:
+        answer = json.load(response)
+    assert answer["usage"]["completion_tokens"] == 4
+    with pytest.raises((OSError, http.client.HTTPException)):
+        read(f"http://127.0.0.1:{port}/v1/models")
+    server = certificates / "server.pem"
+    for path, status in (("/health", 0), ("/v1/models", 1)):
+        url = f"https://127.0.0.1:{port}{path}"
+        probe = splitpoint("probe", url, "--server-cert", str(server))
+        assert probe.returncode == status, probe.stderr
+    assert "answers 401" in probe.stderr

@@ -7,12 +7,14 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from own_names import instance_name
 from typer.testing import CliRunner
 
+from gateway_service.__main__ import parse_arguments as parse_gateway
 from kvstore_service.__main__ import layout_of
 from kvstore_service.__main__ import parse_arguments as parse_store
 from kvstore_service.eviction.policies import POLICIES
@@ -30,11 +32,14 @@ from splitpoint.options.speculation import SpeculativeConfig, read_speculative_c
 from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import Encoding, WeightFormat
 from splitpoint.speculation import DraftMethod, Speculation
+from splitpoint.transport.access import Caller, Role
 from splitpoint_cli.checks import memory
 from splitpoint_cli.checks.finding import Finding, Verdict
 from splitpoint_cli.checks.ports import metrics_addresses, scheduler_addresses
 from splitpoint_cli.main import app
 from splitpoint_cli.models import model_shape
+from splitpoint_cli.security.authority import make_certificates
+from splitpoint_cli.security.token import add_token
 from splitpoint_cli.stack import up
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan import Stack, plan_stack
@@ -342,6 +347,49 @@ def test_several_schedulers_share_workers_key_and_options(monkeypatch: pytest.Mo
     assert len({each.server_key_file for each in parsed}) == 1
     assert all(each.worker == list(stack.worker_addresses) for each in parsed)
     assert all(each.queue_capacity == 7 for each in parsed)
+
+
+def test_a_gateway_asks_all_schedulers_with_their_certificate_and_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert planned(monkeypatch).gateway is None
+    make_certificates(tmp_path)
+    tokens, certificate = tmp_path / "tokens.toml", tmp_path / "server.pem"
+    add_token(tokens, Caller("alice", Role.CLIENT))
+    stack = planned(
+        monkeypatch,
+        *("--schedulers", "2", "--listen", "127.0.0.1:50100", "--http", "0.0.0.0:8123"),
+        *("--tls-cert", str(certificate), "--tls-key", str(tmp_path / "server-key.pem")),
+        *("--tls-ca", str(tmp_path / "ca.pem"), "--tokens", str(tokens), "--grace", "7"),
+        *("--metrics", "9400", "--log-format", "json"),
+    )
+    assert stack.gateway is not None
+    command = stack.gateway.asking(stack.listens)
+    gateway = parse_gateway(list(command.arguments[2:]))
+    assert (gateway.listen, gateway.scheduler) == ("0.0.0.0:8123", ",".join(stack.listens))
+    assert gateway.tls_cert == gateway.scheduler_cert == str(certificate)
+    assert (gateway.tls_key, gateway.tokens) == (str(tmp_path / "server-key.pem"), str(tokens))
+    assert (gateway.grace_seconds, gateway.log_format) == (7.0, "json")
+    assert command.stop_seconds > gateway.grace_seconds
+    # After those of both schedulers, the store and two workers.
+    assert gateway.metrics == "127.0.0.1:9405"
+    schedulers = [parse_scheduler(list(each.arguments[2:])) for each in stack.schedulers]
+    assert [each.metrics for each in schedulers] == ["127.0.0.1:9400", "127.0.0.1:9404"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"http": "0.0.0.0:8000"}, "missing: --tls-cert"),
+        ({"http": "127.0.0.1:50050"}, "is the scheduler's"),
+        ({"http": "unix:/tmp/http"}, "HOST:PORT"),
+        ({"http": "8000"}, "not an address"),
+        ({"http": "127.0.0.1:9403", "metrics": 9400, "workers": 1}, r"9403 \(--http\)"),
+    ],
+)
+def test_a_gateway_that_cannot_listen_is_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        plan_stack(StackOptions(device="cpu", **arguments))
 
 
 @pytest.mark.parametrize(
