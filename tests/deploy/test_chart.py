@@ -145,7 +145,11 @@ def test_probes_ask_the_service_at_its_own_port(name: str, container: Manifest) 
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
     if container["name"] == "gateway":
         # One whose scheduler has no worker must not be killed for it.
-        for kind, path in (("startup", "/health/live"), ("readiness", "/health"), ("liveness", "/health/live")):
+        for kind, path in (
+            ("startup", "/health/live"),
+            ("readiness", "/health"),
+            ("liveness", "/health/live"),
+        ):
             asked = container[f"{kind}Probe"]["httpGet"]
             assert asked == {"path": path, "port": ports["http"], "scheme": "HTTPS"}
         return
