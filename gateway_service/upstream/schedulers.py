@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from splitpoint.client.tries import DEFAULT_RETRY_SECONDS, Tries
 from splitpoint.errors import Internal, SplitpointError
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.servers import STREAMS_PER_CONNECTION
+from splitpoint.transport.statuses import error_of
 from splitpoint.transport.tls import Identity
 from splitpoint.v1 import scheduler_pb2 as pb
 
@@ -113,6 +114,21 @@ class Upstream:
         while True:
             with calls.attempt():
                 return await calls.send()
+
+    async def stream(
+        self, service: Any, method: str, request: Message, metadata: Metadata = ()
+    ) -> AsyncIterator[Any]:
+        """Yield the messages of a call that answers with several. Raises SplitpointError."""
+        check_size(request)
+        schedulers = self._connections[0].schedulers
+        stub = schedulers.stub(schedulers.current, service, method)
+        try:
+            async for message in stub(
+                request, timeout=self._call_seconds, metadata=metadata or None
+            ):
+                yield message
+        except grpc.RpcError as error:
+            raise error_of(error) from error
 
     async def is_serving(self) -> bool:
         """Return True if a scheduler can be reached and has ready workers."""

@@ -24,7 +24,7 @@ from splitpoint.host.openmp import spin_environment
 from splitpoint.numerics import Numerics
 from splitpoint.observe.logs import LogFormat
 from splitpoint.observe.tracing import collector_url
-from splitpoint.options import scheduler, service, store, worker
+from splitpoint.options import gateway, scheduler, service, store, worker
 from splitpoint.options.cpu_kernels import check_cpu_kernels, with_panels
 from splitpoint.options.option import Option
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
@@ -313,9 +313,9 @@ _SCHEDULER: tuple[Option[object], ...] = (
 
 
 _GATEWAY: tuple[Option[object], ...] = (
-    scheduler.GRACE_SECONDS,
-    service.TLS_CERT,
-    service.TLS_KEY,
+    gateway.GRACE_SECONDS,
+    gateway.TLS_CERT,
+    gateway.TLS_KEY,
     service.TOKENS,
     *_OBSERVED,
 )
