@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitpoint.extras import need_for_program
+from splitpoint.extras import need, need_for_program
 
 need_for_program("gateway")  # before the imports that need the extra
 
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -38,6 +39,9 @@ from splitpoint.service import (
 )
 from splitpoint.transport.access import access_of
 from splitpoint.transport.tls import Identity, read_identity
+
+if TYPE_CHECKING:  # of an extra of its own
+    from gateway_service.engine_protocol.server import EngineServer
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +107,21 @@ def _schedulers(arguments: argparse.Namespace, identity: Identity) -> tuple[str,
     return addresses
 
 
+def _engine(arguments: argparse.Namespace, upstream: Upstream) -> EngineServer | None:
+    """Return the server of --engine-listen, not started; None without the option."""
+    if arguments.engine_listen is None:
+        if arguments.engine_token_file is not None:
+            raise InvalidArgument(
+                "--engine-token-file is for --engine-listen", field="engine-token-file"
+            )
+        return None
+    need("--engine-listen", "smg")
+    from gateway_service.engine_protocol.server import EngineServer, check_engine_address
+
+    check_engine_address(arguments.engine_listen)
+    return EngineServer(upstream, read_identity(token_file=arguments.engine_token_file).token)
+
+
 async def _serve(arguments: argparse.Namespace) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
@@ -117,14 +136,18 @@ async def _serve(arguments: argparse.Namespace) -> None:
     gateway = Gateway(upstream, limits, access, checks_host=access is None)
     server = HttpServer(App(gateway), limits, tls)
     try:
+        engine = _engine(arguments, upstream)
         address = await server.start(arguments.listen)
+        if engine is not None:
+            await engine.start(arguments.engine_listen)
         announce_ready(address)
         kind = "http" if tls is None else "https"
         _log.info("listening on %s://%s for %s", kind, address, ", ".join(addresses))
         await stop.wait()
         _log.info("draining")
         server.stop_listening()
-        await gateway.drain()
+        engines = [] if engine is None else [engine.stop(limits.grace_seconds)]
+        await asyncio.gather(gateway.drain(), *engines)
     finally:
         await server.close()
         await upstream.close()

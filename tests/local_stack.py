@@ -20,11 +20,9 @@ from pathlib import Path
 import grpc
 from own_names import shared_memory_folder
 
-from scheduler_service.options import SchedulerOptions, ServedModel
+from scheduler_service.model_files import load_served_model
+from scheduler_service.options import SchedulerOptions
 from scheduler_service.service import Scheduler
-from splitpoint.checkpoint.config import read_shape
-from splitpoint.checkpoint.resolve import eos_token_ids
-from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.client import AsyncClient
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.options.worker import VERIFY_RATE
@@ -166,10 +164,9 @@ async def local_stack(
 
 def make_scheduler(folder: Path, sockets: Path, shape: StackShape) -> Scheduler:
     """A scheduler for the workers of a stack; start it, and stop it."""
-    model = read_shape(folder, data_type=shape.data_type)
     return Scheduler(
         SchedulerOptions(
-            model=ServedModel(model, Tokenizer.load(folder), frozenset(eos_token_ids(folder))),
+            model=load_served_model(folder, shape.data_type),
             worker_addresses=[f"unix:{sockets}/w{i}" for i in range(shape.workers)],
             server_key=b"k" * 32,
         )

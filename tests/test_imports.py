@@ -274,6 +274,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "settings",
         "http",
         "upstream",
+        "engine_protocol",
         "page",
         "endpoints",
     ),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
@@ -33,26 +31,33 @@ def check_engine_address(address: str) -> str:
     return address
 
 
-@asynccontextmanager
-async def engine_protocol_served(
-    address: str, upstream: Upstream, *, token: str, grace_seconds: float
-) -> AsyncIterator[str]:
-    """Serve the engine protocol in this block; yield the address with its real port.
+class EngineServer:
+    """The engine protocol at one address. Create and use it inside one event loop.
 
-    At the end running requests may go on for `grace_seconds`. `token`: of calls that come
-    without one. Raises InvalidArgument, and Unavailable for a port that is taken.
+    Args:
+        token: of calls that come without one; empty: they go on without one.
     """
-    server = create_server()
-    servicer = EngineServicer(upstream, token)
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
-    health = HealthReporter(server)
-    bound = listen(server, check_engine_address(address))
-    await server.start()
-    await health.set("", True)
-    await health.set(SERVICE_NAME, True)
-    _log.info("engine protocol at %s", bound)
-    try:
-        yield bound
-    finally:
-        await health.shut_down()
-        await server.stop(grace_seconds)
+
+    def __init__(self, upstream: Upstream, token: str = "") -> None:
+        self._server = create_server()
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
+            EngineServicer(upstream, token), self._server
+        )
+        self._health = HealthReporter(self._server)
+
+    async def start(self, address: str) -> str:
+        """Listen, and return the address with the real port.
+
+        Raises InvalidArgument for one beyond this host, Unavailable if it cannot be bound.
+        """
+        bound = listen(self._server, check_engine_address(address))
+        await self._server.start()
+        for service in ("", SERVICE_NAME):
+            await self._health.set(service, True)
+        _log.info("engine protocol at %s", bound)
+        return bound
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Take no request any more; running ones may go on for so long."""
+        await self._health.shut_down()
+        await self._server.stop(grace_seconds)

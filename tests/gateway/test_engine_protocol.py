@@ -8,6 +8,7 @@ import io
 import json
 import zipfile
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer
 from gateway_service.engine_protocol.answers import AnswerWriter
 from gateway_service.engine_protocol.model import model_info
 from gateway_service.engine_protocol.requests import generate_requests, scheduler_id
-from gateway_service.engine_protocol.server import check_engine_address, engine_protocol_served
+from gateway_service.engine_protocol.server import EngineServer, check_engine_address
 from gateway_service.engine_protocol.servicer import EngineServicer
 from gateway_service.upstream.schedulers import Upstream
 from splitpoint.checkpoint.resolve import resolve_model
@@ -59,7 +60,7 @@ def test_what_is_unset_means_what_it_means_to_vllm() -> None:
 
 
 def test_every_field_arrives() -> None:
-    sampling = {
+    sampling: dict[str, Any] = {
         "temperature": 0.0,
         "top_p": 0.5,
         "top_k": 7,
@@ -222,7 +223,6 @@ async def test_a_calls_own_token_goes_before_the_gateways() -> None:
 # -- a stack behind it ---------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
 class Engine:
     """The stub of the protocol, and the stack that answers."""
 
@@ -237,21 +237,28 @@ class Engine:
         return (await self.generate(message))[-1].complete
 
 
+@asynccontextmanager
+async def served(scheduler: str) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to the protocol in front of this scheduler."""
+    upstream = Upstream([scheduler], PLAIN, call_seconds=10.0)
+    server = EngineServer(upstream)
+    address = await server.start("127.0.0.1:0")
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield channel
+    finally:
+        await server.stop(1.0)
+        await upstream.close()
+
+
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
     shape = StackShape(workers=1, chunk_tokens=16)
-    async with local_stack(resolve_model(None), tmp_path, shape) as stack:
-        upstream = Upstream([stack.client.address], PLAIN, call_seconds=10.0)
-        try:
-            async with (
-                engine_protocol_served(
-                    "127.0.0.1:0", upstream, token="", grace_seconds=1.0
-                ) as address,
-                grpc.aio.insecure_channel(address) as channel,
-            ):
-                yield Engine(stack, channel)
-        finally:
-            await upstream.close()
+    async with (
+        local_stack(resolve_model(None), tmp_path, shape) as stack,
+        served(stack.client.address) as channel,
+    ):
+        yield Engine(stack, channel)
 
 
 async def test_answers_are_those_of_the_stack(engine: Engine) -> None:
@@ -271,7 +278,7 @@ async def test_answers_are_those_of_the_stack(engine: Engine) -> None:
     assert all(len(each.values) == 2 for each in whole.output_logprobs.top_logprobs)
 
     asked.stream, asked.request_id = True, "streamed"
-    *chunks, last = [each for each in await engine.generate(asked)]
+    *chunks, last = await engine.generate(asked)
     tokens = [token for each in chunks for token in each.chunk.token_ids]
     assert tuple(tokens) == wanted.token_ids == tuple(last.complete.output_ids)
     counts = [each.chunk.completion_tokens for each in chunks]
@@ -305,14 +312,14 @@ async def check_abortion(engine: Engine) -> None:
     """By Abort, and by a router that leaves."""
     long = request((5, 6, 7), True, temperature=0.0, max_tokens=3000, ignore_eos=True, n=2)
     long.request_id = "aborted"
-    call = engine.stub.Generate(long)
-    first = await call.read()
+    messages = aiter(engine.stub.Generate(long))
+    found = [await anext(messages)]
     await engine.stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["aborted", "unknown"]))
-    rest = [each async for each in call]
-    ends = [each.complete for each in rest if each.HasField("complete")]
+    found += [each async for each in messages]
+    ends = [each.complete for each in found if each.HasField("complete")]
     assert [each.finish_reason for each in ends] == ["abort", "abort"]
     assert {each.index for each in ends} == {0, 1}
-    tokens = [t for e in (first, *rest) if e.chunk.index == 0 for t in e.chunk.token_ids]
+    tokens = [t for each in found if each.chunk.index == 0 for t in each.chunk.token_ids]
     assert list(next(each.output_ids for each in ends if each.index == 0)) == tokens
 
     long.request_id = "left"
@@ -377,11 +384,7 @@ async def check_readings(engine: Engine) -> None:
 
 
 async def test_a_stack_that_is_away_is_unhealthy() -> None:
-    upstream = Upstream(["127.0.0.1:1"], PLAIN, call_seconds=2.0)
-    async with (
-        engine_protocol_served("127.0.0.1:0", upstream, token="", grace_seconds=0.0) as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
+    async with served("127.0.0.1:1") as channel:
         stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         health = await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest())
         assert not health.healthy
@@ -389,4 +392,3 @@ async def test_a_stack_that_is_away_is_unhealthy() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as away:
             await stub.GetModelInfo(vllm_engine_pb2.GetModelInfoRequest())
         assert away.value.code() is grpc.StatusCode.UNAVAILABLE
-    await upstream.close()
