@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -41,7 +40,7 @@ class Routed:
 @contextmanager
 def process(log: Path, *command: str) -> Iterator[None]:
     # No look for the model's name on a hub.
-    environment = {**child_environment({}), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    environment = child_environment({"HF_HUB_OFFLINE": "1"})
     with log.open("wb") as output:
         started = subprocess.Popen(
             [sys.executable, "-m", *command],
@@ -79,7 +78,8 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
     ]
     with ExitStack() as cleanup:
         up = cleanup.enter_context(up_process(command))
-        cleanup.callback(os.kill, up.pid, signal.SIGTERM)
+        cleanup.callback(up.communicate, timeout=SECONDS)
+        cleanup.callback(up.terminate)
         scheduler = re.findall(r"scheduler  (\S+)", wait_until_up(up))[0]
         cleanup.enter_context(
             process(
@@ -94,6 +94,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
                 log,
                 *("smg", "launch", "--host", "127.0.0.1", "--port", str(router)),
                 *("--worker-urls", f"grpc://127.0.0.1:{engine}", "--disable-retries"),
+                *("--worker-startup-check-interval", "1"),
                 *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)),
             )
         )
@@ -103,13 +104,15 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
         cleanup.callback(client.close)
 
         def is_routed() -> bool:
+            """A router knows the model before it has its tokenizer."""
             try:
-                return MODEL in {model.id for model in client.models.list()}
+                client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1)
             except openai.OpenAIError:
                 return False
+            return MODEL in {model.id for model in client.models.list()}
 
         try:
-            until(is_routed, "the router knows no model")
+            until(is_routed, "the router has no model")
         except AssertionError as error:
             raise AssertionError(log.read_text()) from error
         yield Routed(scheduler, client)
