@@ -16,6 +16,7 @@ def model_object(model: pb.Model, created: int) -> dict[str, Any]:
         "created": created,
         "owned_by": "splitpoint",
         "max_model_len": model.context_length,
+        "vocabulary_size": model.shape.vocabulary_size,
         "has_chat_template": model.has_chat_template,
         "has_structured_output": model.has_structured_output,
         "tool_call_format": model.tool_call_format or None,

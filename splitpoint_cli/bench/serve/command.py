@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
+
 import typer
 
 from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.errors import InvalidArgument
 from splitpoint.transport.tls import Identity, client_identity
 from splitpoint_cli.bench.serve import options
+from splitpoint_cli.bench.serve.backends import Backend
+from splitpoint_cli.bench.serve.openai_backend import openai_backend
 from splitpoint_cli.bench.serve.options import ServeOptions
 from splitpoint_cli.bench.serve.picture import picture_of
 from splitpoint_cli.bench.serve.report import details_of, facts_of_run, results_of, table_of
@@ -52,7 +56,12 @@ def serve(
     tenants = _tenants(tenant_tokens or [], ca)
     if png is not None:
         check_picture(png)
-    backend = splitpoint_backend(address, identity, tenants, given.sampling(), given.model)
+    sampling = given.sampling()
+    backend: AbstractAsyncContextManager[Backend] = (
+        openai_backend(given.base_url, identity, tenants, sampling, given.model)
+        if given.backend == "openai"
+        else splitpoint_backend(address, identity, tenants, sampling, given.model)
+    )
     found = run_until_signal(measured(backend, requests, given.max_concurrency, Progress()))
     facts = facts_of_run(
         found.backend,

@@ -41,8 +41,8 @@ class Record:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that came."""
-        return sum(self.counts)
+        """Tokens that came: by the server's count, once it is known."""
+        return sum(self.counts) if self.facts is None else self.facts.output_tokens
 
 
 class Load:

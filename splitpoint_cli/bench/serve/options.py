@@ -37,7 +37,19 @@ _RESULT = "Result"
 _LEAST_FACTOR, _MOST_FACTOR = 1e-6, 1e6
 
 BACKEND: Option[str] = Option(
-    "backend", str, "splitpoint", "What the server speaks.", choices=("splitpoint",)
+    "backend",
+    str,
+    "splitpoint",
+    "What the server speaks: splitpoint, gRPC with the scheduler; openai, HTTP with a gateway or "
+    "any server that says its vocabulary_size in /v1/models.",
+    choices=("splitpoint", "openai"),
+)
+BASE_URL: Option[str] = Option(
+    "base-url",
+    str,
+    "http://127.0.0.1:8080",
+    "Server of the backend openai; its paths follow.",
+    unit="URL",
 )
 MODEL: Option[str] = Option("model", str, "", "Served model; absent: the only one.", unit="NAME")
 REQUEST_RATE: Option[str] = Option(
@@ -226,6 +238,7 @@ class ServeOptions:
     """Values of the options that are no lists."""
 
     backend: str = of(BACKEND)
+    base_url: str = of(BASE_URL)
     model: str = of(MODEL)
     request_rate: str = of(REQUEST_RATE, _LOAD)
     burstiness: float = of(BURSTINESS, _LOAD)
