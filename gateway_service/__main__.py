@@ -19,6 +19,7 @@ import uvloop
 
 from gateway_service.app import App
 from gateway_service.endpoints.endpoint import Gateway
+from gateway_service.metrics import Counts, readings
 from gateway_service.server import HttpServer, tls_context
 from gateway_service.settings import Limits
 from gateway_service.upstream.schedulers import Upstream
@@ -29,6 +30,9 @@ from splitpoint.config import (
     parse_size,
 )
 from splitpoint.errors import InvalidArgument, PermissionDenied
+from splitpoint.observe.meters import Meters
+from splitpoint.observe.metrics import Service
+from splitpoint.observe.metrics_server import metrics_served, on_loop
 from splitpoint.options.gateway import SECTIONS
 from splitpoint.options.option import parser_of
 from splitpoint.service import (
@@ -133,16 +137,28 @@ async def _serve(arguments: argparse.Namespace) -> None:
     addresses, access = _schedulers(arguments, identity), access_of(arguments.tokens)
     tls = tls_context(arguments.tls_cert, arguments.tls_key) if has_tls else None
     upstream = Upstream(addresses, identity, call_seconds=limits.call_seconds)
-    gateway = Gateway(upstream, limits, access, checks_host=access is None)
+    meters = Meters(Service.GATEWAY)
+    meters.read_by(on_loop(asyncio.get_running_loop()))
+    gateway = Gateway(upstream, limits, access, meters, checks_host=access is None)
+    gateway.on_ended = Counts(meters).ended
     server = HttpServer(App(gateway), limits, tls)
+    meters.read(lambda: readings(gateway, server))
+    async with metrics_served(arguments, meters):
+        await _run(arguments, gateway, server, stop)
+
+
+async def _run(
+    arguments: argparse.Namespace, gateway: Gateway, server: HttpServer, stop: asyncio.Event
+) -> None:
+    """Serve until the stop, and then until running requests have ended."""
     try:
         engine = _engine(arguments, upstream)
         address = await server.start(arguments.listen)
         if engine is not None:
             await engine.start(arguments.engine_listen)
         announce_ready(address)
-        kind = "http" if tls is None else "https"
-        _log.info("listening on %s://%s for %s", kind, address, ", ".join(addresses))
+        kind = "http" if arguments.tls_cert is None else "https"
+        _log.info("listening on %s://%s for %s", kind, address, arguments.scheduler)
         await stop.wait()
         _log.info("draining")
         server.stop_listening()
@@ -150,7 +166,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         await asyncio.gather(gateway.drain(), *engines)
     finally:
         await server.close()
-        await upstream.close()
+        await gateway.upstream.close()
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from gateway_service.endpoints import models, operations, page, tokens
-from gateway_service.endpoints.endpoint import Endpoint, Gateway, Handle
+from gateway_service.endpoints.endpoint import OTHER, Ended, Endpoint, Gateway, Handle
 from gateway_service.endpoints.generating import Generating, find_echoes, find_model
 from gateway_service.http.exchange import Exchange
 from gateway_service.openai.chat.job import read_chat
@@ -29,7 +31,7 @@ def routes_of(gateway: Gateway) -> list[Route]:
         return Route(path, endpoint, methods=[verb])
 
     generate, get_model = f"{_INFERENCE}/Generate", f"{_INFERENCE}/GetModel"
-    files = page.Page()
+    files, status = page.Page(), f"{_ADMIN}/GetSchedulerStatus"
     completions = Generating("cmpl", read_completion, find_echoes)
     chat = Generating("chatcmpl", read_chat, find_model)
     responses = Generating("resp", read_response, find_model)
@@ -43,9 +45,10 @@ def routes_of(gateway: Gateway) -> list[Route]:
         route("/detokenize", "POST", tokens.detokenize, f"{_INFERENCE}/Detokenize"),
         route("/", "GET", files, is_counted=False),
         route("/page/{name}", "GET", files, is_counted=False),
-        route("/splitpoint/status", "GET", page.status, f"{_ADMIN}/GetSchedulerStatus"),
+        route("/splitpoint/status", "GET", page.status, status),
         route("/health", "GET", operations.health, is_counted=False),
         route("/health/live", "GET", operations.live, is_counted=False),
+        route("/metrics", "GET", operations.metrics, status, is_counted=False),
         route("/version", "GET", operations.version, is_counted=False),
     ]
 
@@ -64,6 +67,9 @@ class App:
         except HTTPException as error:
             gateway = self._gateway
             exchange = Exchange(scope, receive, send, gateway.limits, gateway.budget)
+            seconds = time.monotonic() - exchange.began
+            # By no name of the client's: callers must not be able to add series.
+            gateway.on_ended(Ended(OTHER, error.status_code, seconds))
             answer = error_answer(_refusal(error.status_code, scope))
             await exchange.respond(answer.body, status=answer.status, headers=error.headers)
 

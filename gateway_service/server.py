@@ -91,6 +91,10 @@ class HttpServer:
             ) from error
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
+    @property
+    def connection_count(self) -> int:
+        return len(self._state.connections)
+
     def stop_listening(self) -> None:
         """Accept no connection any more. Open ones are closed once they have their answer."""
         if self._server is not None:

@@ -11,6 +11,7 @@ _TITLES = {
     Service.KVSTORE: "The store",
     Service.WORKER: "Workers",
     Service.SCHEDULER: "The scheduler",
+    Service.GATEWAY: "The gateway",
 }
 _COMMON = "Common to several services"
 

@@ -30,6 +30,7 @@ from splitpoint.errors import (
     Unavailable,
 )
 from splitpoint.observe.logs import for_request
+from splitpoint.observe.meters import Meters
 from splitpoint.transport.access import METADATA_KEY, Access
 
 _log = logging.getLogger(__name__)
@@ -37,16 +38,18 @@ _log = logging.getLogger(__name__)
 # nginx's status for a client that left before its answer; only the log and metrics show it.
 GONE = 499
 _LONGEST_KEY = 4096
+# Every path without an endpoint.
+OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One request that was answered: for the log and the metrics."""
+    """One request that was answered: for the metrics. `first_event_seconds`: None of no stream."""
 
     endpoint: str
     status: int
     seconds: float
-    is_stream: bool
+    first_event_seconds: float | None = None
 
 
 class Gateway:
@@ -56,23 +59,31 @@ class Gateway:
         access: permitted keys; None: the scheduler alone checks them.
         checks_host: refuse requests for other hosts than this one by name: without keys a page of
             another site could come here through a name of its own that leads to loopback.
+        on_ended: called with each request that was answered.
         created: seconds since 1970 at which it started.
         open_count: requests that are being answered.
     """
 
     def __init__(
-        self, upstream: Upstream, limits: Limits, access: Access | None, *, checks_host: bool
+        self,
+        upstream: Upstream,
+        limits: Limits,
+        access: Access | None,
+        meters: Meters,
+        *,
+        checks_host: bool,
     ) -> None:
         self.upstream = upstream
         self.models = Models(upstream)
         self.limits = limits
         self.access = access
+        self.meters = meters
         self.checks_host = checks_host
         self.created = int(time.time())
         self.budget = ByteBudget(limits.all_bodies_bytes, limits.retry_seconds)
         self.open_count = 0
         self.is_draining = False
-        self.on_ended: list[Callable[[Ended], None]] = []
+        self.on_ended: Callable[[Ended], None] = lambda ended: None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def admit(self, exchange: Exchange, method: str) -> Metadata:
@@ -181,7 +192,7 @@ class Endpoint:
         self._is_counted = is_counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway, began = self._gateway, time.monotonic()
+        gateway = self._gateway
         exchange = Exchange(scope, receive, send, gateway.limits, gateway.budget)
         try:
             await self._answer(exchange)
@@ -195,7 +206,7 @@ class Endpoint:
         except Exception as error:
             await exchange.fail(error_answer(_incident(self._name, error)))
         finally:
-            self._end(exchange, time.monotonic() - began)
+            self._end(exchange)
 
     async def _answer(self, exchange: Exchange) -> None:
         gateway = self._gateway
@@ -207,11 +218,10 @@ class Endpoint:
         with gateway.place():
             await self._handle(gateway, exchange, metadata)
 
-    def _end(self, exchange: Exchange, seconds: float) -> None:
+    def _end(self, exchange: Exchange) -> None:
+        seconds = time.monotonic() - exchange.began
         status = GONE if exchange.is_gone else exchange.status
-        ended = Ended(self._name, status, seconds, exchange.is_stream)
-        for hear in self._gateway.on_ended:
-            hear(ended)
+        self._gateway.on_ended(Ended(self._name, status, seconds, exchange.first_event_seconds))
         if self._is_counted:
             facts = {"endpoint": self._name, "status": status, "seconds": seconds}
             with for_request(exchange.request_id):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib.metadata
+
+from prometheus_client.exposition import choose_encoder
 
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.http.exchange import Exchange
@@ -23,6 +26,14 @@ async def health(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> No
 async def live(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
     """Answer 200: the process works, whatever is behind it."""
     await exchange.respond({"status": "ok"})
+
+
+async def metrics(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
+    """Answer with this gateway's metrics, for Prometheus."""
+    encode, kind = choose_encoder(",".join(exchange.headers(b"accept")))
+    # In a thread, since sources are read on this loop.
+    body = await asyncio.to_thread(encode, gateway.meters.registry)
+    await exchange.respond_bytes(body, kind.encode())
 
 
 async def version(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -53,7 +54,9 @@ class Exchange:
         self.parameter_names: Mapping[str, str] | None = None
         self.is_gone = False
         self.is_ended = False
-        self.is_stream = False
+        # On the monotonic clock; and how much later the first event of a stream was sent.
+        self.began = time.monotonic()
+        self.first_event_seconds: float | None = None
 
     # -- the request ---------------------------------------------------------------------------
 
@@ -173,7 +176,7 @@ class Exchange:
 
     async def begin_stream(self) -> None:
         """Send the head of a stream of events."""
-        self.is_stream = True
+        self.first_event_seconds = time.monotonic() - self.began
         await self._begin(200, STREAM_HEADERS)
 
     async def write(self, body: bytes) -> None:

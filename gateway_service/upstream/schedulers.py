@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +15,16 @@ from grpc_health.v1 import health_pb2
 
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.requests import check_size
-from splitpoint.client.schedulers import HEALTH, Round, Schedulers
+from splitpoint.client.schedulers import HEALTH, OnRetry, Round, Schedulers
 from splitpoint.client.tries import DEFAULT_RETRY_SECONDS, Tries
-from splitpoint.errors import Internal, SplitpointError
+from splitpoint.errors import Internal, Retryable, SplitpointError
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.servers import STREAMS_PER_CONNECTION
 from splitpoint.transport.statuses import error_of
 from splitpoint.transport.tls import Identity
 from splitpoint.v1 import scheduler_pb2 as pb
+
+_log = logging.getLogger(__name__)
 
 _SERVICE = "splitpoint.v1.InferenceService"
 # Of the streams that a server permits a connection: unary calls need some, too.
@@ -33,13 +36,13 @@ Take = Callable[[pb.GenerateResponse], Awaitable[None]]
 class _Connection:
     """One connection to each scheduler, and its open generations."""
 
-    def __init__(self, addresses: Sequence[str], identity: Identity) -> None:
+    def __init__(self, addresses: Sequence[str], identity: Identity, on_retry: OnRetry) -> None:
         self.schedulers = Schedulers(
             addresses,
             functools.partial(open_channel, is_fresh=True),
             identity,
             retry_seconds=DEFAULT_RETRY_SECONDS,
-            on_retry=None,
+            on_retry=on_retry,
         )
         self.open_count = 0
 
@@ -57,7 +60,15 @@ class Upstream:
         self._addresses = addresses
         self._identity = identity
         self._call_seconds = call_seconds
-        self._connections = [_Connection(addresses, identity)]
+        self.retry_count = 0
+        self._connections = [self._connected()]
+
+    def _connected(self) -> _Connection:
+        return _Connection(self._addresses, self._identity, self._count_retry)
+
+    def _count_retry(self, error: Retryable, address: str) -> None:
+        self.retry_count += 1
+        _log.warning("a generation goes on at %s: %s", address, error.message)
 
     @property
     def open_count(self) -> int:
@@ -96,7 +107,7 @@ class Upstream:
             if connection.open_count < _MOST_GENERATIONS:
                 break
         else:
-            connection = _Connection(self._addresses, self._identity)
+            connection = self._connected()
             self._connections.append(connection)
         connection.open_count += 1
         try:

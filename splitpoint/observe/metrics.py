@@ -27,6 +27,7 @@ class Service(enum.StrEnum):
     KVSTORE = "kvstore"
     WORKER = "worker"
     SCHEDULER = "scheduler"
+    GATEWAY = "gateway"
 
 
 class Needs(enum.StrEnum):
@@ -126,16 +127,18 @@ class _Group:
         return Metric(full_name, kind, help, self.services, names, buckets, needs or self.needs)
 
 
+_every = _Group((Service.KVSTORE, Service.WORKER, Service.SCHEDULER, Service.GATEWAY))
 _all = _Group((Service.KVSTORE, Service.WORKER, Service.SCHEDULER))
 _serving = _Group((Service.WORKER, Service.SCHEDULER))
 _store = _Group((Service.KVSTORE,))
 _worker = _Group((Service.WORKER,))
 _gpu = _Group((Service.WORKER,), Needs.GPU)
 _scheduler = _Group((Service.SCHEDULER,))
+_gateway = _Group((Service.GATEWAY,))
 
 # -- all services ---------------------------------------------------------------------
 
-BUILD_INFO = _all.gauge("build_info", "Always 1; the release of this process.", "service version")
+BUILD_INFO = _every.gauge("build_info", "Always 1; the release of this process.", "service version")
 RPC_CALLS = _all.counter(
     "rpc_calls_total",
     "gRPC calls that ended, by method and status. CANCELLED: given up by the caller, or late.",
@@ -623,6 +626,41 @@ LEDGER_SLOTS = _scheduler.gauge(
     "ledger_slots",
     "Slots of a store in the scheduler's accounts: charged to streamed requests, capacity.",
     "store kind",
+)
+
+# -- the gateway ------------------------------------------------------------------------
+
+GATEWAY_REQUESTS = _gateway.counter(
+    "gateway_requests_total",
+    "HTTP requests that ended, by endpoint and status. 499: the client left before its answer was "
+    "whole; an error after the head of a stream counts as 200.",
+    "endpoint status",
+)
+GATEWAY_REQUEST_SECONDS = _gateway.histogram(
+    "gateway_request_seconds",
+    "Time from the head of an HTTP request to the last byte of its answer.",
+    REQUEST_BUCKETS,
+    "endpoint",
+)
+GATEWAY_FIRST_TOKEN_SECONDS = _gateway.histogram(
+    "gateway_first_token_seconds",
+    "Time from the head of an HTTP request to the first event of its stream.",
+    TTFT_BUCKETS,
+    "endpoint",
+)
+GATEWAY_OPEN_REQUESTS = _gateway.gauge(
+    "gateway_open_requests", "HTTP requests that are being answered, those that wait included."
+)
+GATEWAY_OPEN_GENERATIONS = _gateway.gauge(
+    "gateway_open_generations", "Generations that are open at the scheduler for HTTP requests."
+)
+GATEWAY_CONNECTIONS = _gateway.gauge("gateway_connections", "Open HTTP connections.")
+GATEWAY_BODY_BYTES = _gateway.gauge(
+    "gateway_body_bytes", "Bytes of request bodies that are being read."
+)
+GATEWAY_RETRIES = _gateway.counter(
+    "gateway_retries_total",
+    "Times that a generation went on elsewhere, or later, after its scheduler was lost.",
 )
 
 

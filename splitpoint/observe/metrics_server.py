@@ -82,7 +82,7 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
         raise InvalidArgument(
             f"--metrics: {address!r} is a socket; Prometheus reads HOST:PORT only", field="metrics"
         )
-    is_closed = arguments.tls_cert is not None and arguments.tls_ca is not None
+    is_closed = arguments.tls_cert is not None and _authority_of(arguments) is not None
     if not (is_local_address(address) or is_closed or arguments.metrics_open):
         raise InvalidArgument(
             f"--metrics: {address!r} is not a loopback address: beyond it metrics are served with "
@@ -93,6 +93,12 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
         )
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def _authority_of(arguments: argparse.Namespace) -> str | None:
+    """Return the file of --tls-ca. The gateway has none: browsers have no certificates."""
+    authority: str | None = getattr(arguments, "tls_ca", None)
+    return authority
 
 
 def _tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
@@ -106,8 +112,8 @@ def _tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
     try:
         # The empty password: an encrypted key must fail, not ask on the terminal.
         context.load_cert_chain(arguments.tls_cert, arguments.tls_key, password="")
-        if arguments.tls_ca is not None:
-            context.load_verify_locations(arguments.tls_ca)
+        if (authority := _authority_of(arguments)) is not None:
+            context.load_verify_locations(authority)
             context.verify_mode = ssl.CERT_REQUIRED
     except (ssl.SSLError, OSError) as error:
         raise InvalidArgument(

@@ -33,6 +33,7 @@ def test_every_metric_is_listed_once_under_its_service() -> None:
         ("The store", Service.KVSTORE),
         ("Workers", Service.WORKER),
         ("The scheduler", Service.SCHEDULER),
+        ("The gateway", Service.GATEWAY),
     ):
         own = [each.name for each in metrics_of(service) if each.services == (service,)]
         assert named[title] == own

@@ -20,6 +20,7 @@ _METRICS = {metric.name: metric for metric in all_metrics()}
 TARGET_LABELS = {
     Service.KVSTORE: frozenset({"job", "instance"}),
     Service.SCHEDULER: frozenset({"job", "instance"}),
+    Service.GATEWAY: frozenset({"job", "instance"}),
     Service.WORKER: frozenset({"job", "instance", "worker", "host"}),
 }
 # Made by Prometheus itself.
