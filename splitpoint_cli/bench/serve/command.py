@@ -11,7 +11,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.transport.tls import Identity, client_identity
 from splitpoint_cli.bench.serve import options
 from splitpoint_cli.bench.serve.backends import Backend
-from splitpoint_cli.bench.serve.openai_backend import openai_backend
+from splitpoint_cli.bench.serve.openai.backend import openai_backend
 from splitpoint_cli.bench.serve.options import ServeOptions
 from splitpoint_cli.bench.serve.picture import picture_of
 from splitpoint_cli.bench.serve.report import details_of, facts_of_run, results_of, table_of

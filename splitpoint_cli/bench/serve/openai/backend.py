@@ -30,7 +30,7 @@ from splitpoint_cli.bench.serve.backends import (
     Sampling,
     ServedModel,
 )
-from splitpoint_cli.bench.serve.http_stream import Broken, Connection, Server
+from splitpoint_cli.bench.serve.openai.connection import Broken, Connection, Server
 
 _DONE = b"[DONE]"
 _ERRORS: dict[int, type[SplitpointError]] = {
