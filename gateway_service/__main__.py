@@ -152,7 +152,7 @@ async def _run(
 ) -> None:
     """Serve until the stop, and then until running requests have ended."""
     try:
-        engine = _engine(arguments, upstream)
+        engine = _engine(arguments, gateway.upstream)
         address = await server.start(arguments.listen)
         if engine is not None:
             await engine.start(arguments.engine_listen)
@@ -162,7 +162,7 @@ async def _run(
         await stop.wait()
         _log.info("draining")
         server.stop_listening()
-        engines = [] if engine is None else [engine.stop(limits.grace_seconds)]
+        engines = [] if engine is None else [engine.stop(gateway.limits.grace_seconds)]
         await asyncio.gather(gateway.drain(), *engines)
     finally:
         await server.close()
