@@ -75,13 +75,14 @@ class Fleet:
         self.workers[number] = child
         return child
 
-    def start_scheduler(self, number: int) -> Child:
+    def start_scheduler(self, number: int, *options: str) -> Child:
         workers = (("--worker", self.address("w", each)) for each in range(self.worker_count))
         child = self.server.start(
             "scheduler_service",
             *("--listen", self.address("s", number), "--model", str(MODEL), "--dtype", "float32"),
             *("--server-key-file", str(self.folder / "key")),
             *(word for pair in workers for word in pair),
+            *options,
         )
         self.schedulers[number] = child
         return child

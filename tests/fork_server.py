@@ -129,11 +129,13 @@ class ForkServer:
 
 
 def main() -> None:
+    import gateway_service.__main__
     import kvstore_service.__main__
     import scheduler_service.__main__
     import worker_service.__main__
 
     mains = {
+        "gateway_service": gateway_service.__main__.main,
         "kvstore_service": kvstore_service.__main__.main,
         "scheduler_service": scheduler_service.__main__.main,
         "worker_service": worker_service.__main__.main,

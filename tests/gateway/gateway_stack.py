@@ -1,0 +1,92 @@
+"""A stack of real processes with a gateway in front, and the official client of OpenAI.
+
+Store, worker, scheduler and gateway serve the bundled model. `tests/fork_server.py` starts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import openai
+from fleet import Fleet, fleet
+
+from splitpoint.client import AsyncClient
+
+# A template that teaches calls in the form of Hermes, small enough for the bundled model.
+HERMES_TEMPLATE = """\
+{%- if tools %}# Tools:
+{%- for tool in tools %}
+# {{ tool.function | tojson }}
+{%- endfor %}
+# Calls look like <tool_call>{"name": ..., "arguments": ...}</tool_call>
+{% endif %}
+{%- for message in messages %}
+{{- "# " + message.role + ": " + (message.content or "") + "\\n" }}
+{%- for call in message.tool_calls or [] %}
+{{- "<tool_call>" + (call.function | tojson) + "</tool_call>\\n" }}
+{%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "# assistant: " }}{% endif %}"""
+MODEL = "stdlib-llama"
+
+
+@dataclass
+class GatewayStack:
+    """A running stack. `url` is the gateway's, without a path."""
+
+    fleet: Fleet
+    url: str
+
+    @property
+    def scheduler_address(self) -> str:
+        return self.fleet.address("s", 0)
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        """Return a client that repeats nothing."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def async_client(self, key: str = "none") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def start_gateway(self, *options: str) -> str:
+        """Start a further gateway; return its address, host:port."""
+        child = self.fleet.server.start(
+            "gateway_service",
+            *("--listen", "127.0.0.1:0", "--scheduler", self.scheduler_address),
+            *options,
+        )
+        return child.wait_ready()
+
+
+@contextmanager
+def gateway_stack(
+    *, chat_template: str | None = None, scheduler_options: Sequence[str] = ()
+) -> Iterator[GatewayStack]:
+    """Start a stack with one worker; end it without a trace."""
+    with fleet(1) as running:
+        options = [*scheduler_options]
+        if chat_template is not None:
+            template = running.folder / "template.jinja"
+            template.write_text(chat_template)
+            options += ["--chat-template", str(template)]
+        worker = running.start_worker(0)
+        scheduler = running.start_scheduler(0, *options)
+        stack = GatewayStack(running, "")
+        worker.wait_ready()
+        scheduler.wait_ready()
+        asyncio.run(_wait_ready(stack.scheduler_address))
+        stack.url = f"http://{stack.start_gateway()}"
+        yield stack
+
+
+async def _wait_ready(address: str) -> None:
+    async with AsyncClient(address) as client:
+        await client.wait_ready(60)
+
+
+def logs(stack: GatewayStack) -> str:
+    """Return everything that the stack's processes have logged."""
+    return "".join(child.log.read_text() for child in stack.fleet.server.children)
