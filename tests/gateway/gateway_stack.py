@@ -15,21 +15,18 @@ from fleet import Fleet, fleet
 
 from splitpoint.client import AsyncClient
 
-# A template that teaches calls in the form of Hermes, small enough for the bundled model.
+# Teaches calls in the form of Hermes, and is so plain that the bundled model repeats the calls of
+# its prompt: it only knows Python.
 HERMES_TEMPLATE = """\
-{%- if tools %}# Tools:
-{%- for tool in tools %}
+{%- for tool in tools or [] -%}
 # {{ tool.function | tojson }}
-{%- endfor %}
-# Calls look like <tool_call>{"name": ..., "arguments": ...}</tool_call>
-{% endif %}
+{% endfor %}
 {%- for message in messages %}
-{{- "# " + message.role + ": " + (message.content or "") + "\\n" }}
-{%- for call in message.tool_calls or [] %}
-{{- "<tool_call>" + (call.function | tojson) + "</tool_call>\\n" }}
-{%- endfor %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ "# assistant: " }}{% endif %}"""
+{%- if message.content %}{{ message.content + "\\n" }}{% endif %}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{% endfor %}
+{%- endfor %}"""
 MODEL = "stdlib-llama"
 
 

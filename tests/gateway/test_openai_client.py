@@ -1,0 +1,548 @@
+"""The official `openai` package against real processes: everything that it is used for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from gateway_stack import HERMES_TEMPLATE, MODEL, GatewayStack, gateway_stack, logs
+from openai.types.chat import ChatCompletionMessageParam
+from pydantic import BaseModel
+
+from splitpoint.client import AsyncClient, Client
+
+SOURCES = ("asyncio", "collections", "contextlib", "dataclasses", "functools", "itertools")
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+LOOK_UP: Any = {"type": "function", "function": {"name": "look_up"}}
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[GatewayStack]:
+    with gateway_stack(chat_template=HERMES_TEMPLATE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(stack: GatewayStack) -> Iterator[openai.OpenAI]:
+    with stack.client() as made:
+        yield made
+
+
+def user(text: str) -> ChatCompletionMessageParam:
+    return {"role": "user", "content": text}
+
+
+def calls_before(count: int) -> list[Any]:
+    """A conversation whose calls the model repeats."""
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    call = {"id": "c", "type": "function", "function": function}
+    return [user("import os"), *[{"role": "assistant", "tool_calls": [call]}] * count]
+
+
+# -- models, completions, chats --------------------------------------------------------------------
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).object == "model"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("none")
+
+
+def test_completions(client: openai.OpenAI, stack: GatewayStack) -> None:
+    found = client.completions.create(
+        model=MODEL, prompt=["import os", "def f("], n=2, max_tokens=6, temperature=0, echo=True
+    )
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    with Client(stack.scheduler_address) as direct:
+        texts = [
+            f"{prompt}{direct.generate(prompt, max_tokens=6).complete().text}"
+            for prompt in ("import os", "def f(")
+        ]
+    assert [choice.text for choice in found.choices] == [texts[0], texts[0], texts[1], texts[1]]
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 24
+
+
+def test_a_chat_is_the_templates_prompt(client: openai.OpenAI, stack: GatewayStack) -> None:
+    messages = [user("import os\nimport"), user("class A:")]
+    found = client.chat.completions.create(
+        model=MODEL, messages=messages, max_completion_tokens=24, temperature=0
+    )
+    with Client(stack.scheduler_address) as direct:
+        prompt = "import os\nimport\nclass A:\n"
+        answer = direct.generate(prompt, max_tokens=24, temperature=0).complete()
+    choice = found.choices[0]
+    assert (choice.message.content, choice.message.role) == (answer.text, "assistant")
+    assert choice.finish_reason == "length"
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 24
+
+
+def test_a_stream_is_the_whole_answer(client: openai.OpenAI) -> None:
+    arguments: Any = {"model": MODEL, "messages": [user("class A:")], "seed": 5, "max_tokens": 30}
+    whole = client.chat.completions.create(**arguments, n=2)
+    texts, reasons, usage = ["", ""], ["", ""], None
+    for chunk in client.chat.completions.create(
+        **arguments, n=2, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] += choice.finish_reason or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage is not None
+    assert usage.completion_tokens == 60
+    assert whole.choices[0].message.content != whole.choices[1].message.content
+
+
+def test_seeds_repeat_answers(client: openai.OpenAI) -> None:
+    def answer(**options: Any) -> str:
+        found = client.chat.completions.create(
+            model=MODEL, messages=[user("class A:")], max_tokens=24, **options
+        )
+        return found.choices[0].message.content or ""
+
+    assert answer(seed=7) == answer(seed=7)
+    # Of a request with several answers the second has the next seed.
+    assert answer(seed=8) != answer(seed=7)
+    assert answer() != answer()
+
+
+def test_log_probabilities(client: openai.OpenAI, stack: GatewayStack) -> None:
+    found = client.chat.completions.create(
+        model=MODEL,
+        messages=[user("# é ü 你好")],
+        max_tokens=12,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    choice = found.choices[0]
+    assert choice.logprobs is not None
+    content = choice.logprobs.content
+    assert content is not None
+    text = b"".join(bytes(each.bytes or ()) for each in content)
+    assert text.decode(errors="replace").startswith(choice.message.content or "")
+    with Client(stack.scheduler_address) as direct:
+        answer = direct.generate("# é ü 你好\n", max_tokens=12, logprobs=3).complete()
+    assert [each.logprob for each in content] == pytest.approx(
+        [each.chosen for each in answer.logprobs], abs=1e-5
+    )
+    for each in content:
+        assert len(each.top_logprobs) == 3
+        assert each.top_logprobs[0].logprob == pytest.approx(each.logprob)
+        assert each.top_logprobs[0].token == each.token
+
+
+def test_stops(client: openai.OpenAI) -> None:
+    arguments: Any = {"model": MODEL, "messages": [user("class A:")], "temperature": 0}
+    text = client.chat.completions.create(**arguments, max_tokens=40).choices[0].message.content
+    assert text is not None
+    stop = text[10:14]
+    choice = client.chat.completions.create(**arguments, max_tokens=40, stop=stop).choices[0]
+    assert choice.message.content == text[: text.index(stop)]
+    assert choice.finish_reason == "stop"
+    assert (choice.model_extra or {})["stop_reason"] == stop
+
+
+def test_without_a_limit_the_answer_fills_the_context(client: openai.OpenAI) -> None:
+    found = client.chat.completions.create(
+        model=MODEL,
+        messages=[user("x = 1\n" * 1020)],
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    assert found.usage is not None
+    assert found.usage.total_tokens == 4096
+    assert found.choices[0].finish_reason == "length"
+
+
+# -- cached tokens ------------------------------------------------------------------------------
+
+
+def test_a_growing_conversation_reuses_its_prefix(client: openai.OpenAI) -> None:
+    """Ten turns: of the prompt before, at least 90 % is cached each time."""
+    rng = random.Random("a conversation")
+    messages: list[ChatCompletionMessageParam] = []
+    before = 0
+    for turn in range(10):
+        lines = [f"import {rng.choice(SOURCES)} as name{rng.randrange(1000)}" for _ in range(6)]
+        messages.append(user("\n".join(lines)))
+        found = client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=20, seed=turn
+        )
+        usage = found.usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert (usage.prompt_tokens_details.cached_tokens or 0) >= 0.9 * before, f"turn {turn}"
+        assert usage.prompt_tokens > before
+        before = usage.prompt_tokens
+        messages.append({"role": "assistant", "content": found.choices[0].message.content or ""})
+
+
+def test_the_text_through_http_is_that_through_grpc(stack: GatewayStack) -> None:
+    """100 random requests, each through both doors, whole or streamed."""
+    rng = random.Random("two doors")
+    asked = [random_request(rng, index) for index in range(100)]
+
+    async def both() -> None:
+        slots = asyncio.Semaphore(8)
+        async with stack.async_client() as http, AsyncClient(stack.scheduler_address) as grpc:
+
+            async def compare(prompt: str, options: dict[str, Any], is_stream: bool) -> None:
+                async with slots:
+                    answer = await grpc.generate(prompt, **options).complete()
+                    extra: dict[str, Any] = {
+                        name: options.pop(name)
+                        for name in ("top_k", "min_p", "repetition_penalty", "ignore_eos")
+                        if name in options
+                    }
+                    text, finish = await through_http(http, prompt, options, extra, is_stream)
+                assert text == answer.text, (prompt, options, extra)
+                assert finish == answer.finish_reason.value
+
+            await asyncio.gather(*(compare(*each) for each in asked))
+
+    asyncio.run(both())
+
+
+async def through_http(
+    client: openai.AsyncOpenAI,
+    prompt: str,
+    options: dict[str, Any],
+    extra: dict[str, Any],
+    is_stream: bool,
+) -> tuple[str, str | None]:
+    if not is_stream:
+        found = await client.completions.create(
+            model=MODEL, prompt=prompt, extra_body=extra, **options
+        )
+        return found.choices[0].text, found.choices[0].finish_reason
+    text, finish = "", None
+    async for chunk in await client.completions.create(
+        model=MODEL, prompt=prompt, extra_body=extra, stream=True, **options
+    ):
+        text += chunk.choices[0].text
+        finish = chunk.choices[0].finish_reason or finish
+    return text, finish
+
+
+def random_request(rng: random.Random, index: int) -> tuple[str, dict[str, Any], bool]:
+    """A prompt, the options of both clients, and whether to stream."""
+    lines = "".join(f"import {rng.choice(SOURCES)}\n" for _ in range(rng.randrange(1, 12)))
+    options: dict[str, Any] = {
+        "max_tokens": rng.randrange(1, 40),
+        "temperature": rng.choice([0.0, 0.7, 1.3]),
+        "seed": rng.randrange(-(2**40), 2**40),
+    }
+    choices: dict[str, Any] = {
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.3,
+        "repetition_penalty": 1.2,
+        "logit_bias": {17: 5.0, 200: -100.0},
+        "stop": ["\n\n", "import"],
+        "ignore_eos": True,
+    }
+    for name in rng.sample(sorted(choices), rng.randrange(5)):
+        options[name] = choices[name]
+    return f"{lines}# {index} é\n", options, rng.random() < 0.5
+
+
+# -- tools and structured output ------------------------------------------------------------------
+
+
+def test_a_model_calls_a_tool_by_itself(client: openai.OpenAI) -> None:
+    arguments: Any = {
+        "model": MODEL,
+        "messages": calls_before(8),
+        "tools": [ADD, LOOK_UP],
+        "temperature": 0,
+        "stop": "\n",
+        "max_tokens": 80,
+    }
+    choice = client.chat.completions.create(**arguments).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert choice.message.tool_calls is not None
+    [call] = choice.message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    with client.chat.completions.stream(**arguments) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls"
+    assert streamed.message.tool_calls is not None
+    [other] = streamed.message.tool_calls
+    assert other.function.arguments == call.function.arguments
+    # The answer goes back with the result.
+    message = choice.message.model_dump(exclude_none=True)
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+    again = client.chat.completions.create(
+        model=MODEL,
+        messages=[user("import os"), message, result],
+        tools=[ADD],
+        max_tokens=4,
+    )
+    assert again.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_call_can_be_forced(client: openai.OpenAI, is_stream: bool) -> None:
+    for seed in range(4):
+        arguments: Any = {
+            "model": MODEL,
+            "messages": [user("x = 1")],
+            "tools": [ADD, LOOK_UP],
+            "tool_choice": "required",
+            "seed": seed,
+            "max_tokens": 400,
+        }
+        if is_stream:
+            with client.chat.completions.stream(**arguments) as stream:
+                choice: Any = stream.get_final_completion().choices[0]
+        else:
+            choice = client.chat.completions.create(**arguments).choices[0]
+        calls = choice.message.tool_calls or []
+        assert calls
+        if choice.finish_reason == "length":
+            calls = calls[:-1]
+        else:
+            assert choice.finish_reason == "tool_calls"
+        for call in calls:
+            assert call.function.name in ("add", "look_up")
+            given = json.loads(call.function.arguments)
+            if call.function.name == "add":
+                jsonschema.validate(given, ADD["function"]["parameters"])
+            else:
+                assert given == {}
+
+
+def test_a_function_can_be_named(client: openai.OpenAI) -> None:
+    choice = client.chat.completions.create(
+        model=MODEL,
+        messages=[user("x = 1")],
+        tools=[LOOK_UP, ADD],
+        tool_choice={"type": "function", "function": {"name": "add"}},
+        max_tokens=200,
+        temperature=0,
+    ).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.tool_calls is not None
+    [call] = choice.message.tool_calls
+    assert call.type == "function"
+    jsonschema.validate(json.loads(call.function.arguments), ADD["function"]["parameters"])
+
+
+class Author(BaseModel):
+    name: Literal["Ada", "Grace"]
+    born: int
+    tags: list[Literal["x", "y"]]
+
+
+def test_a_json_schema(client: openai.OpenAI) -> None:
+    """The package makes the schema of a class, and reads the answer by it."""
+    for seed in range(3):
+        found = client.chat.completions.parse(
+            model=MODEL,
+            messages=[user("authors = [")],
+            response_format=Author,
+            seed=seed,
+            max_completion_tokens=800,
+        )
+        assert found.choices[0].finish_reason == "stop"
+        assert isinstance(found.choices[0].message.parsed, Author)
+
+
+def test_any_json_object(client: openai.OpenAI) -> None:
+    choice = client.chat.completions.create(
+        model=MODEL,
+        messages=[user("{")],
+        response_format={"type": "json_object"},
+        temperature=0,
+        max_tokens=200,
+        extra_body={"repetition_penalty": 1.1},
+    ).choices[0]
+    assert (choice.message.content or "").lstrip().startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content or ""), dict)
+
+
+# -- responses -----------------------------------------------------------------------------------
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    arguments: Any = {
+        "model": MODEL,
+        "instructions": "import sys",
+        "input": [user("class A:")],
+        "max_output_tokens": 20,
+        "temperature": 0,
+    }
+    found = client.responses.create(**arguments)
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "system", "content": "import sys"}, user("class A:")],
+        max_tokens=20,
+        temperature=0,
+    )
+    assert found.output_text == chat.choices[0].message.content
+    assert found.status == "incomplete"
+    with client.responses.stream(**arguments) as stream:
+        events = [*stream]
+    kinds = [event.type for event in events]
+    assert events[-1].type == "response.incomplete"
+    final = events[-1].response
+    assert final.output_text == found.output_text
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert final.usage is not None
+    assert final.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_a_response_calls_a_function_and_goes_on(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", **ADD["function"]}
+    arguments: Any = {
+        "model": MODEL,
+        "input": "x = 1",
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_output_tokens": 200,
+        "temperature": 0,
+    }
+    found = client.responses.create(**arguments)
+    [call] = found.output
+    assert call.type == "function_call"
+    jsonschema.validate(json.loads(call.arguments), tool["parameters"])
+    with client.responses.stream(**arguments) as stream:
+        [other] = stream.until_done().get_final_response().output
+    assert other.type == "function_call"
+    assert other.arguments == call.arguments
+    items: Any = [
+        user("x = 1"),
+        call.model_dump(exclude_none=True),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "3"},
+    ]
+    again = client.responses.create(model=MODEL, input=items, max_output_tokens=4)
+    assert again.status == "incomplete"
+
+
+def test_a_response_by_a_schema(client: openai.OpenAI) -> None:
+    found = client.responses.parse(
+        model=MODEL, input="authors = [", text_format=Author, max_output_tokens=800
+    )
+    assert isinstance(found.output_parsed, Author)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_errors_have_openais_form(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="none", messages=[user("a")])
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model=MODEL, input="a", previous_response_id="resp_1")
+    assert refused.value.param == "previous_response_id"
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.chat.completions.create(model=MODEL, messages=[user("x = 1\n" * 9000)])
+    assert "token" in too_long.value.message
+    with pytest.raises(openai.BadRequestError) as bad_schema:
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[user("a")],
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": {"type": "nonsense"}},
+            },
+        )
+    assert bad_schema.value.param == "response_format"
+    with pytest.raises(openai.BadRequestError) as out_of_range:
+        client.chat.completions.create(model=MODEL, messages=[user("a")], temperature=-1)
+    assert out_of_range.value.param == "temperature"
+
+
+def test_a_message_that_the_scheduler_refuses_is_named(client: openai.OpenAI) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{no"}}
+    messages: Any = [user("a"), {"role": "assistant", "tool_calls": [call]}]
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model=MODEL, messages=messages)
+    assert raised.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+# -- streams -----------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_cancels(client: openai.OpenAI, stack: GatewayStack) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[user("class A:")],
+        max_tokens=3000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    for count, _ in enumerate(stream):
+        if count == 3:
+            break
+    with Client(stack.scheduler_address) as direct:
+        assert sum(worker.running_count for worker in direct.list_workers()) == 1
+        stream.close()
+        deadline = time.monotonic() + 30
+        while sum(worker.running_count for worker in direct.list_workers()):
+            assert time.monotonic() < deadline, "the request goes on"
+            time.sleep(0.05)
+
+
+def test_64_streams_at_once(stack: GatewayStack) -> None:
+    """Each gets its own answer: the one that it gets alone."""
+
+    async def ask(client: openai.AsyncOpenAI, number: int) -> str:
+        text = ""
+        async for chunk in await client.chat.completions.create(
+            model=MODEL,
+            messages=[user(f"import {SOURCES[number % len(SOURCES)]}\nx{number} = ")],
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+        ):
+            text += chunk.choices[0].delta.content or ""
+        return text
+
+    async def all_at_once() -> None:
+        async with stack.async_client() as client:
+            together = await asyncio.gather(*(ask(client, number) for number in range(64)))
+            assert together[::8] == [await ask(client, number) for number in range(0, 64, 8)]
+
+    asyncio.run(all_at_once())
+
+
+def test_no_prompt_is_in_a_log(client: openai.OpenAI, stack: GatewayStack) -> None:
+    secret = "xylophone_quartz_1234"
+    client.chat.completions.create(
+        model=MODEL, messages=[user(secret)], max_tokens=2, extra_body={"cache_salt": f"s{secret}"}
+    )
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=MODEL, messages=[user(secret)], stop=[""])
+    assert secret not in logs(stack)
