@@ -31,8 +31,7 @@ def prompt_of(
 ) -> tuple[int, ...]:
     """Return the prompt's tokens. They are counted before they are copied."""
     most = model.context_length - 1
-    field = request.WhichOneof("prompt")
-    if field == "token_ids":
+    if request.WhichOneof("prompt") == "token_ids":
         ids, field = request.token_ids.ids, "token_ids.ids"
         if len(ids) > most:
             too_many = TooManyTokens(len(ids), is_exact=True)
@@ -41,13 +40,14 @@ def prompt_of(
             raise InvalidArgument("the prompt is empty", field=field)
         check_tokens(ids, field, model)
         return tuple(ids)
+    field = "chat.messages" if request.HasField("chat") else "text"
     try:
         found = encoded_prompt(request, encode, render, most)
     except TooManyTokens as error:
-        raise prompt_exceeds(error, field or "", model.context_length) from None
+        raise prompt_exceeds(error, field, model.context_length) from None
     # A tokenizer may know more tokens than the checkpoint has rows for.
     if max(found) >= model.vocabulary_size:
-        raise InvalidArgument(f"the {field} holds a token that the model lacks", field=field or "")
+        raise InvalidArgument("the text holds a token that the model lacks", field=field)
     return tuple(found)
 
 

@@ -209,6 +209,56 @@ def test_texts_come_back(name: str, text: str) -> None:
     assert stream(tokenizer, ids) == BACKENDS[name].decode(ids, skip_special_tokens=True)
 
 
+def bytes_of(tokenizer: Tokenizer, ids: list[int]) -> bytes:
+    return b"".join(map(tokenizer.token_bytes, ids))
+
+
+@given(name=names, text=texts)
+@settings(max_examples=300, deadline=None)
+def test_the_bytes_of_tokens_are_those_of_their_text(name: str, text: str) -> None:
+    """Also of tokens that are parts of a character. SentencePiece puts a space before a text."""
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(text, adds_special_tokens=False)
+    expected = BACKENDS[name].decode(ids, skip_special_tokens=False).encode()
+    spaces = (b"", b" ") if name in LLAMA_LIKE else (b"",)
+    assert bytes_of(tokenizer, ids) in {space + expected for space in spaces}
+
+
+@given(name=names, data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_the_bytes_of_any_tokens_make_the_streamed_text(name: str, data: st.DataObject) -> None:
+    backend, tokenizer = BACKENDS[name], TOKENIZERS[name]
+    ids = data.draw(st.lists(st.integers(3, backend.get_vocab_size() + 20), max_size=30))
+    ids = [index for index in ids if not tokenizer.is_silent(index)]
+    found = bytes_of(tokenizer, ids).decode(errors="replace")
+    said = stream(tokenizer, ids)
+    if name not in LLAMA_LIKE:
+        assert found == said
+    elif byte_runs_are_text(backend, ids):
+        assert said in (found, found.removeprefix(" "))
+
+
+def test_special_tokens_have_the_bytes_of_their_spelling_and_unknown_ones_none() -> None:
+    for name, tokenizer in TOKENIZERS.items():
+        eos = BACKENDS[name].token_to_id("</s>")
+        assert tokenizer.token_bytes(eos) == b"</s>"
+        assert tokenizer.token_bytes(1 << 20) == b""
+    tokenizer = TOKENIZERS["byte-level"]
+    for text in ("<tool call>", "日本"):
+        assert tokenizer.token_bytes(BACKENDS["byte-level"].token_to_id(text)) == text.encode()
+    assert TOKENIZERS["llama-2"].token_bytes(BACKENDS["llama-2"].token_to_id("<0xE4>")) == b"\xe4"
+
+
+@given(name=names, data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_special_tokens_stay_in_the_text_if_asked(name: str, data: st.DataObject) -> None:
+    backend, tokenizer = BACKENDS[name], TOKENIZERS[name]
+    ids = data.draw(st.lists(st.integers(0, 5) | st.integers(0, 290), max_size=20))
+    if name not in LLAMA_LIKE or byte_runs_are_text(backend, ids):
+        expected = backend.decode(ids, skip_special_tokens=False)
+        assert tokenizer.decode(ids, keeps_special_tokens=True) == expected
+
+
 @given(name=names, text=texts)
 @settings(max_examples=200, deadline=None)
 def test_no_push_ends_inside_a_character(name: str, text: str) -> None:

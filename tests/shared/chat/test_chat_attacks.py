@@ -1,0 +1,253 @@
+"""A template is a program that came with a model: it can neither harm nor hold up its service."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from splitpoint.chat import process, renderer
+from splitpoint.chat.messages import Chat
+from splitpoint.chat.renderer import ChatRenderer
+from splitpoint.chat.source import ChatTemplates
+from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError
+
+# A template does its worst only when a message asks for it: not as it is compiled and tried.
+WHEN_ASKED = "{% for m in messages %}{% if m.role == 'worst' %}WORST{% endif %}ok{% endfor %}"
+FINE = Chat('[{"role": "user", "content": "x"}]')
+WORST = Chat('[{"role": "worst", "content": "x"}]')
+
+
+@contextmanager
+def rendering(template: str, *, most: int = 2) -> Iterator[ChatRenderer]:
+    chats = ChatRenderer(ChatTemplates(template), most=most)
+    try:
+        yield chats
+    finally:
+        chats.close()
+        assert children() == []
+
+
+def children(parent: int | None = None) -> list[int]:
+    """Rendering processes of a process; None: of this one."""
+    found = []
+    for path in Path(f"/proc/{parent or os.getpid()}/task").glob("*/children"):
+        found += [int(pid) for pid in path.read_text().split()]
+    return [pid for pid in found if "splitpoint.chat.process" in command_of(pid)]
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until a process is gone, or waits for its parent only."""
+    for _ in range(1500):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"the process {pid} did not end")
+
+
+LONG_LOOP = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
+ATTACKS = {
+    "a loop without an end": (LONG_LOOP, "takes more than 2 s"),
+    "calls that branch": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ f(60) }}",
+        "takes more than 2 s",
+    ),
+    "a call of itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself"),
+    "a huge range": ("{{ range(10 ** 12) | list }}", "Range too big"),
+    "a multiplied text": ("{{ 'a' * 10 ** 11 }}", "memory"),
+    "a padded text": ("{{ 'a'.ljust(10 ** 11) }}", "memory"),
+    "a width in a format": ("{{ '%100000000000d' % 1 }}", "memory|cannot print"),
+    "a doubled text": (
+        "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}"
+        "{% endfor %}{{ ns.s }}",
+        "memory|takes more",
+    ),
+    "much output": (
+        "{% for a in range(99999) %}{{ 'a' * 100 }}{% endfor %}",
+        "more than 4,194,304",
+    ),
+    "wide output": ("{{ 'ä' * 3000000 }}", "more than 4,194,304"),
+    # Not of constants, which the compiler would compute.
+    "a huge power": (
+        "{% set n = m.role | length + 4 %}{{ n ** (n ** n) }}",
+        "takes more|cannot print|memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_time_memory_and_output_are_bounded(attack: str) -> None:
+    what, said = ATTACKS[attack]
+    with rendering(WHEN_ASKED.replace("WORST", what)) as chats:
+        begun = time.monotonic()
+        with pytest.raises(InvalidArgument, match=said) as caught:
+            chats.render(WORST)
+        # 2 s of the processor, on a machine that others use, too.
+        assert time.monotonic() - begun < 15
+        assert caught.value.field == "chat.messages"
+        # The next chat is served.
+        assert chats.render(FINE) == "ok"
+
+
+def test_an_endless_template_ends_after_two_seconds_of_the_processor() -> None:
+    with rendering(WHEN_ASKED.replace("WORST", LONG_LOOP)) as chats:
+        before = os.times()
+        with pytest.raises(InvalidArgument, match="takes more than 2 s"):
+            chats.render(WORST)
+        after = os.times()
+        spent = (after.children_user + after.children_system) - (
+            before.children_user + before.children_system
+        )
+        assert process.MOST_SECONDS * 0.9 < spent < process.MOST_SECONDS + 1
+        # This process only waited: its own threads run meanwhile.
+        assert (after.user + after.system) - (before.user + before.system) < 0.5
+
+
+def test_a_template_that_is_endless_from_the_start_is_refused() -> None:
+    for template in (LONG_LOOP, "{{ 'a' * 10 ** 11 }}{% bad %}"):
+        with pytest.raises(InvalidArgument, match=r"takes more than 2 s to compile|cannot be used"):
+            ChatRenderer(ChatTemplates(template))
+    assert children() == []
+
+
+ESCAPES = [
+    "{{ messages.__class__ }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages['__class__'] }}",
+    "{{ messages | attr('__class__') }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "{{ '{0.__class__}'.format_map({'0': 1}) }}",
+    "{{ messages | map(attribute='__class__') | list }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__globals__['json'] }}",
+    "{{ raise_exception.__code__ }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ self._TemplateReference__context }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ lipsum.__globals__['os'].popen('id').read() }}",
+    "{{ dict.__base__ }}",
+    "{{ (messages | map('string')).gi_frame }}",
+    "{% set _ = messages.append(1) %}{{ messages | length }}",
+    "{% set _ = messages[0].update({'role': 'x'}) %}{{ messages[0].role }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os }}",
+    "{% extends '/etc/passwd' %}",
+]
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+def test_no_way_leads_out_of_the_sandbox(template: str) -> None:
+    with rendering(template) as chats:
+        try:
+            text = chats.render(FINE)
+        except InvalidArgument:
+            return
+        # What is not refused is undefined, and prints nothing.
+        assert text in ("", "[Undefined]")
+
+
+def test_the_process_sees_nothing_of_its_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITPOINT_TOKEN", "sp-secret")
+    with rendering(WHEN_ASKED.replace("WORST", "")):
+        [child] = children()
+        assert "SPLITPOINT" not in Path(f"/proc/{child}/environ").read_text()
+        limits = Path(f"/proc/{child}/limits").read_text()
+        assert "Max file size             0 " in limits
+        assert "Max core file size        0 " in limits
+        names = {os.readlink(path) for path in Path(f"/proc/{child}/fd").iterdir()}
+        assert {name.partition(":")[0] for name in names} <= {"socket", "/dev/null"}
+        assert len([name for name in names if name.startswith("socket")]) == 1
+
+
+def test_a_process_that_is_killed_is_replaced() -> None:
+    with rendering(WHEN_ASKED.replace("WORST", "")) as chats:
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            [child] = children()
+            os.kill(child, number)
+            wait_for_end(child)
+            assert chats.render(FINE) == "ok"
+
+
+def test_a_process_that_is_stopped_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "_PATIENCE_SECONDS", 1.0)
+    with rendering(WHEN_ASKED.replace("WORST", "")) as chats:
+        [child] = children()
+        os.kill(child, signal.SIGSTOP)
+        with pytest.raises(ResourceExhausted) as caught:
+            chats.render(FINE)
+        assert caught.value.retry_after_seconds
+        monkeypatch.setattr(renderer, "_PATIENCE_SECONDS", 20.0)
+        assert chats.render(FINE) == "ok"
+
+
+def test_one_slow_chat_does_not_hold_up_another() -> None:
+    with rendering(WHEN_ASKED.replace("WORST", LONG_LOOP)) as chats:
+        assert chats.render(FINE) == "ok"
+        slow = threading.Thread(target=lambda: refused(lambda: chats.render(WORST)))
+        slow.start()
+        time.sleep(0.2)
+        assert slow.is_alive()
+        assert chats.render(FINE) == "ok"
+        assert slow.is_alive()
+        slow.join()
+
+
+def test_many_threads_share_few_processes() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with rendering(template, most=2) as chats, ThreadPoolExecutor(16) as threads:
+        texts = [f"text {n} " * (n % 97) for n in range(400)]
+        found = threads.map(
+            lambda text: chats.render(Chat(json.dumps([{"role": "user", "content": text}]))), texts
+        )
+        assert list(found) == texts
+        assert len(children()) <= 2
+
+
+def test_processes_end_with_their_service(tmp_path: Path) -> None:
+    """Also if it is killed while they render."""
+    script = tmp_path / "service.py"
+    script.write_text(
+        "import threading, time\n"
+        "from splitpoint.chat.renderer import ChatRenderer\n"
+        "from splitpoint.chat.source import ChatTemplates\n"
+        "from splitpoint.chat.messages import Chat\n"
+        f"chats = ChatRenderer(ChatTemplates({WHEN_ASKED.replace('WORST', LONG_LOOP)!r}))\n"
+        f"threading.Thread(target=lambda: chats.render(Chat({WORST.messages!r}))).start()\n"
+        "time.sleep(0.3)\n"
+        "print('renders', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, env=environment, text=True
+    ) as service:
+        assert service.stdout is not None
+        assert service.stdout.readline() == "renders\n"
+        [child] = children(service.pid)
+        service.kill()
+    wait_for_end(child)
+
+
+def refused(call: Callable[[], object]) -> None:
+    with pytest.raises(SplitpointError):
+        call()
