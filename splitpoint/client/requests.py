@@ -185,7 +185,10 @@ def _chat(messages: Messages, options: Mapping[str, Any]) -> pb.ChatPrompt:
     )
     if tools := _listed("tools", values.get("tools") or ()):
         chat.tools = _json("tools", tools)
-    if arguments := values.get("template_arguments"):
+    arguments = values.get("template_arguments", {})
+    if not isinstance(arguments, Mapping):
+        raise TypeError(f"template_arguments must be a mapping, not a {type(arguments).__name__}")
+    if arguments:
         chat.template_arguments = _json("template_arguments", dict(arguments))
     return chat
 

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from local_stack import prompt_of
 from secured_stack import CALLERS, TENANT_REQUESTS, SecuredStack, secured_stack
 
+from splitpoint import errors
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
 from splitpoint.errors import (
@@ -298,6 +299,32 @@ async def test_tenants_share_nothing(stack: SecuredStack) -> None:
         assert first.token_ids == foreign.token_ids == again.token_ids == colleague.token_ids
 
 
+async def test_one_client_calls_for_others(stack: SecuredStack) -> None:
+    """A gateway has no token: it shows that of each caller, over one connection."""
+    prompt = prompt_of(160, 77, 1000)
+    async with AsyncClient(stack.scheduler, identity=stack.identity()) as shared:
+        alice, anna, bob, root = (
+            shared.with_token(stack.tokens[name]) for name in ("alice", "anna", "bob", "root")
+        )
+        first = await generate(alice, prompt)
+        assert (await generate(anna, prompt)).usage.cached_tokens >= 128
+        assert (await generate(bob, prompt)).usage.cached_tokens == 0
+        assert first.usage.cached_tokens == 0
+        assert [worker.ready for worker in await root.list_workers()] == [True]
+        with pytest.raises(PermissionDenied):
+            await alice.list_workers()
+        for stranger in (shared, shared.with_token(WRONG_TOKEN)):
+            with pytest.raises(Unauthenticated):
+                await generate(stranger, prompt)
+            with pytest.raises(Unauthenticated):
+                await stranger.tokenize("x")
+        await alice.close()  # it is not its connection
+        assert (await bob.get_model()).name == "stdlib-llama"
+    async with stack.client("alice") as own:
+        with pytest.raises(errors.InvalidArgument, match="own"):
+            own.with_token("x")
+
+
 async def test_request_ids_belong_to_tenants(stack: SecuredStack) -> None:
     async with (
         stack.client("alice") as alice,
@@ -400,6 +427,14 @@ async def provoke(stack: SecuredStack) -> None:
         ).complete()
         with pytest.raises(SplitpointError):
             await generate(client, [5], stop=[CANARY_TEXT] * 20)
+        chat = [{"role": "user", "content": CANARY_TEXT}]
+        await client.chat(chat, max_tokens=4, timeout=30).complete()
+        for bad in (
+            {"role": CANARY_TEXT, "content": 7},
+            {"role": "user", "content": [CANARY_TEXT]},
+        ):
+            with pytest.raises(SplitpointError):
+                await client.chat([*chat, bad]).complete()
         with pytest.raises(SplitpointError):
             await client.tokenize(CANARY_TEXT, model=f"model-{CANARY_SALT}")
         with pytest.raises(DeadlineExceeded):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from fractions import Fraction
@@ -265,3 +267,119 @@ def test_a_selection_is_sent_from_its_text_and_as_it_is() -> None:
         with pytest.raises(errors.InvalidArgument) as caught:
             generate_request("a", {"select": text})
         assert caught.value.field == field
+
+
+MESSAGES = [{"role": "user", "content": "naïve 😀"}]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_chat_is_sent_as_json(script: Script, asynchronous: bool) -> None:
+    async def chat(messages: Any, **options: Any) -> scheduler_pb2.GenerateRequest:
+        if asynchronous:
+            async with AsyncClient(script.address) as client:
+                await client.chat(messages, **options).complete()
+        else:
+            with Client(script.address) as client:
+                client.chat(messages, **options).complete()
+        return script.requests[-1]
+
+    request = await chat(MESSAGES, max_tokens=3, worker="1")
+    assert json.loads(request.chat.messages) == MESSAGES
+    assert "naïve 😀" in request.chat.messages  # escapes would be longer
+    assert (request.chat.tools, request.chat.template_arguments) == ("", "")
+    assert (request.sampling.max_tokens, request.worker_id) == (3, "1")
+    assert not request.chat.omits_generation_prompt
+    tools = ({"type": "function", "function": MappingProxyType({"name": "f"})} for _ in range(2))
+    request = await chat(
+        (MappingProxyType(each) for each in MESSAGES),
+        tools=tools,
+        template_arguments={"enable_thinking": False},
+        add_generation_prompt=False,
+        continue_final_message=True,
+        json_schema={"type": "integer"},
+    )
+    assert json.loads(request.chat.messages) == MESSAGES
+    assert json.loads(request.chat.tools) == [{"type": "function", "function": {"name": "f"}}] * 2
+    assert json.loads(request.chat.template_arguments) == {"enable_thinking": False}
+    assert request.chat.omits_generation_prompt
+    assert request.chat.continues_final_message
+    assert json.loads(request.sampling.structured_output.json_schema) == {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "said"),
+    [
+        ("hello", {}, "messages must be a list of mappings"),
+        ({"role": "user"}, {}, "messages must be a list of mappings"),
+        (None, {}, "messages must be a list of mappings"),
+        ([{"role": "user", "content": object()}], {}, "messages must hold what JSON can hold"),
+        ([{"role": "user", "content": math.nan}], {}, "messages must hold what JSON can hold"),
+        (MESSAGES, {"tools": "f"}, "tools must be a list of mappings"),
+        (MESSAGES, {"add_generation_prompt": 1}, "add_generation_prompt must be a bool"),
+        (MESSAGES, {"continue_final_message": "x"}, "continue_final_message must be a bool"),
+        (MESSAGES, {"template_arguments": "x"}, "template_arguments must be a mapping"),
+        (MESSAGES, {"template_argument": {}}, "chat.. got unexpected keyword"),
+    ],
+)
+def test_a_chat_of_the_wrong_type_names_its_argument(
+    script: Script, messages: Any, options: Any, said: str
+) -> None:
+    with Client(script.address) as client, pytest.raises(TypeError, match=said):
+        client.chat(messages, **options)
+    assert script.requests == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"json_object": True}, types_pb2.StructuredOutput(json_object=True)),
+        ({"json_object": False, "regex": "a"}, types_pb2.StructuredOutput(regex="a")),
+        ({"json_object": False}, None),
+        ({"json_schema": '{"a": 1}'}, types_pb2.StructuredOutput(json_schema='{"a": 1}')),
+        ({"json_schema": {"a": "é"}}, types_pb2.StructuredOutput(json_schema='{"a": "é"}')),
+        ({"grammar": "start: X"}, types_pb2.StructuredOutput(grammar="start: X")),
+        (
+            {"choice": ("a", "b")},
+            types_pb2.StructuredOutput(choice=types_pb2.Choices(texts=["a", "b"])),
+        ),
+        (
+            {"choice": "one"},
+            types_pb2.StructuredOutput(choice=types_pb2.Choices(texts=["one"])),
+        ),
+    ],
+)
+def test_what_the_answer_must_look_like(options: Any, expected: Any) -> None:
+    sampling = generate_request("a", options).sampling
+    assert sampling.HasField("structured_output") == (expected is not None)
+    if expected is not None:
+        assert sampling.structured_output == expected
+
+
+def test_an_answer_has_one_form() -> None:
+    with pytest.raises(errors.InvalidArgument, match="one of json_schema, regex"):
+        generate_request("a", {"json_schema": {}, "regex": "a"})
+
+
+def test_tokenize_takes_a_text_or_a_chat(script: Script) -> None:
+    with Client(script.address) as client:
+        assert client.tokenize("ab").token_ids == (97, 98)
+        for wrong in ({}, {"text": "a", "messages": MESSAGES}, {"text": "a", "tools": []}):
+            with pytest.raises(TypeError, match="tokenize"):
+                client.tokenize(**wrong)
+
+
+def test_a_client_for_another_caller_never_sends_its_token_unencrypted() -> None:
+    with (
+        Client("scheduler.example:1") as client,
+        pytest.raises(errors.InvalidArgument, match="never sent"),
+    ):
+        client.with_token("sp-secret")
+    with Client("127.0.0.1:1") as client:
+        for token in ("", "with\nnewline", "é"):
+            with pytest.raises(errors.InvalidArgument, match="printable"):
+                client.with_token(token)
+    with (
+        Client("127.0.0.1:1", token="own") as client,
+        pytest.raises(errors.InvalidArgument, match="own"),
+    ):
+        client.with_token("sp-secret")

@@ -209,6 +209,12 @@ def test_texts_come_back(name: str, text: str) -> None:
     assert stream(tokenizer, ids) == BACKENDS[name].decode(ids, skip_special_tokens=True)
 
 
+def id_of(name: str, token: str) -> int:
+    found = BACKENDS[name].token_to_id(token)
+    assert found is not None
+    return found
+
+
 def bytes_of(tokenizer: Tokenizer, ids: list[int]) -> bytes:
     return b"".join(map(tokenizer.token_bytes, ids))
 
@@ -240,13 +246,12 @@ def test_the_bytes_of_any_tokens_make_the_streamed_text(name: str, data: st.Data
 
 def test_special_tokens_have_the_bytes_of_their_spelling_and_unknown_ones_none() -> None:
     for name, tokenizer in TOKENIZERS.items():
-        eos = BACKENDS[name].token_to_id("</s>")
-        assert tokenizer.token_bytes(eos) == b"</s>"
+        assert tokenizer.token_bytes(id_of(name, "</s>")) == b"</s>"
         assert tokenizer.token_bytes(1 << 20) == b""
     tokenizer = TOKENIZERS["byte-level"]
     for text in ("<tool call>", "日本"):
-        assert tokenizer.token_bytes(BACKENDS["byte-level"].token_to_id(text)) == text.encode()
-    assert TOKENIZERS["llama-2"].token_bytes(BACKENDS["llama-2"].token_to_id("<0xE4>")) == b"\xe4"
+        assert tokenizer.token_bytes(id_of("byte-level", text)) == text.encode()
+    assert TOKENIZERS["llama-2"].token_bytes(id_of("llama-2", "<0xE4>")) == b"\xe4"
 
 
 @given(name=names, data=st.data())
