@@ -18,7 +18,7 @@ BUNDLED_MODEL = "stdlib-llama"
 NO_SUCH_MODEL = "NO_SUCH_MODEL"
 INDEX_FILE = "model.safetensors.index.json"
 
-# Configuration, tokenizer and safetensors; no pickles, no other formats.
+# Configuration, tokenizer, chat templates and safetensors; no pickles, no other formats.
 _WANTED = [
     "config.json",
     "generation_config.json",
@@ -27,11 +27,13 @@ _WANTED = [
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     INDEX_FILE,
     "*.safetensors",
 ]
-# The same weights under another project's names.
-_UNWANTED = ["*/*", "consolidated*"]
+# Other folders' weights, and the same weights under another project's names.
+_UNWANTED = ["*/*.safetensors", "consolidated*"]
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 _SAMPLE_COUNT = 64
 _SAMPLE_BYTES = 4096

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from splitpoint.checkpoint.config import model_name
 from splitpoint.checkpoint.resolve import (
@@ -122,3 +126,34 @@ def test_eos_token_ids(copy: Path) -> None:
     edit(copy / "config.json", eos_token_id="</s>")
     with pytest.raises(InvalidArgument):
         eos_token_ids(copy)
+
+
+def test_a_download_takes_what_is_served_and_no_other_formats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the library's own filter."""
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(options)
+        raise errors.LocalEntryNotFoundError(name)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(Unavailable):
+        resolve_model("owner/name")
+    served = [
+        "config.json",
+        "tokenizer.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    ]
+    others = ["pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors"]
+    others += ["onnx/model.onnx", "onnx/config.json", "additional_chat_templates/x.py", "README.md"]
+    taken = filter_repo_objects(
+        served + others,
+        allow_patterns=asked["allow_patterns"],
+        ignore_patterns=asked["ignore_patterns"],
+    )
+    assert list(taken) == served

@@ -8,14 +8,23 @@ import random
 
 import grpc
 import pytest
-from scheduler_doubles import WorkerDouble, answer, ids_request, stack
+from scheduler_doubles import MODEL_FOLDER, WorkerDouble, answer, ids_request, stack
 
 from scheduler_service.limits import Limits
+from scheduler_service.model_files import load_served_model
 from splitpoint.v1 import scheduler_pb2
 
 CASES = 2000
 AT_ONCE = 50
+CHAT = scheduler_pb2.ChatPrompt(
+    messages='[{"role": "user", "content": "x"}]', tools='[{"type": "function"}]'
+)
+# By the method, and what is special about its message.
 METHODS = {
+    "InferenceService/Generate, chat": scheduler_pb2.GenerateRequest(chat=CHAT),
+    "InferenceService/Tokenize, chat": scheduler_pb2.TokenizeRequest(chat=CHAT),
+    "InferenceService/Detokenize": scheduler_pb2.DetokenizeRequest(token_ids=[5, 6, 700]),
+    "InferenceService/GetTokenizer": scheduler_pb2.GetTokenizerRequest(model="stdlib-llama"),
     "InferenceService/Generate": scheduler_pb2.GenerateRequest(
         request_id="f", text="def f():", cache_salt=b"x", split_tokens=1
     ),
@@ -46,10 +55,11 @@ async def test_random_bytes_crash_nothing(method: str, caplog: pytest.LogCapture
     rng = random.Random(method)
     seed = METHODS[method].SerializeToString()
     codes: dict[grpc.StatusCode, int] = {}
-    streamed = method.endswith("Generate")
+    path = f"/splitpoint.v1.{method.partition(',')[0]}"
+    streamed = path.endswith(("Generate", "GetTokenizer"))
     limits = Limits(retry_seconds=0.01)
-    async with stack(WorkerDouble(capacity_pages=512), limits=limits) as running:
-        path = f"/splitpoint.v1.{method}"
+    model = load_served_model(MODEL_FOLDER)
+    async with stack(WorkerDouble(capacity_pages=512), limits=limits, model=model) as running:
 
         async def one(raw: bytes) -> None:
             try:
