@@ -20,12 +20,13 @@ _SERVICE = (
     "redis",
     "xxhash",
 )
-# The modules that each extra brings. tests/packaging compares them with pyproject.toml.
+# The modules that each extra brings. tests/packaging compares them with pyproject.toml. A missing
+# module is blamed on the first one that brings it.
 MODULES: dict[str, tuple[str, ...]] = {
-    "gateway": (*_SERVICE, "httptools", "starlette", "uvicorn", "uvloop"),
     "scheduler": (*_SERVICE, "jinja2", "tokenizers"),
     "store": (*_SERVICE, "numpy"),
     "worker": (*_SERVICE, "numpy", "pynvml", "safetensors", "tokenizers", "torch"),
+    "gateway": (*_SERVICE, "httptools", "starlette", "uvicorn", "uvloop"),
     "plots": ("matplotlib",),
     "smg": (*_SERVICE, "httptools", "smg_grpc_proto", "starlette", "uvicorn", "uvloop"),
     "structured": ("llguidance",),

@@ -6,8 +6,12 @@ the extra lacks fails as it does for a user.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,10 @@ from installation import Installation, closure, requirements_of
 from packaging.utils import canonicalize_name
 from redis_server import RedisServer
 from secured_stack import SecuredStack, secured_stack
+from up_process import free_ports
 
 from splitpoint.extras import MODULES, SERVICES
+from splitpoint.service import READY_PREFIX
 
 HEAVY = {"torch", "redis", "tokenizers", "numpy", "safetensors", "cryptography", "huggingface-hub"}
 
@@ -76,6 +82,7 @@ def test_every_command_of_a_client_explains_itself(base: Installation) -> None:
         (("kvstore_service", "--help"), "store"),
         (("scheduler_service", "--help"), "scheduler"),
         (("worker_service", "--help"), "worker"),
+        (("gateway_service", "--help"), "gateway"),
         (("splitpoint_cli", "up"), "all"),
         (("splitpoint_cli.demo",), "all"),
         (("splitpoint_cli", "bench", "store"), "all"),
@@ -130,3 +137,49 @@ async def test_services_with_their_own_extras_serve_a_client_with_none(
     assert "rates" in command("top", "--once", "--interval", "0.2", caller="root")
     asked = base.run("-m", "splitpoint_cli.request.probe", stack.store, **identity)
     assert asked.returncode == 0, asked.stderr
+
+
+@contextmanager
+def gateway(python: Path, stack: SecuredStack, *more: str) -> Iterator[str]:
+    """A gateway of this interpreter in front of the stack, once it says where it listens."""
+    good = stack.certificates
+    words = [
+        *("-m", "gateway_service", "--listen", "127.0.0.1:0", "--scheduler", stack.scheduler),
+        *("--ca", str(good / "ca.pem"), "--tls-cert", str(good / "server.pem")),
+        *("--tls-key", str(good / "server-key.pem"), "--tokens", str(stack.tokens_file), *more),
+    ]
+    inherited = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.Popen(
+        [str(python), *words], stdout=subprocess.PIPE, text=True, env=inherited, cwd=python.parent
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith(READY_PREFIX), line
+        yield line.removeprefix(READY_PREFIX).strip()
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+async def test_a_gateway_with_its_own_extra_serves_and_says_what_smg_needs(
+    base: Installation, stack: SecuredStack, tmp_path: Path
+) -> None:
+    own, smg = Installation(tmp_path / "gateway", "gateway"), Installation(tmp_path / "smg", "smg")
+    engine = ("--engine-listen", f"127.0.0.1:{free_ports(1)}")
+    for installation, more in ((own, ()), (smg, engine)):
+        with gateway(installation.python, stack, *more) as address:
+            url = f"https://{address}/health"
+            asked = await asyncio.to_thread(
+                base.run,
+                *("-m", "splitpoint_cli.request.probe", url),
+                *("--ca", str(stack.certificates / "ca.pem")),
+            )
+            assert asked.returncode == 0, asked.stderr
+    refused = own.run(
+        *("-m", "gateway_service", "--listen", "127.0.0.1:0", *engine),
+    )
+    assert refused.returncode == 2
+    assert "--engine-listen needs smg_grpc_proto" in refused.stderr
+    assert "pip install 'splitpoint[smg]'" in refused.stderr
