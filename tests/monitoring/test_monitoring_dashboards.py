@@ -66,7 +66,7 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap(dashboard: Dashboard) -
 
 
 def test_dashboards_and_panels_are_told_apart() -> None:
-    assert len(DASHBOARDS) == 5
+    assert len(DASHBOARDS) == 6
     for dashboard in DASHBOARDS:
         titles = Counter(panel.title for panel in dashboard.panels())
         assert max(titles.values()) == 1, titles.most_common(1)
