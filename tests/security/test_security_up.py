@@ -96,9 +96,10 @@ def test_up_beyond_loopback(tmp_path: Path, free_port: int) -> None:
         assert (
             f"http://127.0.0.1:{metrics + 1}/metrics (store), {metrics + 2} (worker 0)" in printed
         )
-        check_metrics(metrics, certificates)
         assert f"https://127.0.0.1:{http_port}/v1 (OpenAI)" in printed
         check_http(http_port, certificates, alice)
+        assert f"https://127.0.0.1:{metrics + 3}/metrics (gateway)" in printed
+        check_metrics(metrics, certificates)
 
         process.send_signal(signal.SIGINT)
         _, log = process.communicate(timeout=60)
@@ -118,7 +119,10 @@ def check_metrics(port: int, certificates: Path) -> None:
         read(f"https://127.0.0.1:{port}/metrics", stranger)
     texts = [read(f"https://127.0.0.1:{port}/metrics", known)]
     texts += [read(f"http://127.0.0.1:{port + more}/metrics") for more in (1, 2)]
-    for text, service in zip(texts, ("scheduler", "kvstore", "worker"), strict=True):
+    # A browser has no certificate, so the gateway asks for none, nor do its metrics.
+    texts.append(read(f"https://127.0.0.1:{port + 3}/metrics", stranger))
+    services = ("scheduler", "kvstore", "worker", "gateway")
+    for text, service in zip(texts, services, strict=True):
         assert f'splitpoint_build_info{{service="{service}"' in text
         assert CANARY not in text
         assert SALT not in text

@@ -84,14 +84,14 @@ def _try_on_a_stack(folder: Path, seconds: float, pictures: Path | None) -> bool
     if pictures is not None:
         new_figure(1, 1)  # raises now, and not after minutes, without matplotlib
     began = time.time()
-    console.print("starting Redis, two workers, a store, a scheduler, Prometheus ...")
+    console.print("starting Redis, two workers, a store, a scheduler, a gateway, Prometheus ...")
     with trial(folder) as running:
         loaded = time.time()
-        load = Load(running.address, seconds)
+        load = Load(running.address, running.url, seconds)
         asyncio.run(_under_load(load, running, seconds))
         ended = time.time()
         console.print(f"load: {dict(sorted(load.ends.items()))}")
-        if load.ends["INTERNAL"] or not load.ends["complete"]:
+        if load.ends["INTERNAL"] or not load.ends["complete"] or not load.ends["HTTP 200"]:
             raise Unavailable("requests fail that should not; what the logs say is above")
 
         def ask(query: str) -> Sequence[Series]:

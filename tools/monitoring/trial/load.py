@@ -2,7 +2,7 @@
 
 Shared beginnings that one arena cannot hold together, streamed and resident requests,
 forced ways to restore, bursts beyond the queue, readers that leave. Token ids are random:
-what is generated does not matter.
+what is generated does not matter. A part of the requests goes through the gateway.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import asyncio
 import random
 import time
 from collections import Counter
+
+import httpx
 
 from splitpoint.client import AsyncClient
 from splitpoint.client.requests import GenerateOptions
@@ -27,20 +29,29 @@ _REQUEST_SECONDS = 60.0
 
 
 class Load:
-    """Sends requests until `seconds` are over. `ends`: how many ended in which way."""
+    """Sends requests until `seconds` are over. `ends`: how many ended in which way.
 
-    def __init__(self, address: str, seconds: float, seed: int = 0) -> None:
+    `address` is the scheduler's, `url` the gateway's.
+    """
+
+    def __init__(self, address: str, url: str, seconds: float, seed: int = 0) -> None:
         self.ends: Counter[str] = Counter()
         self._address = address
+        self._url = url
         self._seconds = seconds
         self._random = random.Random(seed)
         self._families = [self._tokens(_SHARED_TOKENS) for _ in range(_FAMILIES)]
 
     async def run(self) -> None:
         self._until = time.monotonic() + self._seconds
-        async with AsyncClient(self._address) as client:
+        async with (
+            AsyncClient(self._address) as client,
+            httpx.AsyncClient(base_url=self._url, timeout=_REQUEST_SECONDS) as gateway,
+        ):
             await asyncio.gather(
-                *(self._steadily(client) for _ in range(_STEADY)), self._in_bursts(client)
+                *(self._steadily(client) for _ in range(_STEADY)),
+                self._in_bursts(client),
+                self._by_http(gateway),
             )
 
     async def _steadily(self, client: AsyncClient) -> None:
@@ -52,6 +63,20 @@ class Load:
         while time.monotonic() < self._until:
             await asyncio.gather(*(self._one(client) for _ in range(_BURST)))
             await asyncio.sleep(_BURST_EVERY)
+
+    async def _by_http(self, gateway: httpx.AsyncClient) -> None:
+        """Streams, one at a time, of which some are left early."""
+        while time.monotonic() < self._until:
+            prompt = [*self._families[0][:300], *self._tokens(self._random.randrange(8, 80))]
+            body = {"model": "stdlib-llama", "prompt": prompt, "max_tokens": 24, "stream": True}
+            leaves = self._random.random() < 0.1
+            async with gateway.stream("POST", "/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if leaves and line:
+                        break
+            self.ends["left" if leaves else f"HTTP {answer.status_code}"] += 1
+            if answer.status_code != httpx.codes.OK:
+                await asyncio.sleep(0.5)
 
     async def _one(self, client: AsyncClient) -> None:
         chosen = self._random

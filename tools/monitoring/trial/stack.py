@@ -34,6 +34,8 @@ class Trial:
     """The running processes, served and scraped."""
 
     address: str
+    # Of the gateway: http://HOST:PORT.
+    url: str
     up: subprocess.Popen[bytes]
     redis: RedisServer
     prometheus: Prometheus
@@ -46,28 +48,29 @@ def trial(folder: Path) -> Iterator[Trial]:
     Logs lie in `folder`, whose path must be short enough for a socket. Raises
     DeadlineExceeded for what does not start, Unavailable for what ends at once.
     """
-    first = free_ports(7)
-    address, exporter = (f"127.0.0.1:{first + number}" for number in (4, 5))
+    first = free_ports(9)
+    # The first five are for metrics.
+    address, http, exporter = (f"127.0.0.1:{first + number}" for number in (5, 6, 7))
     with ExitStack() as cleanup:
         redis = RedisServer(folder)
         redis.start()
         cleanup.callback(redis.stop)
-        up = cleanup.enter_context(running("up", _up(address, first, redis.url), folder))
+        up = cleanup.enter_context(running("up", _up(address, http, first, redis.url), folder))
         command = [sys.executable, "-m", "tests.worker.gpu_exporter_double", "--metrics", exporter]
         double = cleanup.enter_context(running("gpu-double", command, folder))
         _await_serving(address, up, folder)
-        prometheus = cleanup.enter_context(scraping(_targets(first, exporter), first + 6, folder))
+        prometheus = cleanup.enter_context(scraping(_targets(first, exporter), first + 8, folder))
         wait_until(
             lambda: set(prometheus.targets().values()) == {"up"}, 30, "every target is scraped"
         )
         if double.poll() is not None:
             raise Unavailable(f"the GPU's double has ended, see {folder}/gpu-double.log")
-        yield Trial(address, up, redis, prometheus)
+        yield Trial(address, f"http://{http}", up, redis, prometheus)
 
 
-def _up(address: str, metrics: int, redis: str) -> list[str]:
+def _up(address: str, http: str, metrics: int, redis: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "splitpoint_cli", "up", "--listen", address),
+        *(sys.executable, "-m", "splitpoint_cli", "up", "--listen", address, "--http", http),
         *("--device", "cpu", "--workers", "2", "--threads", "1", "--dtype", "float32"),
         *("--activations", "always", "--link-rate", LINK_RATE, *_SIZES),
         *("--metrics", str(metrics), "--redis", redis),
@@ -76,12 +79,13 @@ def _up(address: str, metrics: int, redis: str) -> list[str]:
 
 
 def _targets(first: int, exporter: str) -> list[Target]:
-    """Return the targets as `splitpoint up --metrics` orders them: scheduler, store, workers."""
-    local = [f"127.0.0.1:{first + number}" for number in range(4)]
+    """Return the targets as `splitpoint up --metrics` orders them, the gateway at last."""
+    local = [f"127.0.0.1:{first + number}" for number in range(5)]
     return [
         Target("scheduler", local[0], {}),
         Target("kvstore", local[1], {}),
         *(Target("worker", local[2 + i], {"worker": str(i), "host": "local"}) for i in range(2)),
+        Target("gateway", local[4], {}),
         Target("gpu-double", exporter, {"worker": "gpu", "host": "gpu"}),
     ]
 
