@@ -8,11 +8,11 @@ what is generated does not matter. A part of the requests goes through the gatew
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import random
 import time
 from collections import Counter
-
-import httpx
 
 from splitpoint.client import AsyncClient
 from splitpoint.client.requests import GenerateOptions
@@ -44,14 +44,11 @@ class Load:
 
     async def run(self) -> None:
         self._until = time.monotonic() + self._seconds
-        async with (
-            AsyncClient(self._address) as client,
-            httpx.AsyncClient(base_url=self._url, timeout=_REQUEST_SECONDS) as gateway,
-        ):
+        async with AsyncClient(self._address) as client:
             await asyncio.gather(
                 *(self._steadily(client) for _ in range(_STEADY)),
                 self._in_bursts(client),
-                self._by_http(gateway),
+                self._by_http(),
             )
 
     async def _steadily(self, client: AsyncClient) -> None:
@@ -64,19 +61,32 @@ class Load:
             await asyncio.gather(*(self._one(client) for _ in range(_BURST)))
             await asyncio.sleep(_BURST_EVERY)
 
-    async def _by_http(self, gateway: httpx.AsyncClient) -> None:
+    async def _by_http(self) -> None:
         """Streams, one at a time, of which some are left early."""
         while time.monotonic() < self._until:
             prompt = [*self._families[0][:300], *self._tokens(self._random.randrange(8, 80))]
-            body = {"model": "stdlib-llama", "prompt": prompt, "max_tokens": 24, "stream": True}
             leaves = self._random.random() < 0.1
-            async with gateway.stream("POST", "/v1/completions", json=body) as answer:
-                async for line in answer.aiter_lines():
-                    if leaves and line:
-                        break
-            self.ends["left" if leaves else f"HTTP {answer.status_code}"] += 1
-            if answer.status_code != httpx.codes.OK:
+            status = await asyncio.to_thread(self._stream, prompt, leaves)
+            self.ends["left" if leaves else f"HTTP {status}"] += 1
+            if status != http.client.OK:
                 await asyncio.sleep(0.5)
+
+    def _stream(self, prompt: list[int], leaves: bool) -> int:
+        """Return the status of a stream; it is read to its end, or to its first line."""
+        body = {"model": "stdlib-llama", "prompt": prompt, "max_tokens": 24, "stream": True}
+        connection = http.client.HTTPConnection(
+            self._url.removeprefix("http://"), timeout=_REQUEST_SECONDS
+        )
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = connection.getresponse()
+            answer.readline()
+            if not leaves:
+                answer.read()
+            return answer.status
+        finally:
+            connection.close()
 
     async def _one(self, client: AsyncClient) -> None:
         chosen = self._random
