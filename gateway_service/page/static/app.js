@@ -253,12 +253,12 @@ function clear() {
 function askKey(error) {
   if (error) byId("key-text").textContent = `${error.message}. A key stays in the memory of this page and is forgotten when the page is closed or loaded again.`;
   byId("key").value = "";
+  byId("key-dialog").returnValue = ""; // that of the last time, if Escape closes it
   byId("key-dialog").showModal();
 }
 
 function takeKey() {
-  const dialog = byId("key-dialog");
-  if (dialog.returnValue !== "use") return;
+  if (byId("key-dialog").returnValue !== "use") return;
   setKey(byId("key").value);
   byId("key").value = "";
   byId("key-button").textContent = hasKey() ? "API key set" : "API key";
@@ -302,6 +302,7 @@ byId("mode").addEventListener("change", showModes);
 byId("model").addEventListener("change", showModes);
 byId("clear-button").addEventListener("click", clear);
 byId("key-button").addEventListener("click", () => askKey());
+byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
 byId("key-dialog").addEventListener("close", takeKey);
 byId("theme-button").addEventListener("click", switchTheme);
 byId("panel-button").addEventListener("click", switchPanel);

@@ -20,9 +20,9 @@ export const counted = (number, noun) => `${count(number)} ${noun}${number === 1
 const digits = (value) => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2));
 
 export function seconds(value) {
-  if (value >= 1) return `${digits(value)} s`;
-  if (value >= 0.001) return `${digits(value * 1e3)} ms`;
-  return value > 0 ? `${digits(value * 1e6)} µs` : "0 s";
+  if (value >= 1) return `${digits(value)}\u00a0s`;
+  if (value >= 0.001) return `${digits(value * 1e3)}\u00a0ms`;
+  return value > 0 ? `${digits(value * 1e6)}\u00a0µs` : "0\u00a0s";
 }
 
 export function duration(value) {
@@ -38,17 +38,17 @@ export function bytes(value) {
     value /= 1024;
     unit += 1;
   }
-  return `${unit && value < 100 ? value.toFixed(1) : Math.round(value)} ${units[unit]}`;
+  return `${unit && value < 100 ? value.toFixed(1) : Math.round(value)}\u00a0${units[unit]}`;
 }
 
 // Rates of links count in powers of ten, as their makers do.
 export function byteRate(value) {
   for (const [unit, size] of [["GB/s", 1e9], ["MB/s", 1e6], ["kB/s", 1e3]]) {
-    if (value >= size) return `${digits(value / size)} ${unit}`;
+    if (value >= size) return `${digits(value / size)}\u00a0${unit}`;
   }
-  return `${Math.round(value)} B/s`;
+  return `${Math.round(value)}\u00a0B/s`;
 }
 
-export const percent = (share) => `${Math.round(share * 100)} %`;
+export const percent = (share) => `${Math.round(share * 100)}\u00a0%`;
 
-export const rate = (value) => (value >= 100 ? count(value) : value >= 10 ? value.toFixed(0) : value.toFixed(1));
+export const rate = (value) => (value >= 10 ? count(value) : value > 0 ? value.toFixed(1) : "0");

@@ -145,7 +145,7 @@ function telemetry(card, worker, old) {
   card.append(
     meter("link", "link", last.link, byteRate(last.bytesPerSecond), `busy ${percent(last.link)}`),
     meter("compute", "compute", last.compute, `${rate(last.tokens)} tokens/s`, `busy ${percent(last.compute)}`),
-    meter("cache", "memory", memory, `${bytes(now.cache_used_bytes)}`, `of ${bytes(worker.cache_capacity_bytes)} of device memory`),
+    meter("cache", "memory", memory, `${bytes(now.cache_used_bytes)} of ${bytes(worker.cache_capacity_bytes)}`, `${percent(memory)} of ${bytes(worker.cache_capacity_bytes)} of device memory`),
     curve(history),
     el("p", { class: "curve-note" },
       el("span", {}, el("i", { class: "loaded" }), "link busy"),

@@ -36,6 +36,8 @@ export function segments(report) {
   };
 }
 
+const isRestored = (report) => segments(report).parts.some(([kind]) => kind === "rebuilt" || kind === "loaded");
+
 function splitOf(plan, cached) {
   if (plan.method === "recompute") return cached;
   return plan.method === "tokens" ? plan.recomputed_tokens : plan.split_tokens;
@@ -89,7 +91,7 @@ function facts(report, finish) {
   const { split } = segments(report);
   const list = [
     fact("", percent(share), ` of ${counted(report.prompt_tokens, "prompt token")} cached`),
-    plan && report.cached_tokens ? fact("split at ", count(split ?? 0)) : null,
+    plan && isRestored(report) ? fact("split at ", count(split ?? 0)) : null,
     fact("first token after ", seconds(report.ttft_seconds)),
     report.completion_tokens > 1 && decoding > 0
       ? fact("", rate((report.completion_tokens - 1) / decoding), " tokens/s")
@@ -101,7 +103,7 @@ function facts(report, finish) {
 
 export const ENDINGS = {
   stop: "ended by itself",
-  length: "cut at the most tokens",
+  length: "cut at max tokens",
   tool_calls: "calls a tool",
 };
 
