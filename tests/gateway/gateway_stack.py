@@ -5,7 +5,6 @@ Store, worker, scheduler and gateway serve the bundled model. `tests/fork_server
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 import openai
 from fleet import Fleet, fleet
 
-from splitpoint.client import AsyncClient
+from splitpoint.client import Client
 
 # Teaches calls in the form of Hermes, and is so plain that the bundled model repeats the calls of
 # its prompt: it only knows Python.
@@ -74,14 +73,10 @@ def gateway_stack(
         stack = GatewayStack(running, "")
         worker.wait_ready()
         scheduler.wait_ready()
-        asyncio.run(_wait_ready(stack.scheduler_address))
+        with Client(stack.scheduler_address) as client:
+            client.wait_ready(60)
         stack.url = f"http://{stack.start_gateway()}"
         yield stack
-
-
-async def _wait_ready(address: str) -> None:
-    async with AsyncClient(address) as client:
-        await client.wait_ready(60)
 
 
 def logs(stack: GatewayStack) -> str:

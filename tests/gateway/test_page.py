@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_process import gateway_process
-from own_names import instance_name
+from fork_server import Child
+from gateway_stack import GatewayStack, gateway_stack
 from playwright.sync_api import (
     Browser,
     BrowserContext,
@@ -25,7 +24,6 @@ from playwright.sync_api import (
     expect,
     sync_playwright,
 )
-from up_process import up_process, wait_until_up
 
 from splitpoint.transport.access import Caller, Role
 from splitpoint_cli.security.token import add_token
@@ -46,27 +44,14 @@ expect.set_options(timeout=MILLISECONDS)
 
 
 @pytest.fixture(scope="module")
-def scheduler() -> Iterator[str]:
-    """The address of a stack with one worker."""
-    command = [
-        *(sys.executable, "-m", "splitpoint_cli", "up", "--instance", instance_name("page")),
-        *("--listen", "127.0.0.1:0", "--workers", "1", "--device", "cpu"),
-        *("--device-memory", "48MiB", "--host-memory", "64MiB", "--chunk-tokens", "16"),
-        *("--link-rate", "40MB/s"),
-    ]
-    with up_process(command) as process:
-        summary = wait_until_up(process)
-        found = re.search(r"127\.0\.0\.1:\d+", summary)
-        assert found is not None, summary
-        yield found[0]
-        process.terminate()
-        assert process.wait(60) == 0
+def stack() -> Iterator[GatewayStack]:
+    with gateway_stack() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def gateway(scheduler: str) -> Iterator[str]:
-    with gateway_process(scheduler) as address:
-        yield f"http://{address}"
+def gateway(stack: GatewayStack) -> str:
+    return stack.url
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +245,7 @@ def test_the_live_view_follows_the_worker(visit: Visit) -> None:
     worker = visit.page.locator(".worker")
     expect(worker).to_have_count(1)
     expect(worker).to_contain_text("Worker 0")
-    expect(worker).to_contain_text("link emulated 40.0 MB/s")
+    expect(worker).to_contain_text(re.compile(r"link measured [\d.]+\s[MG]B/s"))
     figures = visit.page.locator("#live-scheduler")
     answered = figures.locator("div").nth(2).locator("dd")
     before = int(answered.inner_text())
@@ -272,32 +257,38 @@ def test_the_live_view_follows_the_worker(visit: Visit) -> None:
     expect(answered).to_have_text(str(before + 1))
 
 
-def test_a_lost_gateway_is_told_and_found_again(browser: Browser, scheduler: str) -> None:
-    with gateway_process(scheduler) as address:
-        host, _, port = address.rpartition(":")
-        context = browser.new_context()
-        page = context.new_page()
-        page.goto(f"http://{address}")
-        expect(page.locator(".worker")).to_have_count(1)
+def test_a_lost_gateway_is_told_and_found_again(browser: Browser, stack: GatewayStack) -> None:
+    def start(address: str) -> Child:
+        scheduler = stack.scheduler_address
+        options = ("--listen", address, "--scheduler", scheduler)
+        return stack.fleet.server.start("gateway_service", *options)
+
+    child = start("127.0.0.1:0")
+    address = child.wait_ready()
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(f"http://{address}")
+    expect(page.locator(".worker")).to_have_count(1)
+    child.kill()
     expect(page.locator("#live-message")).to_contain_text("The gateway does not answer")
-    with gateway_process(scheduler, "--listen", f"{host}:{port}"):
-        expect(page.locator(".worker")).to_have_count(1)
-        context.close()
+    start(address).wait_ready()
+    expect(page.locator(".worker")).to_be_visible()
+    expect(page.locator("#live-message")).to_be_hidden()
+    expect(page.locator("#state-text")).to_have_text("1 worker ready")
+    context.close()
 
 
 # -- keys -----------------------------------------------------------------------------------
 
 
 def test_keys_are_asked_for_kept_in_memory_and_have_roles(
-    browser: Browser, scheduler: str, tmp_path: Path
+    browser: Browser, stack: GatewayStack, tmp_path: Path
 ) -> None:
     file = tmp_path / "tokens.toml"
     client = add_token(file, Caller("someone", Role.CLIENT, "team"))
     admin = add_token(file, Caller("root", Role.ADMIN))
-    with (
-        gateway_process(scheduler, "--tokens", str(file)) as address,
-        visiting(browser, f"http://{address}") as visit,
-    ):
+    address = stack.start_gateway("--tokens", str(file))
+    with visiting(browser, f"http://{address}") as visit:
         page = visit.page
         dialog, state = page.get_by_role("dialog"), page.locator("#state-text")
         expect(dialog).to_be_visible()

@@ -12,25 +12,27 @@ const welcome = byId("welcome");
 let messages = []; // of the chat, as sent next
 let running = null; // AbortController of the request that runs
 let models = [];
+let modelsTimer = null;
+let hasAskedForKey = false;
 
 // -- models and the state of the stack --------------------------------------------------
 
 async function loadModels() {
+  clearTimeout(modelsTimer);
   let pause = 5000;
   try {
     showModels((await getJson("/v1/models")).data);
   } catch (error) {
     if (error.status === 401) {
       setState("wait", hasKey() ? "the key is not known" : "needs an API key");
-      if (!byId("key-dialog").open && !loadModels.hasAsked) askKey(error);
-      loadModels.hasAsked = true;
+      if (!hasAskedForKey) askKey(error);
+      hasAskedForKey = true;
       return; // until there is another key
     }
-    setState("bad", error.status === 503 ? "no worker is ready" : "not reachable");
+    setState("bad", { 403: "this key may not ask", 503: "no worker is ready" }[error.status] ?? "not reachable");
     pause = 2000;
   }
-  clearTimeout(loadModels.timer);
-  loadModels.timer = setTimeout(loadModels, pause);
+  modelsTimer = setTimeout(loadModels, pause);
 }
 
 function showModels(found) {
@@ -224,9 +226,10 @@ function fit() {
   prompt.style.height = `${prompt.scrollHeight}px`;
 }
 
-function submit(event) {
+async function submit(event) {
   event?.preventDefault();
   if (running) return stop();
+  if (!models.length) await loadModels(); // sent before the page knows what is served
   // A prompt's own spaces and line breaks count, those around a message do not.
   const text = mode() === "chat" ? prompt.value.trim() : prompt.value;
   if (!text || !byId("settings-form").checkValidity()) {
