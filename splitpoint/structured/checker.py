@@ -148,7 +148,7 @@ class _Process:
         except (OSError, EOFError):
             return self._why()
         error: str = json.loads(answer)["error"]
-        return error[:_MOST_CHARACTERS]
+        return _shortened(error)
 
     def end(self) -> None:
         """End it, and wait for that. Repeating this has no effect."""
@@ -182,6 +182,14 @@ class _Process:
             # llguidance panics or aborts: the memory is used up, or the stack is.
             return f"compiling it fails, or takes more than {MOST_MEMORY_BYTES >> 20} MiB"
         raise _Ended(f"exit code {code}")
+
+
+def _shortened(error: str) -> str:
+    """Leave the middle of a long message out: grammars are quoted before what is wrong."""
+    if len(error) <= _MOST_CHARACTERS:
+        return error
+    kept = (_MOST_CHARACTERS - 5) // 2
+    return f"{error[:kept]} ... {error[-kept:]}"
 
 
 def _digest(grammar: GrammarText) -> bytes:

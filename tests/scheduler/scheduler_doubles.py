@@ -155,6 +155,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         self.reject_info: SplitpointError | None = None
         self.speculation: types_pb2.Speculation | None = None
         self.selections: list[types_pb2.SelectionSupport] = []
+        self.has_structured_output = False
         self.numerics = types_pb2.NUMERICS_UNSPECIFIED
         self.numerics_reason = self.numerics_digest = ""
         self.admits: list[worker_pb2.AdmitCommand] = []
@@ -223,6 +224,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
             shares_pages=True,
             speculation=self.speculation,
             selections=self.selections,
+            has_structured_output=self.has_structured_output,
             numerics=self.numerics,
             numerics_reason=self.numerics_reason,
             numerics_digest=self.numerics_digest,

@@ -69,7 +69,10 @@ class GrammarCompiler:
                 while len(self._kept) > _MOST_KEPT:
                     self._kept.popitem(last=False)
             found = found.deep_copy()
-        matcher = GrammarMatcher(found, ends=ends, min_tokens=min_tokens)
+        vocabulary, _ = self._vocabulary()
+        matcher = GrammarMatcher(
+            found, ends=ends, min_tokens=min_tokens, not_first=vocabulary.not_first
+        )
         matcher.replay(delivered)
         return matcher
 

@@ -65,7 +65,8 @@ class MaskFiller:
         for index, row in enumerate(bits):
             may_end = bool(row[end] & end_bit)
             row[end] &= ~end_bit
-            for token_id in matcher.ends:
+            first = not matcher.count + index
+            for token_id in (*matcher.ends, *(matcher.not_first if first else ())):
                 row[token_id // 8] &= ~np.uint8(1 << token_id % 8)
             has_text = bool(row.any())
             if may_end and (matcher.count + index >= matcher.min_tokens or not has_text):

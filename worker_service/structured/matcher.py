@@ -19,13 +19,22 @@ class GrammarMatcher:
         ends: ids that end the answer where it is complete: the model's end of sequence and the
             request's stop tokens. They are no part of its text.
         min_tokens: before so many tokens it does not end where it can go on.
+        not_first: ids that may not begin it.
         count: tokens of the answer so far.
     """
 
-    def __init__(self, inner: LLMatcher, *, ends: frozenset[int], min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        inner: LLMatcher,
+        *,
+        ends: frozenset[int],
+        min_tokens: int = 0,
+        not_first: Sequence[int] = (),
+    ) -> None:
         self._inner = inner
         self.ends = sorted(ends)
         self.min_tokens = min_tokens
+        self.not_first = not_first
         self.count = 0
         self._has_no_token = False
 

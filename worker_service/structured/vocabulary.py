@@ -26,6 +26,8 @@ class Vocabulary:
         size: ids of the model, those without a token included.
         drops_first_space: one space at the begin of an answer is no part of its text.
         spaces: ids whose text begins with a space.
+        not_first: ids that would lose other spaces at the begin of an answer, or none where others
+            lose one. They do not begin any.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
@@ -38,16 +40,26 @@ class Vocabulary:
             for index in range(size)
         ]
         self.spaces = [index for index, text in enumerate(self._bytes) if text[:1] == b" "]
-        self.drops_first_space = any(
-            not tokenizer.decode_segment([index], first=True).startswith(" ")
-            for index in self.spaces[:1]
-        )
+        firsts = {
+            index: tokenizer.decode_segment([index], first=True)
+            for index, text in enumerate(self._bytes)
+            if b" " in text
+        }
+        self.drops_first_space = any(not firsts[index].startswith(" ") for index in self.spaces)
+        self.not_first = [
+            index for index, text in firsts.items() if text.encode() != self._first(index)
+        ]
         self._anchor = tokenizer.encode("a", adds_special_tokens=False)
         self._by_bytes = {text: index for index, text in enumerate(self._bytes) if text}
         self._most_bytes = max(map(len, self._by_bytes))
         # Any text can be spelled, so that one that a grammar forces always can.
         if not all(bytes([byte]) in self._by_bytes for byte in _BYTES_OF_UTF8):
             raise unavailable("the model's vocabulary lacks tokens of single bytes")
+
+    def _first(self, index: int) -> bytes:
+        """Return the text that a token should have at the begin of an answer."""
+        text = self._bytes[index]
+        return text.removeprefix(b" ") if self.drops_first_space else text
 
     @property
     def mask_words(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from worker_service.engine.sampling import (
     choose,
 )
 from worker_service.model.draws import most_likely
+from worker_service.structured.masks import Mask, allowed_ids
 
 DEVICES = [
     "cpu",
@@ -48,7 +50,17 @@ def random_row(rng: random.Random, vocabulary: int) -> SamplingRow:
     )
     # Some of the tokens are drafts.
     known = rng.randint(len(tokens) // 2, len(tokens))
-    return SamplingRow(sampling, tokens[:known], len(tokens) // 2, (2,), tokens[known:])
+    mask = random_mask(rng, vocabulary) if rng.random() < 0.4 else None
+    return SamplingRow(sampling, tokens[:known], len(tokens) // 2, (2,), tokens[known:], mask)
+
+
+def random_mask(rng: random.Random, vocabulary: int) -> Mask:
+    """A grammar's mask, which allows from one id to nearly all."""
+    share = rng.choice([0, 0.1, 0.9])
+    allowed = {rng.randrange(vocabulary), *(i for i in range(vocabulary) if rng.random() < share)}
+    bits = np.zeros((vocabulary // 32 + 1) * 32, np.uint8)
+    bits[list(allowed)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def random_logits(rng: random.Random, count: int, vocabulary: int) -> torch.Tensor:
@@ -74,7 +86,7 @@ def test_both_twins_choose_the_same(vocabulary: int, device: str) -> None:
         rows = [random_row(rng, vocabulary) for _ in range(count)]
         finite = torch.tensor([rng.random() < 0.7 for _ in range(13)])
         pending = PendingChoices(
-            logits.to(device),
+            logits.clone().to(device),  # what masks exclude is set in place
             finite.to(device),
             rows,
             most_elements=rng.choice([1, 4 * vocabulary, 1 << 20]),
@@ -85,6 +97,7 @@ def test_both_twins_choose_the_same(vocabulary: int, device: str) -> None:
             assert type(wanted) is type(found)
             if isinstance(wanted, Choice) and isinstance(found, Choice):
                 assert found.token_id == wanted.token_id, row.sampling
+                assert row.mask is None or found.token_id in allowed_ids(row.mask, vocabulary)
                 assert (found.logprob is None) == (wanted.logprob is None)
                 assert found.logprob == pytest.approx(wanted.logprob, abs=1e-9)
                 values = [value for _, value in wanted.top_logprobs]
@@ -101,7 +114,7 @@ def test_a_token_does_not_depend_on_the_rows_beside_it(device: str) -> None:
     def tokens(result: tuple[list[bool], list[Choice | NonFiniteLogits]]) -> list[int]:
         return [each.token_id for each in result[1] if isinstance(each, Choice)]
 
-    together = tokens(PendingChoices(logits, finite, rows).read())
+    together = tokens(PendingChoices(logits.clone(), finite, rows).read())
     backwards = tokens(PendingChoices(logits.flip(0), finite, rows[::-1]).read())
     alone = [
         tokens(PendingChoices(logits[i : i + 1], finite[:1], rows[i : i + 1]).read())[0]

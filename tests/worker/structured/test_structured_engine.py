@@ -1,0 +1,348 @@
+"""Structured output in an engine: drafts, other requests, moves and errors change no answer.
+
+A tiny random model with the bundled tokenizer: without masks it writes nothing of sense. 10 s.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from drafter_doubles import Change, KnowingDrafter, sometimes_wrong, wrong
+from engine_runner import CPU, Transcript, admission, make_engine
+from random_schemas import random_schema
+from tiny_models import write_tiny
+
+from splitpoint.checkpoint.text import Tokenizer
+from splitpoint.speculation import DraftMethod, Speculation
+from splitpoint.structured.grammar import GrammarKind, GrammarText
+from worker_service.engine.engine import Engine
+from worker_service.engine.messages import StepOutput
+from worker_service.engine.sampling import Choice, Sampling
+from worker_service.engine.sequence import Admission
+from worker_service.model.decoder import Decoder
+from worker_service.structured.compiler import GrammarCompiler
+
+BUNDLED = Path(__file__).parents[3] / "models" / "stdlib-llama"
+EOS = 1
+LOADED = Tokenizer.load(BUNDLED)
+assert LOADED is not None
+TOKENIZER: Tokenizer = LOADED
+VOCABULARY = 4096
+GREETING = GrammarText(GrammarKind.REGEX, "(hello|good morning), [a-z]{3,12}( [a-z]{1,9}){0,3}!")
+NUMBERS = GrammarText(GrammarKind.REGEX, "[0-9]+")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = write_tiny("llama", tmp_path_factory.mktemp("m"), vocab_size=VOCABULARY)
+    yield Decoder.load(folder, CPU, torch.float32)
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler.if_possible(TOKENIZER, VOCABULARY)
+    assert made is not None
+    yield made
+    made.close()
+
+
+@dataclass
+class Answers(Transcript):
+    """Also keeps the choices."""
+
+    def __post_init__(self) -> None:
+        self.choices: dict[str, list[Choice]] = {}
+        self.preemption_count = 0
+
+    def add(self, output: StepOutput) -> None:
+        super().add(output)
+        self.preemption_count += output.preemption_count
+        for event in output.tokens:
+            self.choices.setdefault(event.key[0], []).append(event.choice)
+
+    def text(self, name: str) -> str:
+        return TOKENIZER.decode(self.tokens.get(name, []))
+
+    def reason(self, name: str) -> str:
+        finish = self.finishes[name]
+        assert finish.error is None, finish.error
+        return finish.reason
+
+
+def asked(
+    name: str,
+    grammar: GrammarText | None,
+    prompt: Sequence[int] = (5, 6, 7),
+    *,
+    speculation: Speculation | None = None,
+    delivered: Sequence[int] = (),
+    **sampling: object,
+) -> Admission:
+    options = {"max_tokens": 64, **sampling}
+    made = admission(name, prompt, Sampling(**options), delivered=delivered)  # type: ignore[arg-type]
+    made = replace(made, grammar=grammar)
+    return made if speculation is None else replace(made, speculation=speculation)
+
+
+def run(
+    engine: Engine,
+    compiler: GrammarCompiler,
+    admissions: Sequence[Admission],
+) -> Answers:
+    """Admit everything at once and step until idle, as the runtime does."""
+    for each in admissions:
+        matcher = None
+        if each.grammar is not None:
+            ends = set(each.sampling.stop_token_ids)
+            if not each.sampling.ignore_eos:
+                ends.update(engine.eos_token_ids)
+            matcher = compiler.matcher(
+                each.grammar,
+                salt=each.salt,
+                delivered=each.delivered,
+                ends=frozenset(ends),
+                min_tokens=each.sampling.min_tokens,
+            )
+        engine.admit(each, matcher=matcher)
+    answers = Answers()
+    for _ in range(5000):
+        answers.add(engine.step())
+        if engine.is_idle:
+            return answers
+    raise AssertionError("not idle")
+
+
+def engine_of(model: Decoder, **options: object) -> Engine:
+    return make_engine(model, eos_token_ids=(EOS,), tokenizer=TOKENIZER, **options)  # type: ignore[arg-type]
+
+
+def mixed(count: int, speculation: Speculation | None = None) -> list[Admission]:
+    """Greedy and sampled requests with schemas, with expressions, and without either."""
+    made = []
+    for index in range(count):
+        grammar = (
+            GrammarText(GrammarKind.JSON_SCHEMA, json.dumps(random_schema(index))),
+            GREETING,
+            None,
+            GrammarText(GrammarKind.JSON_OBJECT, ""),
+        )[index % 4]
+        made.append(
+            asked(
+                f"r{index}",
+                grammar,
+                [3 + index, 9, 4, 200 + index],
+                speculation=speculation,
+                # Where thousands of tokens are about as likely as each other, the order of
+                # additions would decide between them.
+                temperature=(0.0, 0.3)[index // 4 % 2],
+                top_p=(1.0, 0.95)[index // 8 % 2],
+                seed=index,
+                max_tokens=48,
+            )
+        )
+    return made
+
+
+def test_answers_belong_to_their_grammars(model: Decoder, compiler: GrammarCompiler) -> None:
+    requests = mixed(48)
+    answers = run(engine_of(model), compiler, requests)
+    whole = 0
+    for index, request in enumerate(requests):
+        name = request.request_id
+        if answers.reason(name) != "stop" or request.grammar is None:
+            continue
+        whole += 1
+        if request.grammar.kind is GrammarKind.JSON_SCHEMA:
+            jsonschema.validate(json.loads(answers.text(name)), random_schema(index))
+        elif request.grammar.kind is GrammarKind.JSON_OBJECT:
+            assert isinstance(json.loads(answers.text(name)), dict)
+        else:
+            assert answers.text(name)[-1] == "!"
+    assert whole >= 20
+
+
+def test_an_answer_is_independent_of_the_requests_beside_it(
+    model: Decoder, compiler: GrammarCompiler
+) -> None:
+    requests = mixed(16)
+    together = run(engine_of(model), compiler, requests)
+    for request in requests:
+        alone = run(engine_of(model), compiler, [request])
+        name = request.request_id
+        assert alone.tokens[name] == together.tokens[name]
+        assert alone.finishes[name].reason == together.finishes[name].reason
+
+
+@pytest.mark.parametrize("change", [list, wrong(VOCABULARY), sometimes_wrong(VOCABULARY, 5)])
+@pytest.mark.parametrize("count", [1, 5])
+def test_drafts_change_no_answer(
+    model: Decoder, compiler: GrammarCompiler, change: Change, count: int
+) -> None:
+    plain = run(engine_of(model), compiler, mixed(16))
+    drafter = KnowingDrafter(plain.tokens, change)
+    speculation = Speculation(DraftMethod.MODEL, count)
+    engine = engine_of(model, drafters={DraftMethod.MODEL: drafter})
+    drafted = run(engine, compiler, mixed(16, speculation))
+    assert drafted.tokens == plain.tokens
+    assert {k: f.reason for k, f in drafted.finishes.items()} == {
+        k: f.reason for k, f in plain.finishes.items()
+    }
+    accepted = sum(event.accepted for event in drafted.drafts)
+    if change is list:
+        assert drafted.steps < plain.steps
+        assert accepted > 0.5 * sum(event.drafted for event in drafted.drafts)
+
+
+def test_drafts_that_break_the_grammar_are_not_computed(
+    model: Decoder, compiler: GrammarCompiler
+) -> None:
+    plain = run(engine_of(model), compiler, [asked("r", NUMBERS, temperature=1.0, seed=3)])
+    letters = TOKENIZER.encode("hello", adds_special_tokens=False)
+    drafter = KnowingDrafter(plain.tokens, lambda tokens: [*tokens[:1], *letters])
+    engine = engine_of(model, drafters={DraftMethod.MODEL: drafter})
+    request = asked(
+        "r", NUMBERS, temperature=1.0, seed=3, speculation=Speculation(DraftMethod.MODEL, 4)
+    )
+    drafted = run(engine, compiler, [request])
+    assert drafted.tokens == plain.tokens
+    assert drafted.drafts
+    assert all(event.drafted == event.accepted == 1 for event in drafted.drafts)
+
+
+def test_an_answer_goes_on_elsewhere_after_any_token(
+    model: Decoder, compiler: GrammarCompiler
+) -> None:
+    schema = GrammarText(GrammarKind.JSON_SCHEMA, json.dumps(random_schema(3)))
+    cases: tuple[tuple[GrammarText, dict[str, Any]], ...] = (
+        (GREETING, {"temperature": 0.3, "seed": 4}),
+        (schema, {}),
+    )
+    for grammar, options in cases:
+        whole = run(engine_of(model), compiler, [asked("r", grammar, **options)]).tokens["r"]
+        for count in range(1, min(len(whole), 12)):
+            rest = run(
+                engine_of(model),
+                compiler,
+                [asked("r", grammar, delivered=whole[:count], **options)],
+            )
+            assert rest.tokens["r"] == whole[count:]
+
+
+def test_a_sequence_that_leaves_the_device_keeps_its_place_in_the_grammar(
+    model: Decoder, compiler: GrammarCompiler
+) -> None:
+    requests = mixed(12)
+    wanted = run(engine_of(model), compiler, requests)
+    # Four sequences of up to four pages in six.
+    got = run(engine_of(model, cache_pages=6), compiler, requests)
+    assert got.preemption_count > 0
+    assert got.tokens == wanted.tokens
+
+
+def test_logprobs_are_of_the_tokens_that_may_follow(
+    model: Decoder, compiler: GrammarCompiler
+) -> None:
+    pair = GrammarText(GrammarKind.REGEX, "(a|b)(1|2|3)")
+    answers = run(engine_of(model), compiler, [asked("r", pair, logprobs=20)])
+    first, second = answers.choices["r"][:2]
+    for choice, most in ((first, 20), (second, 4)):
+        assert choice.logprob is not None
+        found = dict(choice.top_logprobs)
+        assert len(found) <= most
+        assert found[choice.token_id] == choice.logprob == max(found.values())
+        assert math.fsum(map(math.exp, found.values())) == pytest.approx(1)
+
+
+def test_an_answer_that_cannot_go_on_ends_whatever_was_asked_for(
+    model: Decoder, compiler: GrammarCompiler
+) -> None:
+    three = GrammarText(GrammarKind.REGEX, "[ax]{3}")
+    answers = run(
+        engine_of(model),
+        compiler,
+        [
+            asked("plain", three),
+            asked("least", three, min_tokens=40),
+            asked("no end", three, ignore_eos=True),
+            asked("long", GrammarText(GrammarKind.REGEX, "[0-9]{90}"), max_tokens=9),
+        ],
+    )
+    assert [answers.reason(name) for name in ("plain", "least", "no end")] == ["stop"] * 3
+    assert all(len(answers.text(name)) == 3 for name in ("plain", "least", "no end"))
+    assert answers.reason("long") == "length"
+
+
+def test_an_end_of_sequence_ends_a_whole_answer_only(
+    model: Decoder, compiler: GrammarCompiler
+) -> None:
+    """With all weight on the end, it comes as soon as the grammar lets it."""
+    bias = {EOS: 100.0}
+    many = GrammarText(GrammarKind.REGEX, "[0-9]{3,}")
+    answers = run(
+        engine_of(model),
+        compiler,
+        [
+            asked("soon", many, logit_bias=bias),
+            asked("later", many, logit_bias=bias, min_tokens=20),
+            asked("never", many, logit_bias=bias, ignore_eos=True, max_tokens=30),
+        ],
+    )
+    assert answers.tokens["soon"][-1] == EOS
+    assert 3 <= len(answers.text("soon")) <= 9
+    assert answers.tokens["later"][-1] == EOS
+    assert len(answers.tokens["later"]) == 21
+    assert EOS not in answers.tokens["never"]
+    assert [answers.reason(name) for name in ("soon", "later", "never")] == [
+        "stop",
+        "stop",
+        "length",
+    ]
+
+
+def test_a_stop_string_cuts_an_answer_and_is_named(
+    model: Decoder, compiler: GrammarCompiler
+) -> None:
+    answers = run(engine_of(model), compiler, [asked("r", GREETING, stop=(",",))])
+    finish = answers.finishes["r"]
+    assert (finish.reason, finish.matched_stop) == ("stop", ",")
+
+
+def test_a_grammar_that_fails_ends_its_own_request(
+    model: Decoder, compiler: GrammarCompiler
+) -> None:
+    heavy = GrammarText(
+        GrammarKind.GRAMMAR,
+        "start: A\nA: /(.*a){9}.*/ & /(.*b){9}.*/ & /(.*c){9}.*/ & ~/(.*d){9}.*/",
+    )
+    wanted = run(engine_of(model), compiler, mixed(8))
+    answers = run(engine_of(model), compiler, [*mixed(8), asked("heavy", heavy)])
+    error = answers.finishes["heavy"].error
+    assert error is not None
+    assert error.reason == "GRAMMAR_TOO_COMPLEX"
+    assert "heavy" not in answers.tokens
+    assert answers.tokens == wanted.tokens
+
+
+def test_a_request_without_a_grammar_costs_nothing(
+    model: Decoder, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model)
+    filler = engine._runner._mask_filler
+
+    def refused(*_: object) -> None:
+        raise AssertionError("masks were computed")
+
+    monkeypatch.setattr(type(filler), "fill", refused)
+    answers = run(engine, compiler, [asked("r", None, max_tokens=8, ignore_eos=True)])
+    assert len(answers.tokens["r"]) == 8
