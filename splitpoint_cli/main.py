@@ -12,6 +12,7 @@ from splitpoint.errors import SplitpointError
 from splitpoint.extras import missing_extra
 from splitpoint_cli import metrics
 from splitpoint_cli.arena import command as arena
+from splitpoint_cli.batch import command as batch
 from splitpoint_cli.bench import commands as bench
 from splitpoint_cli.calibrate import command as calibrate
 from splitpoint_cli.chat import command as chat
@@ -37,6 +38,7 @@ app.command()(up.up)
 app.command()(down.down)
 app.command()(generate.generate)
 app.command()(chat.chat)
+app.command()(batch.batch)
 app.command()(plan.plan)
 app.command()(what_pays.what_pays)
 app.command()(size.size)

@@ -1,0 +1,160 @@
+"""The file of answers: one line for each request, in the order in which they end.
+
+A line is written by one call and then never touched. So a process that is killed at any byte leaves
+whole lines and at most one half, which the next run drops: its request is answered again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from splitpoint.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+
+_ID_PREFIX = "batch_req_"
+# What every line begins with.
+_START = f'{{"id":"{_ID_PREFIX}'.encode()
+# Seconds between two calls of fsync: what a loss of power can take is answered again.
+SYNC_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A line of an earlier run. `number` is that of the request's line if `custom_id` is None."""
+
+    custom_id: str | None
+    number: int
+    has_failed: bool
+
+
+class AnswerFile:
+    """The answers of a batch, and those of its earlier runs. Close it, or use `with`."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the file, and lock it.
+
+        Raises InvalidArgument if it cannot be written, FailedPrecondition if another batch
+        writes it.
+        """
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise InvalidArgument(f"{path}: {error.strerror}", field="out") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise FailedPrecondition(
+                f"another splitpoint batch is writing {path}", reason="BATCH_RUNS"
+            ) from None
+        self._size = os.fstat(self._fd).st_size
+        self._synced_at = time.monotonic()
+
+    def is_same_file(self, path: Path) -> bool:
+        ours, other = os.fstat(self._fd), path.stat()
+        return (ours.st_dev, ours.st_ino) == (other.st_dev, other.st_ino)
+
+    def earlier(self) -> Iterator[Earlier]:
+        """Yield the answers that are there, and drop a half line at the end.
+
+        Raises InvalidArgument, and changes nothing, if a line is no answer of a batch.
+        """
+        offset = 0
+        with os.fdopen(os.dup(self._fd), "rb") as file:
+            file.seek(0)
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    self._drop_half(offset, line)
+                    return
+                yield self._earlier(number, line)
+                offset += len(line)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one line. Raises ResourceExhausted; the line is then not in the file."""
+        line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
+        written = 0
+        try:
+            while written < len(line):
+                written += os.write(self._fd, line[written:])
+        except OSError as error:
+            os.ftruncate(self._fd, self._size)
+            raise ResourceExhausted(
+                f"{self.path}: {error.strerror}", reason="CANNOT_WRITE"
+            ) from error
+        self._size += len(line)
+        if time.monotonic() - self._synced_at >= SYNC_SECONDS:
+            self.sync()
+
+    def sync(self) -> None:
+        """Return once all that was written is on the disk."""
+        os.fsync(self._fd)
+        self._synced_at = time.monotonic()
+
+    def close(self) -> None:
+        self.sync()
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _earlier(self, number: int, line: bytes) -> Earlier:
+        try:
+            row = json.loads(line)
+            custom_id, error, response = row["custom_id"], row["error"], row["response"]
+            if not row["id"].startswith(_ID_PREFIX) or not isinstance(custom_id, str | None):
+                raise ValueError
+            failed = error is not None or response["status_code"] != 200
+            return Earlier(custom_id, 0 if error is None else int(error["line"]), failed)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise self._foreign(f"line {number} is no answer of a batch") from None
+
+    def _drop_half(self, offset: int, line: bytes) -> None:
+        # After a loss of power a file may end with zeros.
+        text = line.rstrip(b"\0")
+        if not (text.startswith(_START) or _START.startswith(text)):
+            raise self._foreign("its last line is no answer of a batch")
+        os.ftruncate(self._fd, offset)
+        self._size = offset
+
+    def _foreign(self, why: str) -> InvalidArgument:
+        return InvalidArgument(f"{self.path}: {why}; give another file", field="out")
+
+
+def response_row(
+    custom_id: str, status: int, request_id: str, body: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the line of a request that was answered, also by an error."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return {
+        "id": _ID_PREFIX + uuid.uuid4().hex,
+        "custom_id": custom_id,
+        "response": response,
+        "error": None,
+    }
+
+
+def fault_row(custom_id: str | None, number: int, message: str) -> dict[str, Any]:
+    """Return the line of a line that is no request. `number`: counted from 1."""
+    error = {
+        "code": "invalid_line",
+        "message": f"line {number}: {message}",
+        "param": None,
+        "line": number,
+    }
+    return {
+        "id": _ID_PREFIX + uuid.uuid4().hex,
+        "custom_id": custom_id,
+        "response": None,
+        "error": error,
+    }

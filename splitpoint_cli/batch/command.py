@@ -1,0 +1,302 @@
+"""`splitpoint batch`: answer a file of requests, at a running stack or by a model of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from array import array
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from splitpoint.checkpoint.resolve import BUNDLED_MODEL
+from splitpoint.config import DEFAULT_ADDRESS, check_addresses
+from splitpoint.errors import Cancelled, InvalidArgument, SplitpointError
+from splitpoint.options import scheduler, store, worker
+from splitpoint.options.option import SIZE, Option
+from splitpoint.transport.tls import PLAIN, Identity, client_identity
+from splitpoint.words import counted
+from splitpoint_cli.batch.progress import shown
+from splitpoint_cli.identity import Address, CaFile, TokenFile
+from splitpoint_cli.options import of, takes_options
+from splitpoint_cli.output import EXIT_HELP, err, seconds_text
+from splitpoint_cli.report import AsJson, OutputFile, facts_table, hand_over, print_table
+
+if TYPE_CHECKING:
+    from splitpoint_cli.batch.answers import AnswerFile
+    from splitpoint_cli.batch.run import Batch, Totals
+    from splitpoint_cli.batch.source import Source
+
+# Their warnings are about the cache of a stack that others use, too.
+_SERVICES = ("kvstore_service", "worker_service", "scheduler_service", "splitpoint")
+_OFFLINE = "Model in this process (docs/offline.md)"
+# Of unary calls: tokenizing, and reading facts of models.
+_CALL_SECONDS = 60.0
+
+ORDER: Option[str] = Option(
+    "order",
+    str,
+    "prefix",
+    "Order in which requests are sent: prefix, those with a common prefix one after the other; "
+    "file, as they come.",
+    choices=("prefix", "file"),
+)
+CONCURRENCY: Option[int] = Option(
+    "concurrency", int, 64, "Requests that are open at a time.", unit="N", least=1, most=1024
+)
+RETRY_SECONDS: Option[float] = Option(
+    "retry-seconds",
+    float,
+    60.0,
+    "Seconds without any answer for which requests are repeated when no scheduler takes them; "
+    "then the command ends, and can be run again.",
+    unit="SECONDS",
+    least=0,
+)
+MODEL: Option[str | None] = Option(
+    "model",
+    str,
+    None,
+    "Answer with this model in this process instead of at --address: a checkpoint folder, a name "
+    f"on the Hugging Face hub, or {BUNDLED_MODEL}, the bundled model.",
+    unit="DIR|NAME",
+)
+HOST_MEMORY: Option[str | None] = Option(
+    "host-memory",
+    str,
+    None,
+    "Size of the arena in bytes; absent: a quarter of the available memory, at most 8 GiB and "
+    "half of the free space of /dev/shm.",
+    unit=SIZE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """Values of the declared options of `splitpoint batch`."""
+
+    order: str = of(ORDER)
+    concurrency: int = of(CONCURRENCY)
+    retry_seconds: float = of(RETRY_SECONDS)
+    model: str | None = of(MODEL, _OFFLINE)
+    device: str = of(worker.DEVICE, _OFFLINE)
+    dtype: str = of(store.DTYPE, _OFFLINE)
+    weights: str = of(store.WEIGHTS, _OFFLINE)
+    host_memory: str | None = of(HOST_MEMORY, _OFFLINE)
+    device_memory: str | None = of(worker.DEVICE_MEMORY, _OFFLINE)
+    threads: int | None = of(worker.THREADS, _OFFLINE)
+    max_batch: int = of(worker.MAX_BATCH, _OFFLINE)
+    max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS, _OFFLINE)
+    residency: str = of(scheduler.RESIDENCY, _OFFLINE)
+    speculative_config: str | None = of(worker.SPECULATIVE_CONFIG, _OFFLINE)
+    draft_model: str | None = of(worker.DRAFT_MODEL, _OFFLINE)
+    chat_template: str | None = of(scheduler.CHAT_TEMPLATE, _OFFLINE)
+
+    def engine_options(self) -> dict[str, Any]:
+        """Return the options of the model in this process that are not their defaults.
+
+        Raises InvalidArgument if there are any without --model.
+        """
+        given = {
+            each.name: value
+            for each in fields(self)
+            if each.metadata["panel"] == _OFFLINE and each.name != "model"
+            if (value := getattr(self, each.name)) != each.metadata["option"].default
+        }
+        if given and self.model is None:
+            name = next(iter(given))
+            raise InvalidArgument(f"--{name.replace('_', '-')} needs --model", field=name)
+        return given
+
+
+@takes_options
+def batch(
+    options: BatchOptions,
+    *,
+    requests: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="Requests, one JSON object a line.")
+    ],
+    answers: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT.jsonl",
+            help="Answers; those that are there already are not asked for again.",
+        ),
+    ],
+    address: Address = DEFAULT_ADDRESS,
+    ca: CaFile = None,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+    output: OutputFile = None,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format.
+
+    It may be killed at any time: the same command then answers the rest. Requests that fail get
+    their error as their answer.
+    """
+    from splitpoint_cli.batch.answers import AnswerFile
+    from splitpoint_cli.batch.jobs import URLS
+    from splitpoint_cli.batch.run import Batch, Order
+    from splitpoint_cli.batch.source import Source
+
+    engine_options = options.engine_options()
+    began = time.monotonic()
+    with ExitStack() as opened:
+        source = opened.enter_context(Source(requests, URLS))
+        if answers.exists() and answers.samefile(requests):
+            raise InvalidArgument("OUT is the file of the requests", field="out")
+        source.index()
+        target = opened.enter_context(AnswerFile(answers))
+        totals, positions = _left(source, target)
+        on_progress = opened.enter_context(shown(err, len(source)))
+        run = Batch(
+            source,
+            target,
+            Order(options.order),
+            options.concurrency,
+            options.retry_seconds,
+            on_progress,
+            totals,
+        )
+        try:
+            if not positions:
+                pass
+            elif options.model is not None:
+                _run_offline(run, positions, options.model, engine_options)
+            else:
+                identity = client_identity(ca=ca, token_file=token_file)
+                _run_online(run, positions, address, identity)
+        except SplitpointError:
+            _tell_rest(totals)
+            raise
+    seconds = time.monotonic() - began
+    report = _report(totals, options.order, seconds)
+    hand_over(report, lambda: _show(totals, seconds), as_json=as_json, output=output)
+
+
+batch.__doc__ = f"{batch.__doc__}\n\n{EXIT_HELP}"
+
+
+def _left(source: Source, target: AnswerFile) -> tuple[Totals, array[int]]:
+    """Return the positions of requests without an answer. Raises InvalidArgument."""
+    from splitpoint_cli.batch.run import Totals
+
+    totals = Totals(line_count=len(source))
+    is_answered = bytearray(len(source))
+    for earlier in target.earlier():
+        position = source.position_of(earlier.custom_id, earlier.number)
+        if position is None:
+            raise InvalidArgument(
+                f"{target.path} has an answer to {earlier.custom_id or f'line {earlier.number}'}, "
+                f"which is no request of {source.path}; give another file",
+                field="out",
+            )
+        if not is_answered[position]:
+            is_answered[position] = 1
+            totals.earlier_count += 1
+            totals.earlier_failed_count += earlier.has_failed
+    positions = array("Q", (n for n in range(len(source)) if not is_answered[n]))
+    return totals, positions
+
+
+def _run_online(run: Batch, positions: array[int], address: str, identity: Identity) -> None:
+    async def work() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        await _answer(run, positions, check_addresses(address), identity)
+
+    try:
+        asyncio.run(work())
+    except asyncio.CancelledError:
+        raise Cancelled("interrupted") from None
+
+
+def _run_offline(
+    run: Batch, positions: array[int], model: str, engine_options: dict[str, Any]
+) -> None:
+    from splitpoint.extras import need_all
+
+    need_all("splitpoint batch --model")
+    from splitpoint_offline.engine import Engine
+    from splitpoint_offline.options import settings_of
+
+    for package in _SERVICES:
+        logging.getLogger(package).setLevel(logging.ERROR)
+    settings = settings_of(None if model == BUNDLED_MODEL else model, engine_options)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Cancelled("interrupted")
+
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    engine = Engine(settings)
+    try:
+        engine.start()
+        engine.call(lambda _: _answer(run, positions, (settings.scheduler_address,), PLAIN))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        engine.close()
+
+
+async def _answer(
+    run: Batch, positions: array[int], addresses: tuple[str, ...], identity: Identity
+) -> None:
+    from gateway_service.upstream.schedulers import Upstream
+    from splitpoint_cli.batch.jobs import Requests
+
+    upstream = Upstream(addresses, identity, call_seconds=_CALL_SECONDS)
+    try:
+        await run.run(Requests(upstream), positions)
+    finally:
+        await upstream.close()
+
+
+def _tell_rest(totals: Totals) -> None:
+    done = totals.earlier_count + totals.answered_count
+    err.print(
+        f"{done:,} of {counted(totals.line_count, 'request')} answered; the same command goes on"
+    )
+
+
+def _report(totals: Totals, order: str, seconds: float) -> dict[str, Any]:
+    return {
+        "requests": totals.line_count,
+        "answered": totals.answered_count,
+        "failed": totals.failed_count,
+        "answered_earlier": totals.earlier_count,
+        "failed_earlier": totals.earlier_failed_count,
+        "order": order,
+        "prompt_tokens": totals.prompt_tokens,
+        "cached_tokens": totals.cached_tokens,
+        "prefilled_tokens": totals.prefilled_tokens,
+        "completion_tokens": totals.completion_tokens,
+        "seconds": seconds,
+    }
+
+
+def _show(totals: Totals, seconds: float) -> None:
+    failed = totals.failed_count + totals.earlier_failed_count
+    answered = f"{totals.earlier_count + totals.answered_count:,}"
+    if totals.earlier_count:
+        answered += f", {totals.earlier_count:,} of them by earlier runs"
+    rows = [("requests answered", answered), ("with an error", f"{failed:,}")]
+    if totals.answered_count:
+        rate = totals.completion_tokens / seconds if seconds else 0.0
+        rows += [
+            ("prompt tokens", f"{totals.prompt_tokens:,}"),
+            ("of them cached", f"{totals.cached_tokens:,}"),
+            ("of them prefilled", f"{totals.prefilled_tokens:,}"),
+            ("generated tokens", f"{totals.completion_tokens:,}, {rate:,.0f} a second"),
+        ]
+    rows.append(("time", seconds_text(seconds)))
+    print_table(facts_table(rows))

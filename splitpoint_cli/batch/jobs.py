@@ -1,0 +1,131 @@
+"""One request of a batch: its body read as the gateway reads it, sent, and rendered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from gateway_service.openai.answers import Answer, Job
+from gateway_service.openai.chat.job import ChatJob, read_chat
+from gateway_service.openai.completions import CompletionJob, read_completion
+from gateway_service.openai.errors import error_answer
+from gateway_service.openai.responses.job import ResponseJob, read_response
+from gateway_service.openai.values import wrong
+from gateway_service.upstream.models import Models
+from gateway_service.upstream.schedulers import Upstream
+from splitpoint.client.schedulers import INFERENCE
+from splitpoint.errors import SplitpointError
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint_cli.batch.order import prefix_key
+from splitpoint_cli.batch.source import Line
+
+# Ids of answers begin with these, and bodies are read by these.
+_READS: dict[str, tuple[str, Callable[..., Job]]] = {
+    "/v1/completions": ("cmpl", read_completion),
+    "/v1/chat/completions": ("chatcmpl", read_chat),
+    "/v1/responses": ("resp", read_response),
+}
+URLS = frozenset(_READS)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a request came to: the response, and its tokens over all its answers."""
+
+    status: int
+    request_id: str
+    body: dict[str, Any]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Requests:
+    """Sends requests of a batch to the schedulers. Belongs to one event loop."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._models = Models(upstream)
+
+    async def answer(self, line: Line) -> Outcome:
+        """Return the answer to a request. Raises SplitpointError."""
+        job = _job_of(line)
+        if isinstance(job, CompletionJob):
+            for index, request in job.to_detokenize.items():
+                told = await self._upstream.call(INFERENCE, "Detokenize", request)
+                job.detokenized(index, told.text)
+        if isinstance(job, ChatJob | ResponseJob) and job.needs_model:
+            job.model_found(await self._models.get(job.model, ()))
+        answers = [Answer() for _ in job.requests]
+        await _all(
+            self._upstream.generate(request, (), _taken_by(answer))
+            for request, answer in zip(job.requests, answers, strict=True)
+        )
+        usages = [answer.finished.usage for answer in answers]
+        return Outcome(
+            200,
+            job.id,
+            job.result(answers),
+            sum(usage.prompt_tokens for usage in usages),
+            sum(usage.cached_tokens for usage in usages),
+            sum(usage.completion_tokens for usage in usages),
+        )
+
+    async def key(self, line: Line) -> bytes:
+        """Return what sorts a request by its prompt; of several prompts the first counts.
+
+        Raises SplitpointError.
+        """
+        request = _job_of(line).requests[0]
+        if request.HasField("token_ids"):
+            token_ids = request.token_ids.ids
+        else:
+            asked = pb.TokenizeRequest(
+                model=request.model, omits_special_tokens=request.omits_special_tokens
+            )
+            if request.HasField("chat"):
+                asked.chat.CopyFrom(request.chat)
+            else:
+                asked.text = request.text
+            told = await self._upstream.call(INFERENCE, "Tokenize", asked)
+            token_ids = told.token_ids
+        return prefix_key(request.model, request.cache_salt, token_ids)
+
+
+def refused(line: Line, error: SplitpointError) -> Outcome:
+    """Return the response of a request that failed."""
+    try:
+        names = _job_of(line).parameter_names
+    except SplitpointError:  # the body itself is wrong: the error has the client's own name
+        names = {}
+    told = error_answer(error, names)
+    return Outcome(told.status, f"req-{uuid.uuid4().hex}", told.body)
+
+
+def _job_of(line: Line) -> Job:
+    prefix, read = _READS[line.url]
+    job = read(line.body, request_id=f"{prefix}-{uuid.uuid4().hex}", created=int(time.time()))
+    if job.is_stream:
+        raise wrong("stream", "must not be true: a batch has whole answers")
+    return job
+
+
+def _taken_by(answer: Answer) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
+    async def take(message: pb.GenerateResponse) -> None:
+        answer.add(message)
+
+    return take
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all of it; the first error ends the rest."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in work:
+                group.create_task(each)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
