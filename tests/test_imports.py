@@ -292,7 +292,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         ),
         "page_tokens",
         "traces",
-        *("checks", "stack", "request", "chat", "top", "trace"),
+        *("checks", "stack", "request", "chat", "batch", "top", "trace"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store"),
         *(
