@@ -14,6 +14,7 @@ from rich.table import Table
 from splitpoint.client import Generation
 from splitpoint.client.answers import Completion
 from splitpoint.errors import InvalidArgument
+from splitpoint.planning.plan import Plan, RestoreMethod
 from splitpoint.words import counted
 from splitpoint_cli.chat.conversation import Turn, totals
 from splitpoint_cli.chat.lines import HELP
@@ -141,8 +142,14 @@ def _cells(completion: Completion | None) -> tuple[str, ...]:
         f"{usage.prompt_tokens:,}",
         f"{usage.cached_tokens:,}",
         f"{usage.cached_tokens / max(1, usage.prompt_tokens):.0%}",
-        "" if plan is None else f"{plan.split_tokens:,} ({plan.method.value})",
+        "" if plan is None else f"{_split_of(plan):,} ({plan.method.value})",
         f"{usage.completion_tokens:,}",
         seconds_text(completion.ttft_seconds),
         completion.worker,
     )
+
+
+def _split_of(plan: Plan) -> int:
+    """Return how many cached tokens were rebuilt, by either way."""
+    is_from_ids = plan.method is RestoreMethod.TOKENS
+    return plan.recomputed_tokens if is_from_ids else plan.split_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -141,6 +142,27 @@ def test_the_other_worker_finds_the_prefix(address: str) -> None:
         cached = again["usage"]["cached_tokens"]
         assert again["token_ids"] == cold["token_ids"]
         assert again["plan"]["split_tokens"] == min(split, cached)
+
+
+def test_a_chat_finds_its_earlier_turns_in_the_cache(address: str) -> None:
+    questions = ["Read a file and return its lines.", "Count the words.", "Sort them.", "Again."]
+    done = subprocess.run(
+        [*COMMAND, "chat", "--address", address, "--max-tokens", "24", "--json"],
+        input="\n".join(questions),
+        capture_output=True,
+        text=True,
+        timeout=UP_SECONDS,
+        env=child_environment({}),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    said = [message["content"] for message in told["messages"] if message["role"] == "user"]
+    assert said == questions
+    usages = [turn["usage"] for turn in told["turns"]]
+    for before, after in itertools.pairwise(usages):
+        assert after["cached_tokens"] >= 0.9 * before["prompt_tokens"]
+    assert all(turn["plan"]["reason"] for turn in told["turns"])
 
 
 def test_errors_reach_the_user_by_name(address: str) -> None:
