@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import jsonschema
 import openai
 import pytest
 from own_names import instance_name
@@ -177,6 +179,27 @@ def test_a_stop_string_ends_the_answer(routed: Routed) -> None:
     )
     assert stopped.choices[0].finish_reason == "stop"
     assert "def " not in stopped.choices[0].text
+
+
+def test_an_answer_follows_a_schema(routed: Routed) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["asyncio", "json"]}, "count": {"type": "integer"}},
+        "required": ["name", "count"],
+        "additionalProperties": False,
+    }
+    answer = routed.router.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Name a module."}],
+        max_tokens=200,
+        temperature=0,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "module", "schema": schema, "strict": True},
+        },
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.choices[0].message.content or ""), schema)
 
 
 def test_the_schedulers_errors_reach_the_client(routed: Routed) -> None:
