@@ -49,6 +49,7 @@ def routes_of(gateway: Gateway) -> list[Route]:
         route("/health", "GET", operations.health, is_counted=False),
         route("/health/live", "GET", operations.live, is_counted=False),
         route("/metrics", "GET", operations.metrics, status, is_counted=False),
+        route("/openapi.json", "GET", operations.openapi, is_counted=False),
         route("/version", "GET", operations.version, is_counted=False),
     ]
 

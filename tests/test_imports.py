@@ -271,6 +271,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "plan_report",
         "tool_calls",
         "openai",
+        "openapi",
         "settings",
         "http",
         "upstream",

@@ -1,4 +1,4 @@
-"""For operators: GET /health, /health/live, /version and /metrics."""
+"""For operators: GET /health, /health/live, /version, /openapi.json and /metrics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from prometheus_client.exposition import choose_encoder
 
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.http.exchange import Exchange
+from gateway_service.openapi.document import document
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.errors import Unavailable
 
@@ -34,6 +35,10 @@ async def metrics(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> N
     # In a thread, since sources are read on this loop.
     body = await asyncio.to_thread(encode, gateway.meters.registry)
     await exchange.respond_bytes(body, kind.encode())
+
+
+async def openapi(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
+    await exchange.respond(document(_version(), needs_key=gateway.access is not None))
 
 
 async def version(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:

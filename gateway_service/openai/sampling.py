@@ -153,7 +153,7 @@ _OPENAI_TEXT = (
 _EXTENSIONS = (
     _extra("top_k", integer(-1), "Sample from the k likeliest tokens; 0 and -1: all.", 0),
     _extra("min_p", number(0, 1), "Drop tokens below this share of the likeliest.", 0.0),
-    _extra("repetition_penalty", number(0, above=True), "1 is none.", 1.0),
+    _extra("repetition_penalty", number(0.01, 100), "1 is none.", 1.0),
     _extra("stop_token_ids", array(integer(0), most=64), "Tokens that end the answer."),
     _extra("ignore_eos", BOOLEAN, "Go on after the end of the text.", False),
     _extra("min_tokens", integer(0), "Fewest tokens before the answer may end.", 0),

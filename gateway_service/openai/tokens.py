@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from gateway_service.openai.chat.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
+from gateway_service.openai.chat.tools import TOOLS
 from gateway_service.openai.fields import Field, Table
 from gateway_service.openai.values import (
     BOOLEAN,
-    OBJECT,
     array,
     integer,
     text_of,
@@ -19,8 +19,6 @@ from splitpoint.v1 import scheduler_pb2 as pb
 
 _MODEL = Field("model", text_of(), "Name of a served model; absent: the only one.")
 _MOST_TOKENS = 1 << 20
-MESSAGES = array(OBJECT, least=1, most=4096)
-_TOOLS = array(OBJECT)
 
 TOKENIZE_FIELDS = Table(
     [
@@ -33,12 +31,8 @@ TOKENIZE_FIELDS = Table(
             "Put the model's special tokens around the prompt. A chat's come from its template.",
         ),
         Field("return_token_strs", BOOLEAN, "Return the tokens' texts, too.", default=False),
-        Field("add_generation_prompt", BOOLEAN, "Begin an answer to the chat.", default=True),
-        Field(
-            "continue_final_message", BOOLEAN, "The last message is not finished.", default=False
-        ),
-        Field("tools", _TOOLS, "Functions that the chat's template shows."),
-        Field("chat_template_kwargs", OBJECT, "Further variables of the chat's template."),
+        TOOLS,
+        *CHAT_PROMPT_FIELDS,
     ]
 )
 DETOKENIZE_FIELDS = Table(
@@ -84,19 +78,9 @@ def read_tokenize(body: Any) -> TokenizeJob:
         request.text = values["prompt"]
         request.omits_special_tokens = not values.get("add_special_tokens", True)
     else:
-        request.chat.CopyFrom(_chat_of(values))
+        chat = chat_prompt(values, values["messages"], values.get("tools"))
+        request.chat.CopyFrom(chat)
     return TokenizeJob(request, values.get("return_token_strs", False))
-
-
-def _chat_of(values: dict[str, Any]) -> pb.ChatPrompt:
-    chat = pb.ChatPrompt(messages=json.dumps(values["messages"]))
-    if "tools" in values:
-        chat.tools = json.dumps(values["tools"])
-    if "chat_template_kwargs" in values:
-        chat.template_arguments = json.dumps(values["chat_template_kwargs"])
-    chat.continues_final_message = values.get("continue_final_message", False)
-    chat.omits_generation_prompt = not values.get("add_generation_prompt", True)
-    return chat
 
 
 def read_detokenize(body: Any) -> pb.DetokenizeRequest:

@@ -35,6 +35,8 @@ STOP_BYTES_LIMIT = 256
 STOP_TOKEN_LIMIT = 64
 LOGIT_BIAS_LIMIT = 1024
 LOGPROBS_LIMIT = 20
+# Beyond these logits may overflow.
+REPETITION_PENALTIES = (0.01, 100.0)
 
 
 def validate_generate(
@@ -199,7 +201,7 @@ def _check_sampling(
     _check_range(sampling, "min_p", 0, 1)
     _check_range(sampling, "presence_penalty", -2, 2)
     _check_range(sampling, "frequency_penalty", -2, 2)
-    _check_range(sampling, "repetition_penalty", 0, math.inf, above=True)
+    _check_range(sampling, "repetition_penalty", *REPETITION_PENALTIES)
     _check_range(sampling, "max_tokens", 1, math.inf)
     _check_range(sampling, "min_tokens", 0, math.inf)
     _check_range(sampling, "logprobs", 0, LOGPROBS_LIMIT)

@@ -121,7 +121,7 @@ RepetitionPenalty = Annotated[
     float | None,
     typer.Option(
         help="Divide positive and multiply negative logits of tokens seen before, in the prompt, "
-        "too; above 0; absent: 1.",
+        "too; from 0.01 to 100; absent: 1.",
         metavar="X",
         rich_help_panel=_SAMPLING,
     ),

@@ -154,7 +154,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "messages[0].content[0].type",
     ),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "a", "name": "\ud800"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "a", "name": "\ud800"}]}, "messages[0].name"),
+    ({"messages": [{"role": "user", "content": "a", "x": "\ud800"}]}, "messages"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+        "messages[0].tool_calls[0].function",
+    ),
     ({"functions": []}, "functions"),
     ({"store": True}, "store"),
     ({"modalities": ["text", "audio"]}, "modalities"),

@@ -42,6 +42,11 @@ def _read_message(name: str, value: Any) -> dict[str, Any]:
     message["role"] = _ROLES.get(role, role)
     if "function_call" in message:
         raise wrong(f"{name}.function_call", "is not supported: use tool_calls")
+    for key in ("name", "tool_call_id"):
+        if key in message:
+            read_text(f"{name}.{key}", message[key])
+    if "tool_calls" in message:
+        _check_calls(f"{name}.tool_calls", message["tool_calls"])
     message["content"] = _read_content(f"{name}.content", value.get("content"))
     if message["content"] is None:
         if role == "assistant" and value.get("refusal"):
@@ -49,6 +54,26 @@ def _read_message(name: str, value: Any) -> dict[str, Any]:
         elif not message.get("tool_calls"):
             raise wrong(f"{name}.content", "must not be null", reason="MISSING_REQUIRED_PARAMETER")
     return message
+
+
+def _check_calls(name: str, calls: Any) -> None:
+    """Check the form of calls; whether their arguments are JSON is the scheduler's to find out."""
+    if not isinstance(calls, list):
+        raise wrong_type(name, calls, "an array")
+    for index, call in enumerate(calls):
+        where = f"{name}[{index}]"
+        if not isinstance(call, dict):
+            raise wrong_type(where, call, "an object")
+        if call.get("id") is not None:
+            read_text(f"{where}.id", call["id"])
+        if call.get("type", "function") != "function":
+            raise wrong(f"{where}.type", "must be function", reason="UNSUPPORTED_CONTENT")
+        function = call.get("function")
+        if not isinstance(function, dict):
+            raise wrong_type(f"{where}.function", function, "an object")
+        read_text(f"{where}.function.name", function.get("name"))
+        if not isinstance(function.get("arguments"), dict):
+            read_text(f"{where}.function.arguments", function.get("arguments"))
 
 
 def _read_content(name: str, value: Any) -> str | list[dict[str, str]] | None:
@@ -89,13 +114,16 @@ _PART_SCHEMA: dict[str, Any] = {
 _CALL_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "id": {"type": "string"},
+        "id": {"type": ["string", "null"]},
         "type": {"const": "function"},
         "function": {
             "type": "object",
             "properties": {
                 "name": {"type": "string"},
-                "arguments": {"type": "string", "description": "A JSON object, as text."},
+                "arguments": {
+                    "type": ["string", "object"],
+                    "description": "A JSON object, usually as text.",
+                },
             },
             "required": ["name", "arguments"],
         },

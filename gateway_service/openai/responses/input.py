@@ -115,7 +115,10 @@ def _parts_schema(kinds: Mapping[str, str]) -> dict[str, Any]:
 def _item_schema(kind: str, required: Sequence[str], **properties: Any) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"type": {"const": kind}, **properties},
+        "properties": {
+            "type": {"const": kind} if "type" in required else {"enum": [kind, None]},
+            **properties,
+        },
         "required": [*required],
     }
 

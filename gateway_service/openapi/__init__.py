@@ -1,0 +1,1 @@
+"""The OpenAPI document of the gateway, made of the tables by which it reads bodies."""
