@@ -22,7 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = {"store": "kvstore_service", "scheduler": "scheduler_service", "worker": "worker_service"}
+EXTRAS = {
+    "store": "kvstore_service",
+    "scheduler": "scheduler_service",
+    "worker": "worker_service",
+    "gateway": "gateway_service",
+}
 # A client has none of it.
 HEAVY = ("torch", "redis", "tokenizers", "numpy")
 # Nothing of the source tree may be found in place of the wheel.
@@ -62,7 +67,11 @@ def build(folder: Path) -> Path:
     run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)])
     (wheel,) = folder.glob("splitpoint-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    for wanted in ("splitpoint/bundled/stdlib-llama/model.safetensors", "splitpoint/py.typed"):
+    for wanted in (
+        "splitpoint/bundled/stdlib-llama/model.safetensors",
+        "splitpoint/py.typed",
+        "gateway_service/page/static/index.html",
+    ):
         expect(wanted in names, f"{wanted} is missing from the wheel")
     expect(any(name.endswith("worker_pb2_grpc.py") for name in names), "the wheel has no stubs")
     strange = {name.split("/")[0] for name in names} & {"tests", "tools", "benchmarks", "deploy"}
