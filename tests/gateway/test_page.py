@@ -246,15 +246,17 @@ def test_the_live_view_follows_the_worker(visit: Visit) -> None:
     expect(worker).to_have_count(1)
     expect(worker).to_contain_text("Worker 0")
     expect(worker).to_contain_text(re.compile(r"link measured [\d.]+\s[MG]B/s"))
-    figures = visit.page.locator("#live-scheduler")
-    answered = figures.locator("div").nth(2).locator("dd")
+    answered = visit.page.locator("#live-answered")
     before = int(answered.inner_text())
+    worker.evaluate("node => { node.isSame = true }")
     visit.set("max_tokens", "600")
     turn = visit.ask("Count to a thousand.")
     compute = worker.get_by_role("meter", name=re.compile("compute"))
     expect(compute).to_have_attribute("aria-valuenow", re.compile(r"[1-9]\d*"))
     expect(turn.locator(".plan")).to_be_visible()
     expect(answered).to_have_text(str(before + 1))
+    # It is filled in place: what a reader points at or selects stays.
+    assert worker.evaluate("node => node.isSame")
 
 
 def test_a_lost_gateway_is_told_and_found_again(browser: Browser, stack: GatewayStack) -> None:
@@ -310,8 +312,12 @@ def test_keys_are_asked_for_kept_in_memory_and_have_roles(
         give(client)
         expect(state).to_have_text("1 worker ready")
         expect(page.locator("#live-message")).to_contain_text("role admin")
+        refusals = sum(url.endswith("/splitpoint/status") for url in visit.urls)
         visit.set("max_tokens", "4")
         expect(visit.ask("Hello.").locator(".plan")).to_be_visible()
+        page.wait_for_timeout(1500)
+        # A key that may not is not tried again.
+        assert sum(url.endswith("/splitpoint/status") for url in visit.urls) == refusals
         give(admin)
         expect(page.locator(".worker")).to_have_count(1)
         kept = page.evaluate("() => JSON.stringify([{...localStorage}, {...sessionStorage}])")

@@ -1,16 +1,28 @@
-"""The files of the page, and its readings: without a browser and without a server."""
+"""The files of the page, how they are served, and its readings: without a browser."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import re
+import urllib.parse
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
+from gateway_service.app import App
+from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.page.files import INDEX, POLICY, PageFile, read_files
 from gateway_service.page.readings import status_reading
+from gateway_service.settings import Limits
+from gateway_service.upstream.schedulers import Upstream
+from splitpoint.observe.meters import Meters
+from splitpoint.observe.metrics import Service
+from splitpoint.transport.tls import PLAIN
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 
@@ -99,10 +111,10 @@ def test_scripts_find_their_elements_and_each_other() -> None:
 def test_every_field_has_a_label() -> None:
     fields = re.findall(r"<(?:input|select|textarea)\b[^>]*>", FILES[INDEX].content.decode())
     assert len(fields) > 10
-    for field in fields:
-        found = re.search(r'\bid="([^"]+)"', field) or re.search(r'\bname="([^"]+)"', field)
+    for written in fields:
+        found = re.search(r'\bid="([^"]+)"', written) or re.search(r'\bname="([^"]+)"', written)
         assert found is not None
-        assert found[1] in INDEX_MARKUP.labelled, field
+        assert found[1] in INDEX_MARKUP.labelled, written
 
 
 def test_files_are_small_and_have_a_compressed_form() -> None:
@@ -128,6 +140,95 @@ def test_a_page_file_is_what_its_headers_say() -> None:
         assert file.headers["content-type"].startswith(kind)
     assert FILES[INDEX].headers["content-type"] == "text/html; charset=utf-8"
     assert FILES["icon.svg"].headers["content-type"] == "image/svg+xml"
+
+
+# -- over HTTP ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Got:
+    """An answer of the application."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+class Browser:
+    """Asks the application itself; no scheduler is there, and none is needed."""
+
+    def __init__(self) -> None:
+        upstream = Upstream(["127.0.0.1:1"], PLAIN, call_seconds=1.0)
+        meters = Meters(Service.GATEWAY)
+        self._app = App(Gateway(upstream, Limits(), None, meters, checks_host=True))
+        self.upstream = upstream
+
+    async def get(self, path: str, method: str = "GET", **headers: str) -> Got:
+        """Header names have _ for -."""
+        sent = {"host": "localhost:8000", **headers}
+        scope = {
+            "type": "http",
+            "method": method,
+            "scheme": "http",
+            "http_version": "1.1",
+            "path": urllib.parse.unquote(path),
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "server": ("localhost", 8000),
+            "client": ("127.0.0.1", 1),
+            "headers": [
+                (name.replace("_", "-").encode(), value.encode()) for name, value in sent.items()
+            ],
+        }
+        got = Got()
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                got.status = message["status"]
+                got.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            else:
+                got.body += message["body"]
+
+        await self._app(scope, receive, send)
+        return got
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    opened = Browser()
+    yield opened
+    await opened.upstream.close()
+
+
+async def test_a_browser_gets_each_version_of_a_file_once(browser: Browser) -> None:
+    first = await browser.get("/", accept_encoding="br, gzip;q=0.8")
+    assert (first.status, gzip.decompress(first.body)) == (200, FILES[INDEX].content)
+    assert first.headers["content-encoding"] == "gzip"
+    assert first.headers["content-security-policy"] == POLICY
+    again = await browser.get("/", if_none_match=first.headers["etag"])
+    assert (again.status, again.body) == (304, b"")
+    assert again.headers["etag"] == first.headers["etag"]
+    plain = await browser.get("/page/app.js")
+    assert "content-encoding" not in plain.headers
+    assert plain.body == FILES["app.js"].content
+
+
+async def test_nothing_else_is_a_file_of_the_page(browser: Browser) -> None:
+    for path in ("/page/", "/page/none.js", "/page/%2e%2e%2ffiles.py", "/page/static/app.js"):
+        got = await browser.get(path)
+        assert got.status == 404, path
+        assert json.loads(got.body)["error"]["code"] == "unknown_url"
+    assert (await browser.get("/", method="POST")).status == 405
+
+
+async def test_pages_of_other_names_do_not_get_the_page(browser: Browser) -> None:
+    """Without keys a name of another site could lead here."""
+    for path in ("/", "/page/app.js", "/splitpoint/status"):
+        assert (await browser.get(path, host="example.org")).status == 403, path
 
 
 # -- readings ---------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 // The page: requests, their answers as they come, and what surrounds them.
 
 import { ApiError, getJson, hasKey, setKey, stream } from "./api.js";
-import { byId, counted, el, percent } from "./dom.js";
-import { soon, startLive } from "./live.js";
+import { byId, counted, el, percent, setText } from "./dom.js";
+import { soon, startLive, useNewKey } from "./live.js";
 import { ENDINGS, planView } from "./plan.js";
 
 const turns = byId("turns");
@@ -54,8 +54,7 @@ const model = () => models.find((each) => each.id === byId("model").value);
 
 function setState(kind, text) {
   byId("state").firstElementChild.className = `dot ${kind}`;
-  const view = byId("state-text");
-  if (view.textContent !== text) view.textContent = text;
+  setText(byId("state-text"), text);
 }
 
 // -- chat or prompt ---------------------------------------------------------------------
@@ -90,7 +89,7 @@ function settings() {
   return body;
 }
 
-function requestOf(text) {
+function requestOf(kind, text) {
   const shared = {
     model: byId("model").value,
     ...settings(),
@@ -98,7 +97,7 @@ function requestOf(text) {
     stream_options: { include_usage: true, include_plan: true },
   };
   const withTokens = byId("show_tokens").checked;
-  if (mode() === "prompt") {
+  if (kind === "prompt") {
     return { path: "/v1/completions", body: { ...shared, prompt: text, ...(withTokens && { logprobs: 0 }) } };
   }
   const system = byId("system").value.trim();
@@ -115,9 +114,8 @@ function requestOf(text) {
 
 // -- one request ------------------------------------------------------------------------
 
-async function ask(text) {
-  const kind = mode();
-  const { path, body } = requestOf(text);
+async function ask(text, kind = mode()) {
+  const { path, body } = requestOf(kind, text);
   const answer = el(kind === "chat" ? "div" : "span", { class: "answer" });
   const view = el("article", { class: `turn ${kind} running` }, ...(kind === "chat"
     ? [el("div", { class: "said" }, text), answer]
@@ -148,7 +146,9 @@ function take(message, answer, ended) {
   if (!piece) return;
   ended.text += piece;
   const isAtEnd = turns.scrollHeight - turns.scrollTop - turns.clientHeight < 60;
-  answer.append(byId("show_tokens").checked ? tokenView(piece, choice.logprobs) : piece);
+  if (byId("show_tokens").checked) answer.append(tokenView(piece, choice.logprobs));
+  else if (answer.lastChild instanceof Text) answer.lastChild.appendData(piece);
+  else answer.append(piece);
   if (isAtEnd) turns.scrollTop = turns.scrollHeight;
 }
 
@@ -167,7 +167,7 @@ function tokenView(piece, logprobs) {
 function finish(view, kind, text, ended) {
   const wasStopped = ended.error?.name === "AbortError";
   if (ended.error && !wasStopped) {
-    problem(view, text, ended);
+    problem(view, kind, text, ended);
   } else {
     if (kind === "chat") messages.push({ role: "user", content: text }, { role: "assistant", content: ended.text });
     if (ended.report) view.append(planView(ended.report, ended.finish));
@@ -182,10 +182,11 @@ function finish(view, kind, text, ended) {
   soon();
 }
 
-function problem(view, text, ended) {
+function problem(view, kind, text, ended) {
   const again = () => {
+    if (running) return;
     view.remove();
-    void ask(text);
+    void ask(text, kind);
   };
   view.append(
     el("p", { class: "problem", role: "alert" }, ended.error.message,
@@ -204,8 +205,7 @@ function spoken({ report, finish, error }, wasStopped) {
 }
 
 function goOn(text) {
-  if (running) return;
-  void ask(text);
+  if (!running) void ask(text, "prompt");
 }
 
 function stop() {
@@ -266,7 +266,7 @@ function takeKey() {
   byId("key").value = "";
   byId("key-button").textContent = hasKey() ? "API key set" : "API key";
   void loadModels();
-  soon();
+  useNewKey();
 }
 
 function switchTheme() {

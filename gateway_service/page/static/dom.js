@@ -13,6 +13,11 @@ export function el(tag, properties = {}, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
+// Changes a text only if it differs: what a reader has selected stays.
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
 export const count = (number) => Math.round(number).toLocaleString("en");
 
 export const counted = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
