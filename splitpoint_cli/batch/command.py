@@ -7,7 +7,8 @@ import logging
 import signal
 import time
 from array import array
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 # Their warnings are about the cache of a stack that others use, too.
 _SERVICES = ("kvstore_service", "worker_service", "scheduler_service", "splitpoint")
 _OFFLINE = "Model in this process (docs/offline.md)"
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 # Of unary calls: tokenizing, and reading facts of models.
 _CALL_SECONDS = 60.0
 
@@ -148,6 +150,7 @@ def batch(
     engine_options = options.engine_options()
     began = time.monotonic()
     with ExitStack() as opened:
+        opened.enter_context(_interruptible())
         source = opened.enter_context(Source(requests, URLS))
         if answers.exists() and answers.samefile(requests):
             raise InvalidArgument("OUT is the file of the requests", field="out")
@@ -183,6 +186,21 @@ def batch(
 batch.__doc__ = f"{batch.__doc__}\n\n{EXIT_HELP}"
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Raise Cancelled in this block on SIGINT and SIGTERM."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Cancelled("interrupted")
+
+    before = {number: signal.signal(number, interrupt) for number in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _left(source: Source, target: AnswerFile) -> tuple[Totals, array[int]]:
     """Return the positions of requests without an answer. Raises InvalidArgument."""
     from splitpoint_cli.batch.run import Totals
@@ -209,7 +227,7 @@ def _run_online(run: Batch, positions: array[int], address: str, identity: Ident
     async def work() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _INTERRUPTS:
             loop.add_signal_handler(number, task.cancel)
         await _answer(run, positions, check_addresses(address), identity)
 
@@ -231,20 +249,11 @@ def _run_offline(
     for package in _SERVICES:
         logging.getLogger(package).setLevel(logging.ERROR)
     settings = settings_of(None if model == BUNDLED_MODEL else model, engine_options)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Cancelled("interrupted")
-
-    before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
-    }
     engine = Engine(settings)
     try:
         engine.start()
         engine.call(lambda _: _answer(run, positions, (settings.scheduler_address,), PLAIN))
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         engine.close()
 
 

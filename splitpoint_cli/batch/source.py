@@ -1,6 +1,6 @@
 """The file of requests: checked once from front to end, then read line by line in any order.
 
-Of each line only its place and a digest of its custom_id are kept, about 150 bytes.
+Of each line only its place and a digest of its custom_id are kept, about 160 bytes.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from tiny_models import build_tiny, clear_prompt, write_tiny
@@ -19,6 +21,7 @@ from splitpoint.client.requests import Prompt
 from splitpoint.config import SHARED_MEMORY
 from splitpoint.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from splitpoint.planning.plan import Residency
+from splitpoint_offline.options import DECLARED, EngineOptions
 
 SMALL = {"device": "cpu", "host_memory": "64MiB", "device_memory": "256MiB", "threads": 1}
 PREFIX = '"""Read and write files."""\n\nimport os\nimport sys\n\n\n' * 8
@@ -267,6 +270,24 @@ def test_a_service_that_fails_ends_the_calls() -> None:
             llm.generate(["def"] * 800, {"max_tokens": 200, "ignore_eos": True})
         with pytest.raises(ArenaLost):
             llm.generate("a")
+
+
+def test_every_option_is_declared() -> None:
+    assert EngineOptions.__optional_keys__ == DECLARED.keys()
+
+
+def test_answers_follow_a_schema(llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "count": {"type": "integer"}},
+        "required": ["name", "count"],
+        "additionalProperties": False,
+    }
+    params = {"json_schema": schema, "max_tokens": 200, "temperature": 1.0, "seed": 4}
+    results = llm.generate(["x = ", "the answer:"], params)
+    for result in results:
+        assert result.finish_reason is FinishReason.STOP
+        jsonschema.validate(json.loads(result.text), schema)
 
 
 def test_threads_of_torch_are_those_asked_for(llm: LLM) -> None:
