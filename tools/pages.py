@@ -13,7 +13,8 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 _BLOCK = re.compile(
-    r"(<!-- begin ((?:splitpoint |benchmarks\.)[^>]+) -->\n).*?(<!-- end -->\n)", re.DOTALL
+    r"(<!-- begin ((?:splitpoint |benchmarks\.|gateway_service\.)[^>]+) -->\n).*?(<!-- end -->\n)",
+    re.DOTALL,
 )
 
 
