@@ -19,6 +19,8 @@ from splitpoint.errors import ResourceExhausted
 _SHORT_BYTES = 4 * 1024
 # A text of more bytes waits for a place.
 _LONG_TEXT_BYTES = 16 * 1024
+# Short jobs that wait for another process at a time; further ones wait for them.
+_BLOCKED_JOBS = 4
 
 _Result = TypeVar("_Result")
 
@@ -36,6 +38,7 @@ class TextJobs:
         self._waiting: Counter[str] = Counter()
         self._place_freed = asyncio.Event()
         self._threads = ThreadPoolExecutor(limits.text_jobs, thread_name_prefix="long text")
+        self._blocked_threads = ThreadPoolExecutor(_BLOCKED_JOBS, thread_name_prefix="chat")
 
     async def run(
         self,
@@ -48,7 +51,8 @@ class TextJobs:
     ) -> _Result:
         """Run the job: at once, in a thread, or for a long text in a thread once there is a place.
 
-        `blocks`: it waits for another process, so it never runs on the event loop.
+        `blocks`: it waits for another process, so it runs neither on the event loop nor in the
+        threads that other code shares.
 
         Raises what the job raises, and ResourceExhausted if too many texts wait already or
         the wait was too long.
@@ -56,13 +60,16 @@ class TextJobs:
         if text_bytes > _LONG_TEXT_BYTES:
             await self._take_place(tenant)
             return await self._run_in_place(job, tenant)
-        if blocks or request_bytes > _SHORT_BYTES:
+        if blocks:
+            return await asyncio.wrap_future(self._blocked_threads.submit(job))
+        if request_bytes > _SHORT_BYTES:
             return await asyncio.to_thread(job)
         return job()
 
     async def close(self) -> None:
         """Wait for the running jobs."""
-        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+        for threads in (self._threads, self._blocked_threads):
+            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
 
     async def _take_place(self, tenant: str) -> None:
         if not self._has_place(tenant) and not self._may_wait(tenant):
