@@ -104,6 +104,8 @@ def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
     # A prefill is itself one of the batch.
     budget = engine.max_batch_size - 1 + engine.max_batched_tokens
     yield Reading(metrics.WORKER_STEP_TOKEN_BUDGET, budget)
+    yield Reading(metrics.WORKER_MASKS, engine.mask_totals.count)
+    yield Reading(metrics.WORKER_MASK_SECONDS, engine.mask_totals.seconds)
     if worker.store_is_up is not None:
         yield Reading(metrics.WORKER_STORE_UP, worker.store_is_up)
     if worker.redis_is_up is not None:
@@ -135,6 +137,8 @@ def _of_steps(account: Account) -> Iterable[Reading]:
     yield Reading(metrics.WORKER_GENERATED_TOKENS, account.generated_tokens)
     yield Reading(metrics.WORKER_CHUNK_LOSSES, account.chunk_losses)
     yield Reading(metrics.WORKER_PREEMPTIONS, account.preemptions)
+    yield Reading(metrics.WORKER_GRAMMARS, account.grammars)
+    yield Reading(metrics.WORKER_GRAMMAR_SECONDS, account.grammar_seconds)
     for method, count in account.drafts.items():
         labels = (method.value,)
         yield Reading(metrics.SPEC_DECODE_DRAFTS, count, labels)

@@ -303,6 +303,19 @@ WORKER_PREEMPTIONS = _worker.counter(
     "worker_preemptions_total",
     "Sequences that left the device because others needed their pages.",
 )
+WORKER_GRAMMARS = _worker.counter(
+    "worker_grammars_total", "Requests with structured output whose grammar was compiled or found."
+)
+WORKER_GRAMMAR_SECONDS = _worker.counter(
+    "worker_grammar_seconds_total", "Seconds that these requests waited for their grammar."
+)
+WORKER_MASKS = _worker.counter(
+    "worker_masks_total", "Masks of structured output: one for each token, and each draft of one."
+)
+WORKER_MASK_SECONDS = _worker.counter(
+    "worker_mask_seconds_total",
+    "Seconds that steps computed masks; a GPU computes meanwhile, a CPU waits.",
+)
 # vLLM's names, so that its dashboards and habits carry over.
 SPEC_DECODE_DRAFTS = _worker.counter(
     "spec_decode_num_drafts_total",

@@ -62,6 +62,7 @@ from worker_service.retrieval.selector import ScreensOf, Selector
 from worker_service.store.client import Match
 from worker_service.store.verifier import Verifier
 from worker_service.store.write_back import ChunksStored, Flushed, StoreLimitReached, WriteFailed
+from worker_service.structured.masks import MaskTotals
 from worker_service.structured.matcher import GrammarMatcher
 
 
@@ -223,6 +224,11 @@ class Engine:
     def computing_seconds(self) -> float:
         """Compute seconds of the step under way that no span shows yet; from any thread."""
         return self._runner.computing_seconds
+
+    @property
+    def mask_totals(self) -> MaskTotals:
+        """What structured output has cost steps; from any thread."""
+        return self._runner.mask_totals
 
     @property
     def eager_reason(self) -> EagerReason | None:

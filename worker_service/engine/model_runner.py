@@ -32,7 +32,7 @@ from worker_service.pipeline.prefetch import Prefetcher, compute
 from worker_service.pipeline.staging import Staging
 from worker_service.store.verifier import Check, Verifier
 from worker_service.store.write_back import SequenceKey
-from worker_service.structured.masks import Mask, MaskFiller
+from worker_service.structured.masks import Mask, MaskFiller, MaskTotals
 
 # By the key of each sequence that a grammar rules: masks behind its newest token and each draft.
 # As many rows of it can be used: none if its matcher has an error.
@@ -91,6 +91,11 @@ class ModelRunner:
         self._mask_filler = MaskFiller(model.shape.vocabulary_size)
         # Start of a step under way that will leave a single span.
         self._computing_since: float | None = None
+
+    @property
+    def mask_totals(self) -> MaskTotals:
+        """What structured output has cost steps; from any thread."""
+        return self._mask_filler.totals
 
     @property
     def computing_seconds(self) -> float:

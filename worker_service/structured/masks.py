@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,12 +19,21 @@ if TYPE_CHECKING:
 Mask = npt.NDArray[np.int32]
 
 
+@dataclass(slots=True)
+class MaskTotals:
+    """Masks that were computed, and the seconds that steps spent on them; read by any thread."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
 class MaskFiller:
-    """Computes masks on threads of its own. Belongs to the engine's thread."""
+    """Computes masks on threads of its own. `fill` belongs to the engine's thread."""
 
     def __init__(self, vocabulary_size: int) -> None:
         self._size = vocabulary_size
         self._words = vocabulary_size // 32 + 1
+        self.totals = MaskTotals()
         self._executor: LLExecutor | None = None
 
     def fill(self, rows: Sequence[tuple[GrammarMatcher, Sequence[int]]]) -> list[list[Mask]]:
@@ -32,6 +43,7 @@ class MaskFiller:
         """
         from llguidance import LLExecutor
 
+        began = time.perf_counter()
         if self._executor is None:
             self._executor = LLExecutor()
         places: list[int] = []
@@ -51,10 +63,13 @@ class MaskFiller:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
-        return [
+        finished = [
             self._finished(matcher, table[place : place + 1 + len(drafts)])
             for place, (matcher, drafts) in zip(places, rows, strict=True)
         ]
+        self.totals.count += count
+        self.totals.seconds += time.perf_counter() - began
+        return finished
 
     def _finished(self, matcher: GrammarMatcher, table: npt.NDArray[np.int32]) -> list[Mask]:
         """Set the bits of the ids that end the answer, where it may end."""
