@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -48,6 +49,9 @@ class AnswerFile:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise InvalidArgument(f"{path}: {error.strerror}", field="out") from error
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            os.close(self._fd)
+            raise InvalidArgument(f"{path} must be a file, which can be read again", field="out")
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

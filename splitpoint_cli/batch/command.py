@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import signal
 import time
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,6 +78,9 @@ HOST_MEMORY: Option[str | None] = Option(
     "half of the free space of /dev/shm.",
     unit=SIZE,
 )
+THREADS: Option[int | None] = replace(
+    worker.THREADS, help="CPU threads of the model; absent: all cores of this process."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class BatchOptions:
     weights: str = of(store.WEIGHTS, _OFFLINE)
     host_memory: str | None = of(HOST_MEMORY, _OFFLINE)
     device_memory: str | None = of(worker.DEVICE_MEMORY, _OFFLINE)
-    threads: int | None = of(worker.THREADS, _OFFLINE)
+    threads: int | None = of(THREADS, _OFFLINE)
     max_batch: int = of(worker.MAX_BATCH, _OFFLINE)
     max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS, _OFFLINE)
     residency: str = of(scheduler.RESIDENCY, _OFFLINE)
@@ -139,8 +143,9 @@ def batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    It may be killed at any time: the same command then answers the rest. Requests that fail get
-    their error as their answer.
+    It may be killed at any time: the same command then answers the rest.
+
+    A request that fails has its error as its answer.
     """
     from splitpoint_cli.batch.answers import AnswerFile
     from splitpoint_cli.batch.jobs import URLS
@@ -183,7 +188,7 @@ def batch(
     hand_over(report, lambda: _show(totals, seconds), as_json=as_json, output=output)
 
 
-batch.__doc__ = f"{batch.__doc__}\n\n{EXIT_HELP}"
+batch.__doc__ = f"{inspect.cleandoc(batch.__doc__ or '')}\n\n{EXIT_HELP}"
 
 
 @contextmanager

@@ -203,6 +203,11 @@ def test_files_of_others_are_left_alone(path: Path, content: bytes) -> None:
     assert path.read_bytes() == content
 
 
+def test_what_cannot_be_read_again_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="read again"):
+        AnswerFile(Path("/dev/null"))
+
+
 def test_two_batches_cannot_write_one_file(path: Path) -> None:
     with AnswerFile(path), pytest.raises(FailedPrecondition, match="another splitpoint batch"):
         AnswerFile(path)
