@@ -65,7 +65,7 @@ class CallArrayParser(Splitter):
         else:
             if self._is_open and self._call_count and self._buffer.startswith("]"):
                 self._buffer = self._buffer[1:]
-                self._raw = ""
+                self._raw = []
             self._not_a_call()
             self._state = self._rest
         return True

@@ -31,7 +31,7 @@ class HermesParser(Splitter):
         elif _CLOSE.startswith(self._buffer):
             self._buffer = ""  # the end of the answer cuts the tag
             return False
-        self._raw = ""
+        self._raw = []
         self._state = self._content
         return True
 

@@ -95,8 +95,8 @@ class CallReader:
         self.is_broken = False
         self.has_begun = False
         self.name: str | None = None
-        # The arguments that the owner has not fetched yet.
-        self.arguments = ""
+        # Those that the owner has not fetched yet.
+        self._arguments: list[str] = []
         self._names = names
         self._needs_arguments = needs_arguments
         self._expects = _Expects.OPEN
@@ -119,6 +119,12 @@ class CallReader:
             elif self._expects not in (_Expects.IN_KEY, _Expects.IN_VALUE):
                 self.is_broken = True
         return at
+
+    def pop_arguments(self) -> str:
+        """Return the text of the arguments that came since the last time."""
+        text = "".join(self._arguments)
+        self._arguments.clear()
+        return text
 
     def _takes(self, char: str) -> bool:
         """Move on with a character outside of keys and values; False if it stays unread."""
@@ -157,7 +163,7 @@ class CallReader:
         end = self._value.push(text, at)
         if self._streams:
             self._found_arguments = True
-            self.arguments += text[at:end]
+            self._arguments.append(text[at:end])
             self._check_begun()
         else:
             self._raw.append(text[at:end])
@@ -187,7 +193,7 @@ class CallReader:
         elif self._key in _ARGUMENT_KEYS:
             # Some models write the arguments as a string that holds JSON.
             text = self._string(raw) if raw.startswith('"') else raw
-            self.arguments = "{}" if text in ("null", "") else text
+            self._arguments.append("{}" if text in ("null", "") else text)
             self._found_arguments = True
             self._check_begun()
 
@@ -205,7 +211,8 @@ class CallReader:
 
     def _end(self) -> None:
         if self.name is not None and not self._found_arguments and not self._needs_arguments:
-            self.arguments, self._found_arguments = "{}", True
+            self._arguments.append("{}")
+            self._found_arguments = True
             self._check_begun()
         if self.has_begun:
             self.is_done = True

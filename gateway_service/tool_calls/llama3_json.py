@@ -35,7 +35,7 @@ class Llama3JsonParser(Splitter):
 
     def _after_call(self) -> bool:
         self._skip_spaces()
-        if self._buffer.startswith(_SEPARATOR) and _SEPARATOR not in self._raw:
+        if self._buffer.startswith(_SEPARATOR) and not self._is_separated:
             self._take(1)
             self._skip_spaces()
         if self._buffer.startswith("{"):
@@ -43,9 +43,14 @@ class Llama3JsonParser(Splitter):
             return True
         if not self._buffer:
             if self._ended:
-                self._raw = ""
+                self._raw = []
             return False
         return self._after_no_call()
+
+    @property
+    def _is_separated(self) -> bool:
+        """True if a semicolon was taken since the last call."""
+        return any(_SEPARATOR in part for part in self._raw)
 
     def _after_broken_call(self) -> bool:
         return self._after_no_call()

@@ -45,7 +45,7 @@ class MistralParser(Splitter):
             self._begin_call()
         elif self._buffer.startswith("]") and self._call_count:
             self._buffer = self._buffer[1:]
-            self._raw = ""
+            self._raw = []
             self._state = self._content
         else:
             self._not_a_call()
@@ -57,7 +57,7 @@ class MistralParser(Splitter):
         return True
 
     def _after_broken_call(self) -> bool:
-        self._raw = ""
+        self._raw = []
         self._state = self._content
         return True
 

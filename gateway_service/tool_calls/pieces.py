@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -39,7 +39,7 @@ class ToolCallParser(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ParsedCall:
     """A whole call. `arguments` is the text that the model wrote; it may be cut or no JSON."""
 
@@ -47,26 +47,30 @@ class ParsedCall:
     arguments: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ParsedAnswer:
     """The joined pieces of an answer."""
 
-    content: str = ""
-    calls: list[ParsedCall] = field(default_factory=list)
+    content: str
+    calls: tuple[ParsedCall, ...]
 
-    def add(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            if isinstance(piece, str):
-                self.content += piece
-            elif isinstance(piece, CallStart):
-                self.calls.append(ParsedCall(piece.name))
-            else:
-                self.calls[piece.index].arguments += piece.text
+
+def joined(pieces: Iterable[Piece]) -> ParsedAnswer:
+    """Join the pieces of one answer."""
+    content: list[str] = []
+    calls: list[tuple[str, list[str]]] = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            content.append(piece)
+        elif isinstance(piece, CallStart):
+            calls.append((piece.name, []))
+        else:
+            calls[piece.index][1].append(piece.text)
+    return ParsedAnswer(
+        "".join(content), tuple(ParsedCall(name, "".join(parts)) for name, parts in calls)
+    )
 
 
 def parse(parser: ToolCallParser, text: str) -> ParsedAnswer:
     """Split a whole answer with a fresh parser."""
-    answer = ParsedAnswer()
-    answer.add(parser.push(text))
-    answer.add(parser.finish())
-    return answer
+    return joined([*parser.push(text), *parser.finish()])

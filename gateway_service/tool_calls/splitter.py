@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 from gateway_service.tool_calls.json_pieces import SPACE, CallReader
 from gateway_service.tool_calls.pieces import CallArguments, CallStart, Piece
 
+_MOST_AT_ONCE = 4096
+
 
 class Splitter:
     """A ToolCallParser as a machine of states.
@@ -30,20 +32,25 @@ class Splitter:
         self._spaces = ""
         self._call_count = 0
         # Text that was taken from the buffer and is content if no call begins in it.
-        self._raw = ""
+        self._raw: list[str] = []
         self._reader: CallReader | None = None
         self._told_begin = False
         self._state: Callable[[], bool] = self._content
 
     def push(self, text: str) -> list[Piece]:
-        self._buffer += text
-        return self._run()
+        pieces: list[Piece] = []
+        # States cut from the front of the buffer: with a long one that would take quadratic time.
+        for at in range(0, len(text), _MOST_AT_ONCE):
+            self._buffer += text[at : at + _MOST_AT_ONCE]
+            pieces += self._run()
+        return pieces
 
     def finish(self) -> list[Piece]:
         self._ended = True
         pieces = self._run()
-        self._give_content(self._raw + self._buffer)
-        self._buffer = self._raw = ""
+        self._give_content("".join([*self._raw, self._buffer]))
+        self._buffer = ""
+        self._raw = []
         if not self._call_count:
             self._pieces.append(self._spaces)
         pieces += [piece for piece in self._pieces if piece != ""]
@@ -64,7 +71,7 @@ class Splitter:
         if marker:
             self._give_content(before)
             self._buffer = after
-            self._raw = marker
+            self._raw = [marker]
             self._state = self._after_marker
             return True
         held = 0 if self._ended else overlap(before, self._marker)
@@ -85,8 +92,8 @@ class Splitter:
 
     def _not_a_call(self) -> None:
         """Give out as content what was read since the marker."""
-        self._give_content(self._raw)
-        self._raw = ""
+        self._give_content("".join(self._raw))
+        self._raw = []
         self._reader = None
 
     # -- small steps of the states
@@ -94,7 +101,7 @@ class Splitter:
     def _take(self, count: int) -> str:
         """Take characters from the buffer; they stay known until a call begins."""
         text, self._buffer = self._buffer[:count], self._buffer[count:]
-        self._raw += text
+        self._raw.append(text)
         return text
 
     def _skip_spaces(self) -> None:
@@ -118,8 +125,8 @@ class Splitter:
         if reader.has_begun:
             if not self._told_begin:
                 self._start_call(reader.name or "")
-            self._give_arguments(reader.arguments)
-            reader.arguments = self._raw = ""
+            self._give_arguments(reader.pop_arguments())
+            self._raw = []
         if reader.is_done or reader.is_broken:
             self._reader = None
             if self._told_begin:
@@ -132,7 +139,8 @@ class Splitter:
 
     def _start_call(self, name: str) -> None:
         self._told_begin = True
-        self._raw = self._spaces = ""
+        self._raw = []
+        self._spaces = ""
         self._pieces.append(CallStart(self._call_count, name))
         self._call_count += 1
 

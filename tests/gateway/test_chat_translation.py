@@ -136,6 +136,12 @@ def test_auto_needs_to_know_the_models_form(form: str, keeps: bool) -> None:
     assert not job_of(tools=[ADD], tool_choice="required").needs_model
 
 
+def test_a_client_may_ask_for_special_tokens_itself() -> None:
+    job = job_of(tools=[ADD], skip_special_tokens=False)
+    job.model_found(pb.Model(tool_call_format="hermes"))
+    assert job.requests[0].sampling.keeps_special_tokens
+
+
 def nested(depth: int) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for _ in range(depth):

@@ -166,6 +166,24 @@ def test_stops(client: openai.OpenAI) -> None:
     assert (choice.model_extra or {})["stop_reason"] == stop
 
 
+def test_special_tokens_can_be_text(client: openai.OpenAI) -> None:
+    """The model is pushed to its token for the begin of a text, which it never chooses itself."""
+    texts = [
+        client.completions.create(
+            model=MODEL,
+            prompt="import os",
+            temperature=0,
+            max_tokens=3,
+            logit_bias={"0": 100},
+            extra_body={"skip_special_tokens": skips},
+        )
+        .choices[0]
+        .text
+        for skips in (True, False)
+    ]
+    assert texts == ["", "<s>" * 3]
+
+
 def test_without_a_limit_the_answer_fills_the_context(client: openai.OpenAI) -> None:
     found = client.chat.completions.create(
         model=MODEL,

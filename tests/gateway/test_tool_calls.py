@@ -24,6 +24,7 @@ from gateway_service.tool_calls.pieces import (
     CallStart,
     ParsedAnswer,
     ToolCallParser,
+    joined,
     parse,
 )
 
@@ -177,11 +178,8 @@ def test_a_whole_answer(name: str, text: str, content: str, calls: list[tuple[st
 
 
 def parsed_in_pieces(parser: ToolCallParser, pieces: list[str]) -> ParsedAnswer:
-    answer = ParsedAnswer()
-    for piece in pieces:
-        answer.add(parser.push(piece))
-    answer.add(parser.finish())
-    return answer
+    found = [each for piece in pieces for each in parser.push(piece)]
+    return joined([*found, *parser.finish()])
 
 
 @pytest.mark.parametrize(("name", "text"), [case[:2] for case in CASES])
@@ -233,6 +231,14 @@ def test_random_answers_are_independent_of_their_cuts(name: str) -> None:
         if not whole.calls and name != "named":
             assert whole.content == text  # nothing is lost of an answer without calls
     assert call_count > 500
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_long_answers_take_linear_time(name: str) -> None:
+    """A megabyte of markers: in quadratic time this would take minutes."""
+    for text in ("<tool_call>", "[TOOL_CALLS]", '{"name": ', "[", ONE, f"<tool_call>{ONE}"):
+        answer = parse(PARSERS[name](), text * ((1 << 20) // len(text)))
+        assert answer.content or answer.calls
 
 
 def test_calls_are_told_early() -> None:

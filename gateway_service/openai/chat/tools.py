@@ -232,8 +232,9 @@ def take_format(requests: Iterable[pb.GenerateRequest], model: pb.Model) -> str:
             "this one's does not. Use required, or name the function.",
             reason="UNSUPPORTED_TOOL_CHOICE",
         )
-    for request in requests:
-        request.sampling.keeps_special_tokens = form in _FORMATS_OF_SPECIAL_TOKENS
+    if form in _FORMATS_OF_SPECIAL_TOKENS:
+        for request in requests:
+            request.sampling.keeps_special_tokens = True
     return form
 
 
