@@ -1,0 +1,432 @@
+"""Bounds of the gateway: bodies, headers, silent clients, slow readers, leaving, draining, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from fake_scheduler import fake_scheduler
+from prometheus_client.parser import text_string_to_metric_families
+from running_gateway import RunningGateway, request_bytes, running_gateway
+from scheduler_doubles import Stack, Steps, stack
+
+from gateway_service.settings import Limits
+from splitpoint.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    Internal,
+    PermissionDenied,
+    ResourceExhausted,
+    SplitpointError,
+    Unauthenticated,
+    Unavailable,
+)
+from splitpoint.observe.metrics import Service, metrics_of
+from splitpoint.transport.access import Access, Caller, Role
+from splitpoint_cli.security.token import add_token
+
+LIMITS = Limits(
+    body_bytes=4096,
+    all_bodies_bytes=6000,
+    body_seconds=0.5,
+    header_bytes=2048,
+    header_seconds=0.5,
+    linger_seconds=0.3,
+    stall_seconds=0.5,
+    idle_seconds=1.0,
+    requests=4,
+    grace_seconds=5.0,
+)
+BODY = {"model": "stdlib-llama", "prompt": "def main():", "temperature": 0}
+
+
+@dataclass
+class Front:
+    stack: Stack
+    http: RunningGateway
+
+    async def until_open(self, count: int) -> None:
+        await self.stack.until(lambda: self.http.gateway.open_count == count)
+
+
+@pytest.fixture
+async def front() -> AsyncIterator[Front]:
+    async with stack() as behind, running_gateway(behind.address, limits=LIMITS) as http:
+        yield Front(behind, http)
+
+
+def streamed(**fields: object) -> bytes:
+    return request_bytes("POST", "/v1/completions", {**BODY, "stream": True, **fields})
+
+
+# -- bodies ---------------------------------------------------------------------------------
+
+
+async def test_a_large_body_is_refused_before_it_comes(front: Front) -> None:
+    wire = await front.http.wire()
+    await wire.send(request_bytes("POST", "/v1/completions", b"", {"content-length": "4097"}))
+    found = await wire.answer()
+    assert (found.status, found.error["code"]) == (413, "body_too_large")
+    assert await wire.is_closed()  # what follows is not waited for
+
+
+async def test_a_large_body_in_chunks_is_refused(front: Front) -> None:
+    wire = await front.http.wire()
+    head = request_bytes("POST", "/v1/completions", b"", {"transfer-encoding": "chunked"})
+    await wire.send(head.replace(b"content-length: 0\r\n", b""))
+    for _ in range(5):
+        await wire.send(b"400\r\n" + b" " * 1024 + b"\r\n")
+    assert (await wire.answer()).status == 413
+
+
+async def test_a_connection_goes_on_after_a_refused_body(front: Front) -> None:
+    wire = await front.http.wire()
+    body = {**BODY, "prompt": "x" * 5000}
+    await wire.send(request_bytes("POST", "/v1/completions", body))
+    assert (await wire.answer()).status == 413
+    await wire.send(request_bytes("GET", "/health/live"))
+    assert (await wire.answer()).status == 200
+
+
+async def test_a_slow_body_is_given_up(front: Front) -> None:
+    wire = await front.http.wire()
+    await wire.send(request_bytes("POST", "/v1/completions", b"{", {"content-length": "100"}))
+    found = await wire.answer()
+    assert (found.status, found.error["code"]) == (408, "body_timeout")
+
+
+async def test_all_bodies_together_are_bounded(front: Front) -> None:
+    wires = [await front.http.wire() for _ in range(2)]
+    for wire in wires:
+        part = b" " * 3500
+        head = {"content-length": "4000"}
+        await wire.send(request_bytes("POST", "/v1/completions", part, head))
+    answers = await asyncio.gather(*(wire.answer() for wire in wires))
+    assert sorted(each.status for each in answers) == [408, 429]
+    assert front.http.gateway.budget.used == 0
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {"content-encoding": "gzip"},
+    ],
+)
+async def test_other_kinds_of_bodies(front: Front, headers: dict[str, str]) -> None:
+    found = await front.http.ask("POST", "/v1/completions", BODY, headers)
+    assert found.status == 415
+
+
+# -- headers and connections -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("filler", ["x-many: y\r\n" * 400, "x-long: " + "y" * 4000])
+async def test_large_headers(front: Front, filler: str) -> None:
+    wire = await front.http.wire()
+    await wire.send(f"GET /health HTTP/1.1\r\nhost: localhost\r\n{filler}".encode())
+    found = await wire.answer()
+    assert (found.status, found.error["code"]) == (431, "headers_too_large")
+    assert await wire.is_closed()
+
+
+async def test_headers_that_never_end(front: Front) -> None:
+    wire = await front.http.wire()
+    wire.writer.write(b"GET /health HTTP/1.1\r\nx: ")
+
+    async def trickle() -> None:
+        while not wire.writer.is_closing():
+            wire.writer.write(b"y")
+            await asyncio.sleep(0.02)
+
+    trickling = asyncio.create_task(trickle())
+    assert await wire.is_closed()
+    trickling.cancel()
+
+
+async def test_silent_connections_are_closed(front: Front) -> None:
+    silent, idle, spaced = [await front.http.wire() for _ in range(3)]
+    await idle.send(request_bytes("GET", "/health/live"))
+    assert (await idle.answer()).status == 200
+    await spaced.send(b"\r\n")
+    assert all(await asyncio.gather(silent.is_closed(), idle.is_closed(), spaced.is_closed()))
+    await front.stack.until(lambda: front.http.server.connection_count == 0)
+
+
+async def test_what_is_no_http(front: Front) -> None:
+    wire = await front.http.wire()
+    await wire.send(b"\x16\x03\x01 not http\r\n\r\n")
+    found = await wire.answer()
+    assert (found.status, found.error["code"]) == (400, "malformed_request")
+    assert await wire.is_closed()
+
+
+async def test_requests_in_one_packet_are_answered_in_order(front: Front) -> None:
+    wire = await front.http.wire()
+    await wire.send(
+        request_bytes("POST", "/v1/completions", {**BODY, "max_tokens": 2})
+        + request_bytes("GET", "/version")
+        + request_bytes("GET", "/nothing")
+    )
+    found = [await wire.answer() for _ in range(3)]
+    assert [each.status for each in found] == [200, 200, 404]
+    assert "version" in found[1].json
+
+
+async def test_paths_and_methods(front: Front) -> None:
+    found = await front.http.ask("GET", "/v1/completions")
+    assert (found.status, found.error["code"]) == (405, "method_not_allowed")
+    assert found.headers["allow"] == "POST"
+    for path in ("/v1/nothing", "/v1/completions/", "/%ff", "/..//etc/passwd"):
+        assert (await front.http.ask("GET", path)).status == 404
+    wire = await front.http.wire()
+    await wire.send(request_bytes("HEAD", "/health/live"))
+    assert (await wire.head())[0] == 200
+
+
+# -- too many, and leaving ---------------------------------------------------------------------
+
+
+async def test_too_many_requests_are_told_when_to_come_back(front: Front) -> None:
+    front.stack.workers[0].pace = steps = Steps()
+    wires = [await front.http.wire() for _ in range(4)]
+    for wire in wires:
+        await wire.send(streamed(max_tokens=2))
+    await front.until_open(4)
+    found = await front.http.complete()
+    assert (found.status, found.error["type"]) == (429, "rate_limit_error")
+    assert found.headers["retry-after"] == "1"
+    # Health does not count.
+    assert (await front.http.ask("GET", "/health")).status == 200
+    steps.allow(20)
+    assert [(await wire.answer()).status for wire in wires] == [200] * 4
+    assert (await front.http.complete(max_tokens=1)).status == 200
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_client_that_leaves_cancels(front: Front, is_stream: bool) -> None:
+    front.stack.workers[0].pace = steps = Steps()
+    wire = await front.http.wire()
+    await wire.send(streamed(max_tokens=100, stream=is_stream, n=2))
+    steps.allow(3)
+    await front.stack.until(lambda: front.stack.workers[0].steps >= 2)
+    wire.close()
+    await front.until_open(0)
+    await front.stack.until(lambda: not front.stack.manager.accounts.running_count)
+    steps.allow(100)
+
+
+async def test_a_client_that_leaves_the_queue_cancels(front: Front) -> None:
+    front.stack.workers[0].pace = steps = Steps()
+    front.stack.workers[0].max_batch = 1
+    first, second = [await front.http.wire() for _ in range(2)]
+    for wire in (first, second):
+        await wire.send(streamed(max_tokens=3000))
+    admission = front.stack.manager.admission
+    await front.stack.until(lambda: admission.waiting_count == 1)
+    second.close()
+    await front.stack.until(lambda: admission.waiting_count == 0)
+    first.close()
+    await front.until_open(0)
+    steps.allow(3000)
+
+
+async def test_a_reader_that_stops_is_given_up(front: Front) -> None:
+    host, _, port = front.http.address.rpartition(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        # More bytes than the kernel keeps for a reader.
+        client.sendall(streamed(max_tokens=4000, logprobs=20))
+        await front.until_open(1)
+        await front.until_open(0)
+        await front.stack.until(lambda: front.http.server.connection_count == 0)
+
+
+# -- the end -------------------------------------------------------------------------------------
+
+
+async def test_a_stop_lets_running_requests_finish(front: Front) -> None:
+    front.stack.workers[0].pace = steps = Steps()
+    idle, busy = [await front.http.wire() for _ in range(2)]
+    await idle.send(request_bytes("GET", "/health/live"))
+    await idle.answer()
+    await busy.send(streamed(max_tokens=4))
+    await front.until_open(1)
+    front.http.server.stop_listening()
+    draining = asyncio.create_task(front.http.gateway.drain())
+    assert await idle.is_closed()
+    with pytest.raises(OSError, match=r"."):
+        await front.http.wire()
+    steps.allow(4)
+    found = await busy.answer()
+    assert len(found.events) == 5
+    assert await busy.is_closed()
+    await draining
+
+
+async def test_a_stop_ends_what_takes_too_long() -> None:
+    limits = replace(LIMITS, grace_seconds=0.2)
+    async with stack() as behind, running_gateway(behind.address, limits=limits) as http:
+        behind.workers[0].pace = steps = Steps()
+        begun, waiting = [await http.wire() for _ in range(2)]
+        await begun.send(streamed(max_tokens=100))
+        steps.allow(1)
+        assert (await begun.head())[0] == 200
+        await begun.chunk()
+        await waiting.send(request_bytes("POST", "/v1/completions", BODY))
+        await behind.until(lambda: http.gateway.open_count == 2)
+        await http.gateway.drain()
+        last = b""
+        while chunk := await begun.chunk():
+            last = chunk
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "draining"
+        found = await waiting.answer()
+        assert (found.status, found.error["code"]) == (503, "draining")
+        assert (await http.ask("GET", "/health")).status == 503
+        refused = await http.complete()
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        steps.allow(200)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+ERRORS: list[tuple[SplitpointError, int, str]] = [
+    (Unauthenticated("who", reason="TOKEN_UNKNOWN"), 401, "invalid_api_key"),
+    (PermissionDenied("no", reason="ROLE_NOT_ALLOWED"), 403, "role_not_allowed"),
+    (ResourceExhausted("full", reason="QUEUE_FULL", retry_after_seconds=2.5), 429, "queue_full"),
+    (ResourceExhausted("never fits", reason="TOO_LARGE"), 400, "too_large"),
+    (Unavailable("away", reason="NO_WORKER", retry_after_seconds=None), 503, "no_worker"),
+    (DeadlineExceeded("late"), 504, "deadline_exceeded"),
+    (DataLoss("lost"), 500, "data_loss"),
+    (Internal("internal error, incident 12", incident="12"), 500, "internal"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code"), ERRORS)
+async def test_errors_of_the_scheduler(error: SplitpointError, status: int, code: str) -> None:
+    # gRPC itself repeats a call that failed with UNAVAILABLE.
+    with fake_scheduler("127.0.0.1:0") as script:
+        script.failures = [error] * 5
+        async with running_gateway(script.address) as http:
+            found = await http.complete()
+            assert (found.status, found.error["code"]) == (status, code)
+            assert found.error["message"] == error.message
+            expected = {429: "3", 503: "1"}.get(status)
+            assert found.headers.get("retry-after") == expected
+            assert found.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+
+
+async def test_an_error_within_a_stream_is_its_last_event() -> None:
+    with fake_scheduler("127.0.0.1:0") as script:
+        script.gap = True
+        async with running_gateway(script.address) as http:
+            found = await http.complete(prompt=[1, 2, 3], stream=True)
+            assert found.status == 200
+            assert json.loads(found.data[-1])["error"]["code"] == "token_gap"
+
+
+async def test_without_a_scheduler() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        async with running_gateway(address) as http:
+            assert (await http.ask("GET", "/health/live")).status == 200
+            found = await http.ask("GET", "/health")
+            assert (found.status, found.error["code"]) == (503, "not_serving")
+            assert (await http.complete()).status == 503
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+async def test_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokens = tmp_path / "tokens.toml"
+    key = add_token(tokens, Caller("alice", Role.CLIENT, "research"))
+    worker = add_token(tokens, Caller("w", Role.WORKER))
+    root = add_token(tokens, Caller("root", Role.ADMIN))
+    limits = replace(LIMITS, body_seconds=20.0)
+    with fake_scheduler("127.0.0.1:0", access=Access(tokens)) as script:
+        async with running_gateway(script.address, limits=limits, access=Access(tokens)) as http:
+
+            async def status(key: str | None, path: str = "/v1/models") -> int:
+                headers = {} if key is None else {"authorization": f"Bearer {key}"}
+                return (await http.ask("GET", path, None, headers)).status
+
+            assert [await status(each) for each in (None, "wrong", worker, key, root)] == (
+                [401, 401, 403, 200, 200]
+            )
+            assert [await status(each, "/metrics") for each in (None, key, root)] == [401, 403, 200]
+            assert [await status(None, path) for path in ("/health", "/version")] == [200, 200]
+            # Before any byte of a body was read.
+            wire = await http.wire()
+            await wire.send(request_bytes("POST", "/v1/completions", b"", {"content-length": "9"}))
+            found = await wire.answer()
+            assert (found.status, found.error["code"]) == (401, "invalid_api_key")
+            # The scheduler checks the client's own key.
+            headers = {"authorization": f"Bearer {key}"}
+            body = {**BODY, "model": "tiny", "prompt": [1, 2]}
+            assert (await http.ask("POST", "/v1/completions", body, headers)).status == 200
+            for wrong in ("Bearer a\x01b", "Basic abc", "Bearer " + "k" * 5000):
+                found = await http.ask("GET", "/v1/models", None, {"authorization": wrong})
+                assert found.status in (400, 401, 431)
+    assert key not in caplog.text
+
+
+async def test_without_keys_only_this_host_is_named(front: Front) -> None:
+    async with running_gateway(front.stack.address, checks_host=True) as http:
+        for host, status in (
+            ("localhost", 200),
+            ("LOCALHOST:8080", 200),
+            ("127.0.0.1:8080", 200),
+            ("[::1]:8080", 200),
+            ("192.168.1.2", 200),
+            ("evil.example", 403),
+            ("evil.example:80", 403),
+            ("127.0.0.1.evil.example", 403),
+            ("", 403),
+        ):
+            found = await http.ask("GET", "/v1/models", None, {"host": host})
+            assert found.status == status, host
+
+
+# -- what operators see ---------------------------------------------------------------------------
+
+
+async def test_metrics_and_logs(front: Front, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    canary = "canaryprompt"
+    body = {**BODY, "prompt": canary, "cache_salt": canary, "stop": canary, "max_tokens": 2}
+    headers = {"authorization": f"Bearer {canary}"}
+    for stream in (True, False):
+        sent = {**body, "stream": stream}
+        assert (await front.http.ask("POST", "/v1/completions", sent, headers)).status == 200
+    wrong = {**body, "temperature": canary, canary: 1}
+    assert (await front.http.ask("POST", "/v1/completions", wrong, headers)).status == 400
+    assert (await front.http.ask("GET", f"/{canary}")).status == 404
+    text = (await front.http.ask("GET", "/metrics")).body.decode()
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    endpoint = "/v1/completions"
+    assert found["splitpoint_gateway_requests_total", endpoint, "200"] == 2
+    assert found["splitpoint_gateway_requests_total", endpoint, "400"] == 1
+    assert found["splitpoint_gateway_requests_total", "other", "404"] == 1
+    assert found["splitpoint_gateway_request_seconds_count", endpoint] == 3
+    assert found["splitpoint_gateway_first_token_seconds_count", endpoint] == 1
+    assert found[("splitpoint_gateway_open_requests",)] == 0
+    for metric in metrics_of(Service.GATEWAY):
+        assert any(each[0].startswith(metric.name) for each in found), metric.name
+    assert canary not in text
+    assert canary not in caplog.text
+    ended = [record for record in caplog.records if record.message == "request ended"]
+    assert len(ended) == 3
