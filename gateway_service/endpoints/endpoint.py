@@ -148,6 +148,7 @@ class Gateway:
 
 def _is_own_host(host: str) -> bool:
     """Return True for localhost and for an IP address, with or without a port."""
+    host = host.lower()
     name, _, port = host.rpartition(":")
     if not port.isdigit() or (":" in name and not name.startswith("[")):
         name = host

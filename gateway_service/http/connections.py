@@ -31,6 +31,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self, config: Config, server_state: ServerState, limits: Limits, most_connections: int
     ) -> None:
         super().__init__(config, server_state, {})
+        # uvicorn would log every path if the root logger has a handler.
+        self.access_log = False
         self.limits = limits
         self.most_connections = most_connections
         self._is_in_headers = False

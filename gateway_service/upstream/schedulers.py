@@ -36,12 +36,18 @@ Take = Callable[[pb.GenerateResponse], Awaitable[None]]
 class _Connection:
     """One connection to each scheduler, and its open generations."""
 
-    def __init__(self, addresses: Sequence[str], identity: Identity, on_retry: OnRetry) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        identity: Identity,
+        retry_seconds: float,
+        on_retry: OnRetry,
+    ) -> None:
         self.schedulers = Schedulers(
             addresses,
             functools.partial(open_channel, is_fresh=True),
             identity,
-            retry_seconds=DEFAULT_RETRY_SECONDS,
+            retry_seconds=retry_seconds,
             on_retry=on_retry,
         )
         self.open_count = 0
@@ -52,19 +58,29 @@ class Upstream:
 
     A connection carries only so many streams at a time, and gRPC lets further ones wait silently:
     then another connection is made.
+
+    Args:
+        call_seconds: longest wait for an answer to anything but a generation.
+        retry_seconds: how long a generation tries to go on after its scheduler was lost.
     """
 
     def __init__(
-        self, addresses: Sequence[str], identity: Identity, *, call_seconds: float
+        self,
+        addresses: Sequence[str],
+        identity: Identity,
+        *,
+        call_seconds: float,
+        retry_seconds: float = DEFAULT_RETRY_SECONDS,
     ) -> None:
         self._addresses = addresses
         self._identity = identity
         self._call_seconds = call_seconds
+        self._retry_seconds = retry_seconds
         self.retry_count = 0
         self._connections = [self._connected()]
 
     def _connected(self) -> _Connection:
-        return _Connection(self._addresses, self._identity, self._count_retry)
+        return _Connection(self._addresses, self._identity, self._retry_seconds, self._count_retry)
 
     def _count_retry(self, error: Retryable, address: str) -> None:
         self.retry_count += 1

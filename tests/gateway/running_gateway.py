@@ -153,10 +153,13 @@ async def running_gateway(
     limits: Limits | None = None,
     access: Access | None = None,
     checks_host: bool = False,
+    retry_seconds: float = 10.0,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway for schedulers at these addresses (with commas). Ends without open requests."""
     limits = limits or Limits()
-    upstream = Upstream(scheduler.split(","), PLAIN, call_seconds=limits.call_seconds)
+    upstream = Upstream(
+        scheduler.split(","), PLAIN, call_seconds=limits.call_seconds, retry_seconds=retry_seconds
+    )
     meters = Meters(Service.GATEWAY)
     gateway = Gateway(upstream, limits, access, meters, checks_host=checks_host)
     gateway.on_ended = Counts(meters).ended

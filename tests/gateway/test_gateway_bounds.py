@@ -14,7 +14,7 @@ import pytest
 from fake_scheduler import fake_scheduler
 from prometheus_client.parser import text_string_to_metric_families
 from running_gateway import RunningGateway, request_bytes, running_gateway
-from scheduler_doubles import Stack, Steps, stack
+from scheduler_doubles import Stack, Steps, WorkerDouble, stack
 
 from gateway_service.settings import Limits
 from splitpoint.errors import (
@@ -219,23 +219,24 @@ async def test_a_client_that_leaves_cancels(front: Front, is_stream: bool) -> No
     await front.stack.until(lambda: front.stack.workers[0].steps >= 2)
     wire.close()
     await front.until_open(0)
-    await front.stack.until(lambda: not front.stack.manager.accounts.running_count)
     steps.allow(100)
+    await front.stack.until(lambda: not front.stack.workers[0].running)
 
 
-async def test_a_client_that_leaves_the_queue_cancels(front: Front) -> None:
-    front.stack.workers[0].pace = steps = Steps()
-    front.stack.workers[0].max_batch = 1
-    first, second = [await front.http.wire() for _ in range(2)]
-    for wire in (first, second):
-        await wire.send(streamed(max_tokens=3000))
-    admission = front.stack.manager.admission
-    await front.stack.until(lambda: admission.waiting_count == 1)
-    second.close()
-    await front.stack.until(lambda: admission.waiting_count == 0)
-    first.close()
-    await front.until_open(0)
-    steps.allow(3000)
+async def test_a_client_that_leaves_the_queue_cancels() -> None:
+    worker = WorkerDouble(max_batch=1)
+    worker.pace = steps = Steps()
+    async with stack(worker) as behind, running_gateway(behind.address) as http:
+        first, second = [await http.wire() for _ in range(2)]
+        for wire in (first, second):
+            await wire.send(streamed(max_tokens=100))
+        admission = behind.manager.admission
+        await behind.until(lambda: admission.waiting_count == 1)
+        second.close()
+        await behind.until(lambda: admission.waiting_count == 0)
+        first.close()
+        await behind.until(lambda: http.gateway.open_count == 0)
+        steps.allow(200)
 
 
 async def test_a_reader_that_stops_is_given_up(front: Front) -> None:
@@ -326,11 +327,18 @@ async def test_errors_of_the_scheduler(error: SplitpointError, status: int, code
 
 async def test_an_error_within_a_stream_is_its_last_event() -> None:
     with fake_scheduler("127.0.0.1:0") as script:
-        script.gap = True
-        async with running_gateway(script.address) as http:
-            found = await http.complete(prompt=[1, 2, 3], stream=True)
+        script.fail_after = 2
+        async with running_gateway(script.address, retry_seconds=0.2) as http:
+            found = await http.complete(prompt=[65, 66, 67], stream=True)
             assert found.status == 200
-            assert json.loads(found.data[-1])["error"]["code"] == "token_gap"
+            *chunks, last = [json.loads(each) for each in found.data]
+            assert "".join(each["choices"][0]["text"] for each in chunks) == "AB"
+            assert last["error"]["type"] == "service_unavailable_error"
+            # An answer that is not streamed has its status.
+            assert (await http.complete(prompt=[65, 66, 67])).status == 503
+            script.fail_after, script.gap = None, True
+            found = await http.complete(prompt=[65])
+            assert (found.status, found.error["code"]) == (500, "token_gap")
 
 
 async def test_without_a_scheduler() -> None:
@@ -428,5 +436,5 @@ async def test_metrics_and_logs(front: Front, caplog: pytest.LogCaptureFixture) 
         assert any(each[0].startswith(metric.name) for each in found), metric.name
     assert canary not in text
     assert canary not in caplog.text
-    ended = [record for record in caplog.records if record.message == "request ended"]
-    assert len(ended) == 3
+    names = [each.name for each in caplog.records if each.message == "request ended"]
+    assert names.count("gateway_service.endpoints.endpoint") == 3

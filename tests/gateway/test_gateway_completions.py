@@ -221,7 +221,7 @@ async def test_tokenize_and_detokenize(front: Front) -> None:
     assert back.json == {"prompt": PROMPT}
     for body, parameter in (
         ({}, "prompt"),
-        ({"prompt": "a", "messages": [{}]}, "prompt"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
         ({"prompt": "a", "tools": []}, "tools"),
         ({"prompt": ""}, "prompt"),
     ):
