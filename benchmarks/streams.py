@@ -49,7 +49,7 @@ async def running(
 
     async def start(name: str, *arguments: str) -> Service:
         command = ServiceCommand(name, ("-m", *arguments))
-        service = await Service.start(sys.executable, command, alive, _show, lambda _: None)
+        service = await Service.start(sys.executable, command, alive, show_line, lambda _: None)
         services.append(service)
         await service.ready()
         return service
@@ -82,16 +82,19 @@ async def running(
             os.close(own)
 
 
-def _show(line: LogLine) -> None:
+def show_line(line: LogLine) -> None:
     if line.important:
         print(f"{line.service}: {line.text}", file=sys.stderr)
 
 
-async def load(address: str, streams: int, tokens: int) -> dict[str, Any]:
-    """Let the clients of `bench serve` read so many streams at once; return its result."""
+async def load(way: Sequence[str], streams: int, tokens: int) -> dict[str, Any]:
+    """Let the clients of `bench serve` read so many streams at once; return its result.
+
+    `way`: its options that say where the server is.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "splitpoint_cli", "bench", "serve", "--address", address, "--json"),
+        *("-m", "splitpoint_cli", "bench", "serve", *way, "--json"),
         *("--num-prompts", str(streams), "--ignore-eos"),
         *("--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(tokens)),
         stdout=asyncio.subprocess.PIPE,
@@ -109,11 +112,12 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     progress = Progress()
     rounds = []
     async with running(arguments.step_ms) as (address, pids):
-        await load(address, WARM_UP_STREAMS, arguments.tokens)
+        way = ("--address", address)
+        await load(way, WARM_UP_STREAMS, arguments.tokens)
         for number in range(arguments.rounds):
             before = {name: processor_seconds(pid) for name, pid in pids.items()}
             own = os.times()
-            result = await load(address, arguments.streams, arguments.tokens)
+            result = await load(way, arguments.streams, arguments.tokens)
             spent = os.times()
             used = {name: processor_seconds(pid) - before[name] for name, pid in pids.items()}
             used["clients"] = (
@@ -122,7 +126,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 - own.children_user
                 - own.children_system
             )
-            rounds.append(_round(result, used))
+            rounds.append(round_of(result, used))
             progress.say(f"round {number + 1} of {arguments.rounds}: {_row(rounds[-1])}")
     return {
         "benchmark": "streams",
@@ -139,7 +143,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _round(result: Mapping[str, Any], used: Mapping[str, float]) -> dict[str, Any]:
+def round_of(result: Mapping[str, Any], used: Mapping[str, float]) -> dict[str, Any]:
     """Return the figures of one round; microseconds of processor time by process."""
     tokens = result["total_output_tokens"]
     return {

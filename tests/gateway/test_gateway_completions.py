@@ -212,26 +212,27 @@ async def test_models(front: Front) -> None:
 
 
 async def test_tokenize_and_detokenize(front: Front) -> None:
-    body = {"prompt": PROMPT, "return_token_strs": True}
-    found = (await front.http.ask("POST", "/tokenize", body)).json
+    asked = {"prompt": PROMPT, "return_token_strs": True}
+    found = (await front.http.ask("POST", "/tokenize", asked)).json
     assert found["tokens"] == IDS
     assert (found["count"], found["max_model_len"]) == (len(IDS), SHAPE.context_length)
     assert len(found["token_strs"]) == len(IDS)
     back = await front.http.ask("POST", "/detokenize", {"tokens": IDS})
     assert back.json == {"prompt": PROMPT}
-    for body, parameter in (
+    wrong_ones: list[tuple[dict[str, Any], str]] = [
         ({}, "prompt"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
         ({"prompt": "a", "tools": []}, "tools"),
         ({"prompt": ""}, "prompt"),
-    ):
+    ]
+    for body, parameter in wrong_ones:
         wrong = await front.http.ask("POST", "/tokenize", body)
         assert (wrong.status, wrong.error["param"]) == (400, parameter)
     wrong = await front.http.ask("POST", "/detokenize", {"tokens": [SHAPE.vocabulary_size]})
     assert (wrong.status, wrong.error["param"]) == (400, "tokens[0]")
 
 
-WRONG = [
+WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": ""}, "prompt"),
