@@ -125,7 +125,9 @@ def test_forced_calls_follow_a_schema() -> None:
     assert json.loads(named.sampling.structured_output.json_schema) == ADD["function"]["parameters"]  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("form", "keeps"), [("hermes", False), ("mistral", True)])
+@pytest.mark.parametrize(
+    ("form", "keeps"), [("hermes", True), ("llama3_json", False), ("mistral", True)]
+)
 def test_auto_needs_to_know_the_models_form(form: str, keeps: bool) -> None:
     job = job_of(tools=[ADD])
     assert job.needs_model
@@ -138,7 +140,7 @@ def test_auto_needs_to_know_the_models_form(form: str, keeps: bool) -> None:
 
 def test_a_client_may_ask_for_special_tokens_itself() -> None:
     job = job_of(tools=[ADD], skip_special_tokens=False)
-    job.model_found(pb.Model(tool_call_format="hermes"))
+    job.model_found(pb.Model(tool_call_format="llama3_json"))
     assert job.requests[0].sampling.keeps_special_tokens
 
 

@@ -108,6 +108,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"include": ["file_search_call.results"]}, "include[0]"),
     ({"top_logprobs": 1}, "top_logprobs"),
+    ({"top_logprobs": 1, "include": ["reasoning.encrypted_content"]}, "top_logprobs"),
     ({"metadata": {"a": 1}}, "metadata.a"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
     ({"stream_options": {}}, "stream_options"),

@@ -123,8 +123,8 @@ _PARSERS: dict[str, Callable[[Sequence[str]], ToolCallParser]] = {
     "llama3_json": Llama3JsonParser,
     "mistral": lambda names: MistralParser(),
 }
-# Formats whose marker is a special token.
-_FORMATS_OF_SPECIAL_TOKENS = frozenset({"mistral"})
+# Formats whose marker is a special token, at least in some models.
+_FORMATS_OF_SPECIAL_TOKENS = frozenset({"hermes", "mistral"})
 
 
 class OneCall:

@@ -116,7 +116,11 @@ RESPONSE_FIELDS = Table(
         Field("tools", array(nested(TOOL), most=MOST_TOOLS), "Functions that the model may call."),
         Field("tool_choice", TOOL_CHOICE, "As for chat."),
         PARALLEL_TOOL_CALLS,
-        Field("include", array(one_of(_LOGPROBS)), "Log-probabilities of the text's tokens."),
+        Field(
+            "include",
+            array(one_of(_LOGPROBS, "reasoning.encrypted_content")),
+            "Log-probabilities of the text's tokens. There is no reasoning to include.",
+        ),
         Field(
             "top_logprobs",
             integer(0, MOST_LOGPROBS),
@@ -208,7 +212,7 @@ def read_response(body: Any, *, request_id: str, created: int) -> ResponseJob:
         request.sampling.max_tokens = values["max_output_tokens"]
     else:
         request.sampling.fills_context = True
-    has_logprobs = bool(values.get("include"))
+    has_logprobs = _LOGPROBS in values.get("include", ())
     if has_logprobs:
         request.sampling.logprobs = values.get("top_logprobs", 0)
     elif values.get("top_logprobs"):
