@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jsonschema
@@ -219,8 +220,19 @@ def test_a_growing_conversation_reuses_its_prefix(client: openai.OpenAI) -> None
         messages.append({"role": "assistant", "content": found.choices[0].message.content or ""})
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A request for both doors: gRPC's options, and those of them that `openai` does not know."""
+
+    prompt: str
+    options: dict[str, Any]
+    extra: dict[str, Any]
+    is_chat: bool
+    is_stream: bool
+
+
 def test_the_text_through_http_is_that_through_grpc(stack: GatewayStack) -> None:
-    """100 random requests, each through both doors, whole or streamed."""
+    """100 random requests, texts and chats, each through both doors, whole or streamed."""
     rng = random.Random("two doors")
     asked = [random_request(rng, index) for index in range(100)]
 
@@ -228,66 +240,67 @@ def test_the_text_through_http_is_that_through_grpc(stack: GatewayStack) -> None
         slots = asyncio.Semaphore(8)
         async with stack.async_client() as http, AsyncClient(stack.scheduler_address) as grpc:
 
-            async def compare(prompt: str, options: dict[str, Any], is_stream: bool) -> None:
+            async def compare(each: Asked) -> None:
                 async with slots:
-                    answer = await grpc.generate(prompt, **options).complete()
-                    extra: dict[str, Any] = {
-                        name: options.pop(name)
-                        for name in ("top_k", "min_p", "repetition_penalty", "ignore_eos")
-                        if name in options
-                    }
-                    text, finish = await through_http(http, prompt, options, extra, is_stream)
-                assert text == answer.text, (prompt, options, extra)
+                    options: Any = {**each.options, **each.extra}
+                    if each.is_chat:
+                        generation = grpc.chat(
+                            [{"role": "user", "content": each.prompt}], **options
+                        )
+                    else:
+                        generation = grpc.generate(each.prompt, **options)
+                    answer = await generation.complete()
+                    text, finish = await through_http(http, each)
+                assert text == answer.text, each
                 assert finish == answer.finish_reason.value
 
-            await asyncio.gather(*(compare(*each) for each in asked))
+            await asyncio.gather(*(compare(each) for each in asked))
 
     asyncio.run(both())
 
 
-async def through_http(
-    client: openai.AsyncOpenAI,
-    prompt: str,
-    options: dict[str, Any],
-    extra: dict[str, Any],
-    is_stream: bool,
-) -> tuple[str, str | None]:
-    if not is_stream:
-        found = await client.completions.create(
-            model=MODEL, prompt=prompt, extra_body=extra, **options
-        )
-        return found.choices[0].text, found.choices[0].finish_reason
+async def through_http(client: openai.AsyncOpenAI, asked: Asked) -> tuple[str, str | None]:
+    options: Any = {"model": MODEL, **asked.options, "extra_body": asked.extra}
+    if asked.is_chat:
+        create: Any = client.chat.completions.create
+        options["messages"] = [user(asked.prompt)]
+    else:
+        create, options["prompt"] = client.completions.create, asked.prompt
+    if not asked.is_stream:
+        choice = (await create(**options)).choices[0]
+        text = choice.message.content if asked.is_chat else choice.text
+        return text, choice.finish_reason
     text, finish = "", None
-    async for chunk in await client.completions.create(
-        model=MODEL, prompt=prompt, extra_body=extra, stream=True, **options
-    ):
-        text += chunk.choices[0].text
-        finish = chunk.choices[0].finish_reason or finish
+    async for chunk in await create(**options, stream=True):
+        choice = chunk.choices[0]
+        text += (choice.delta.content if asked.is_chat else choice.text) or ""
+        finish = choice.finish_reason or finish
     return text, finish
 
 
-def random_request(rng: random.Random, index: int) -> tuple[str, dict[str, Any], bool]:
-    """A prompt, the options of both clients, and whether to stream."""
+def random_request(rng: random.Random, index: int) -> Asked:
     lines = "".join(f"import {rng.choice(SOURCES)}\n" for _ in range(rng.randrange(1, 12)))
     options: dict[str, Any] = {
         "max_tokens": rng.randrange(1, 40),
         "temperature": rng.choice([0.0, 0.7, 1.3]),
         "seed": rng.randrange(-(2**40), 2**40),
     }
-    choices: dict[str, Any] = {
+    known: dict[str, Any] = {
         "top_p": 0.9,
-        "top_k": 20,
-        "min_p": 0.05,
         "presence_penalty": 0.5,
         "frequency_penalty": -0.3,
-        "repetition_penalty": 1.2,
         "logit_bias": {17: 5.0, 200: -100.0},
         "stop": ["\n\n", "import"],
+    }
+    own: dict[str, Any] = {
+        "top_k": 20,
+        "min_p": 0.05,
+        "repetition_penalty": 1.2,
         "ignore_eos": True,
     }
-    for name in rng.sample(sorted(choices), rng.randrange(5)):
-        options[name] = choices[name]
-    return f"{lines}# {index} é\n", options, rng.random() < 0.5
+    options |= {name: known[name] for name in rng.sample(sorted(known), rng.randrange(3))}
+    extra = {name: own[name] for name in rng.sample(sorted(own), rng.randrange(3))}
+    return Asked(f"{lines}# {index} é\n", options, extra, rng.random() < 0.5, rng.random() < 0.5)
 
 
 # -- tools and structured output ------------------------------------------------------------------
