@@ -278,7 +278,7 @@ function switchTheme() {
 function switchPanel() {
   const isOpen = document.body.classList.toggle("panel-open");
   byId("panel-button").setAttribute("aria-expanded", String(isOpen));
-  byId("panel-button").textContent = isOpen ? "Close" : "Live";
+  byId("panel-button").textContent = isOpen ? "Close" : "More";
   soon();
 }
 

@@ -119,11 +119,15 @@ function details(report) {
     ["total", seconds(report.total_seconds)],
   ];
   if (plan) {
+    rows.push(["residency", plan.residency]);
+    if (report.cached_tokens) {
+      rows.push(
+        ["restore", `${METHODS[plan.method]}, ${plan.schedule}`],
+        ["restored in", beside(report.restore_seconds, plan.predicted_restore_seconds)],
+        ["loading all would take", seconds(plan.predicted_load_seconds)],
+      );
+    }
     rows.push(
-      ["residency", plan.residency],
-      ["restore", `${METHODS[plan.method]}, ${plan.schedule}`],
-      ["restored in", beside(report.restore_seconds, plan.predicted_restore_seconds)],
-      ["loading all would take", plan.predicted_load_seconds ? seconds(plan.predicted_load_seconds) : "nothing to load"],
       ["first token", beside(report.ttft_seconds - report.queue_seconds, plan.predicted_ttft_seconds)],
       ["device memory", bytes(plan.footprint_bytes)],
     );
