@@ -82,7 +82,7 @@ def stack(listen: str, http: str) -> Iterator[None]:
             *PROGRAM,
             *("up", "--listen", listen, "--http", http, "--instance", "page"),
             *("--workers", "2", "--threads", "1", "--link-rate", "450MB", "--device", "cpu"),
-            *("--device-memory", "96MiB", "--host-memory", "192MiB", "--activations", "always"),
+            *("--device-memory", "96MiB", "--host-memory", "384MiB", "--activations", "always"),
         ],
         stdout=subprocess.DEVNULL,
     )
