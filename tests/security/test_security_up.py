@@ -161,7 +161,7 @@ def check_http(port: int, certificates: Path, token: str) -> None:
     with pytest.raises((OSError, http.client.HTTPException)):
         read(f"http://127.0.0.1:{port}/v1/models")
     server = certificates / "server.pem"
-    for path, status in (("/health", 0), ("/v1/models", 1)):
+    for path, status in (("/health", 0), ("/health/live", 0), ("/v1/models", 1)):
         url = f"https://127.0.0.1:{port}{path}"
         probe = splitpoint("probe", url, "--server-cert", str(server))
         assert probe.returncode == status, probe.stderr
