@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import io
 import json
+import subprocess
+import sys
 import zipfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,6 +31,7 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.transport.tls import PLAIN
 from splitpoint.v1 import scheduler_pb2
+from splitpoint_cli.stack.child import child_environment
 
 PROMPT = "import asyncio\n\n\nclass Queue:\n"
 
@@ -170,6 +173,30 @@ def test_the_port_is_on_this_host_only(address: str) -> None:
     with pytest.raises(InvalidArgument, match="this host only"):
         check_engine_address(address)
     assert check_engine_address("127.0.0.1:0") == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--engine-listen", "0.0.0.0:50080"), "this host only"),
+        (("--engine-listen", "50080"), "not an address"),
+        (("--engine-token-file", "token"), "--engine-token-file is for --engine-listen"),
+        (
+            ("--engine-listen", "127.0.0.1:0", "--engine-token-file", "/nowhere"),
+            "/nowhere cannot be read",
+        ),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_listens(
+    options: tuple[str, ...], said: str
+) -> None:
+    command = [sys.executable, "-m", "gateway_service", "--listen", "127.0.0.1:0", *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=child_environment({}), check=False
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""
 
 
 def test_end_tokens_come_from_the_files() -> None:
