@@ -140,5 +140,9 @@ def parameter_of(path: str, names: Mapping[str, str]) -> str:
     ending = _ENDING.search(path)
     index = ending[0] if ending else ""
     field = path.removesuffix(index)
-    found = names.get(field) or _NAMES.get(field) or field.removeprefix("sampling.")
-    return f"{found}{index}"
+    # A variable of the template is a part of a field: "chat.template_arguments.NAME".
+    parent, dot, child = field.rpartition(".")
+    found = names.get(field) or _NAMES.get(field)
+    if found is None and (of_parent := names.get(parent) or _NAMES.get(parent)):
+        found = f"{of_parent}{dot}{child}"
+    return f"{found or field.removeprefix('sampling.')}{index}"

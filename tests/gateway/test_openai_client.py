@@ -521,6 +521,13 @@ def test_a_message_that_the_scheduler_refuses_is_named(client: openai.OpenAI) ->
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(model=MODEL, messages=messages)
     assert raised.value.param == "messages[1].tool_calls[0].function.arguments"
+    with pytest.raises(openai.BadRequestError) as reserved:
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[user("a")],
+            extra_body={"chat_template_kwargs": {"messages": []}},
+        )
+    assert reserved.value.param == "chat_template_kwargs.messages"
 
 
 # -- streams -----------------------------------------------------------------------------------

@@ -100,6 +100,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "input[0].content[0].type",
     ),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+    (
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1"}]},
+        "input[0].arguments",
+    ),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"store": True}, "store"),
     ({"background": True}, "background"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,12 +93,24 @@ def _add_call(messages: list[Message], name: str, item: Mapping[str, Any]) -> No
         "type": "function",
         "function": {
             "name": read_text(f"{name}.name", item.get("name")),
-            "arguments": read_text(f"{name}.arguments", item.get("arguments")),
+            "arguments": _arguments(f"{name}.arguments", item.get("arguments")),
         },
     }
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _arguments(name: str, value: Any) -> str:
+    """Return the arguments of a call, which templates need as an object."""
+    text = read_text(name, value)
+    try:
+        parsed = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise wrong(name, "must be a JSON object, as text")
+    return text
 
 
 def _parts_schema(kinds: Mapping[str, str]) -> dict[str, Any]:
