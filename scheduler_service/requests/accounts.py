@@ -29,6 +29,9 @@ class Outcome(enum.StrEnum):
 # text from outside becomes a metric label.
 REJECTIONS = (
     "ALREADY_EXISTS",
+    "CHAT_PROCESS_LOST",
+    "CHAT_REFUSED",
+    "CHAT_TOO_SLOW",
     "CONTEXT_EXCEEDED",
     "DEADLINE_EXCEEDED",
     "DRAINING",
@@ -37,6 +40,7 @@ REJECTIONS = (
     "MODEL_NOT_FOUND",
     "NEVER_FITS",
     "NO_ACTIVATIONS",
+    "NO_CHAT_TEMPLATE",
     "NO_TOKENIZER",
     "NO_WORKER",
     "QUEUE_FULL",

@@ -24,13 +24,14 @@ from scheduler_doubles import (
 )
 
 from scheduler_service import server
-from scheduler_service.api import text_jobs, validation
+from scheduler_service.api import prompts, text_jobs, validation
 from scheduler_service.api.request import Times
 from scheduler_service.cluster.losses import WorkerLosses
 from scheduler_service.limits import Limits
 from scheduler_service.placement import planning
 from scheduler_service.requests import availability, manager, table
 from scheduler_service.requests.accounts import OTHER, REJECTIONS, Accounts
+from splitpoint.chat import renderer
 from splitpoint.errors import InvalidArgument, ResourceExhausted, Unavailable
 from splitpoint.observe import metrics
 from splitpoint.v1 import scheduler_pb2, types_pb2
@@ -339,7 +340,8 @@ NO_REJECTIONS = {
 def test_every_reason_to_turn_a_request_away_has_its_own_count() -> None:
     """Check the modules that a Generate call passes before it is accepted."""
     reasons = set()
-    for module in (manager, planning, availability, table, server, text_jobs, validation):
+    modules = (manager, planning, availability, table, server, text_jobs, validation, prompts)
+    for module in (*modules, renderer):
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(node, ast.keyword) and node.arg == "reason":
                 reasons |= {n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)}
