@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,12 +52,23 @@ Explain = Annotated[
     ),
 ]
 
+# Options of `generate` that make no sense turn by turn.
+_NOT_OFFERED = {
+    "logprobs": None,
+    "request_id": None,
+    "select": None,
+    "verify": False,
+    "split": "auto",
+    "restore": options.RestoreChoice.AUTO,
+}
+
 
 def chat(
     system: System = "",
     max_tokens: MaxTokens = None,
     min_tokens: options.MinTokens = None,
     ignore_eos: options.IgnoreEos = False,
+    keep_special_tokens: options.KeepSpecialTokens = False,
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
     temperature: options.Temperature = 0.0,
@@ -70,6 +80,11 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = None,
     logit_bias: options.LogitBias = None,
     seed: options.Seed = None,
+    json_object: options.JsonObject = False,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
+    grammar: options.Grammar = None,
+    choice: options.Choice = None,
     priority: options.Priority = 0,
     worker: options.WorkerId = "",
     residency: options.ResidencyOption = options.ResidencyChoice.AUTO,
@@ -91,32 +106,8 @@ def chat(
 
     Reads a terminal or a pipe. From a pipe it ends at the first error.
     """
-    request: GenerateOptions = {
-        "max_tokens": max_tokens,
-        "fills_context": max_tokens is None,
-        "min_tokens": min_tokens,
-        "ignore_eos": ignore_eos,
-        "stop": stop,
-        "stop_token_ids": stop_token_id,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "repetition_penalty": repetition_penalty,
-        "logit_bias": options.parse_logit_bias(logit_bias or []),
-        "seed": seed,
-        "priority": priority,
-        "worker": worker,
-        "residency": options.residency_of(residency),
-        "speculate": speculate,
-        "speculative_tokens": speculative_tokens,
-        "prompt_lookup_min": prompt_lookup_min,
-        "cache_salt": os.fsencode(cache_salt),
-        "model": model,
-        "timeout": timeout,
-    }
+    given = dict(locals())
+    request = options.request_of({**given, **_NOT_OFFERED, "fill_context": max_tokens is None})
     who = client_identity(ca=ca, token_file=token_file)
     conversation = Conversation(system)
     with Client(address, identity=who, retry_seconds=retry_seconds, on_retry=tell_retry) as client:

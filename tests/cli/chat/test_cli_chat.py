@@ -74,6 +74,7 @@ def test_options_are_passed_on(script: Script) -> None:
     done = chat(
         *(script, "hi", "--max-tokens", "5", "--temperature", "0.5", "--top-k", "3"),
         *("--seed", "7", "--stop", "x", "--repetition-penalty", "1.5", "--cache-salt", "s"),
+        *("--logit-bias", "4=-100", "--regex", "a+", "--keep-special-tokens"),
         *("--priority", "2", "--residency", "streamed", "--speculate", "off", "--worker", "1"),
     )
     assert done.returncode == 0, done.stderr
@@ -81,6 +82,8 @@ def test_options_are_passed_on(script: Script) -> None:
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.fills_context) == (5, False)
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 3, 7)
+    assert (dict(sampling.logit_bias), sampling.structured_output.regex) == ({4: -100}, "a+")
+    assert sampling.keeps_special_tokens
     assert (list(sampling.stop), sampling.repetition_penalty) == (["x"], 1.5)
     assert (request.cache_salt, request.priority, request.worker_id) == (b"s", 2, "1")
     assert (request.residency, request.speculation.method) == (2, 1)
