@@ -15,6 +15,8 @@ from worker_service.structured.matcher import GrammarMatcher
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
+# So many masks take less time than waking threads does.
+FEW = 8
 # Bit i of a mask, least significant first, is set if id i may be chosen. `[words]`.
 Mask = npt.NDArray[np.int32]
 
@@ -28,7 +30,7 @@ class MaskTotals:
 
 
 class MaskFiller:
-    """Computes masks on threads of its own. `fill` belongs to the engine's thread."""
+    """Computes masks, many of them on threads. `fill` belongs to the engine's thread."""
 
     def __init__(self, vocabulary_size: int) -> None:
         self._size = vocabulary_size
@@ -59,7 +61,10 @@ class MaskFiller:
             count += 1 + len(drafts)
         table = np.zeros((count, self._words), np.int32)
         where = table.ctypes.data, table.strides[0], count
-        if plain:
+        if len(plain) <= FEW:
+            for inner, row in plain:
+                inner.unsafe_compute_mask_ptr(table[row].ctypes.data, table.strides[0])
+        else:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
