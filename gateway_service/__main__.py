@@ -6,6 +6,12 @@ from splitpoint.extras import need, need_for_program
 
 need_for_program("gateway")  # before the imports that need the extra
 
+import os
+
+# gRPC reads this when it is imported. Its newer event engine hands each message from thread to
+# thread, which takes a third more processor time for a token (docs/gateway.md).
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
+
 import argparse
 import asyncio
 import logging

@@ -104,8 +104,7 @@ class Upstream:
             try:
                 while True:
                     with tries.attempt():
-                        read = tries.call.read
-                        while (message := await read()) is not grpc.aio.EOF:
+                        async for message in tries.call:
                             tries.progressed()
                             received.add(message)
                             await take(message)

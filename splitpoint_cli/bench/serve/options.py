@@ -47,7 +47,7 @@ BACKEND: Option[str] = Option(
 BASE_URL: Option[str] = Option(
     "base-url",
     str,
-    "http://127.0.0.1:8080",
+    "http://127.0.0.1:8000",
     "Server of the backend openai; its paths follow.",
     unit="URL",
 )
