@@ -39,7 +39,7 @@ class ChatRenderer:
     Args:
         most: processes at a time. The first starts at once, others when chats come together.
 
-    Raises InvalidArgument if the templates cannot be compiled.
+    Raises InvalidArgument if the templates cannot be compiled, Unavailable if no process starts.
     """
 
     def __init__(self, templates: ChatTemplates, *, most: int = 2) -> None:
@@ -47,7 +47,10 @@ class ChatRenderer:
         self._places = threading.BoundedSemaphore(most)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._idle = [_Process(templates)]
+        try:
+            self._idle = [_Process(templates)]
+        except _Ended as error:
+            raise _lost(error) from None
 
     def render(self, chat: Chat) -> str:
         """Return the prompt of a chat.
@@ -63,9 +66,7 @@ class ChatRenderer:
             except _Ended:  # between two chats, or by a signal from outside: try a new one
                 return self._rendered(chat)
         except _Ended as error:
-            raise Unavailable(
-                f"the process that renders chats ended: {error}", reason="CHAT_PROCESS_LOST"
-            ) from None
+            raise _lost(error) from None
         finally:
             self._places.release()
 
@@ -164,6 +165,10 @@ class _Process:
                 reason="CHAT_TOO_SLOW",
             )
         return _Ended(f"exit code {code}")
+
+
+def _lost(error: _Ended) -> Unavailable:
+    return Unavailable(f"the process that renders chats ended: {error}", reason="CHAT_PROCESS_LOST")
 
 
 def _busy() -> ResourceExhausted:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from splitpoint import config
+from splitpoint.chat.renderer import ChatRenderer
+from splitpoint.chat.source import read_template_file, read_templates
 from splitpoint.checkpoint.config import FAMILIES, model_name
 from splitpoint.checkpoint.resolve import resolve_model, weight_files
 from splitpoint.checkpoint.tensors import read_header
@@ -158,6 +160,33 @@ def check_tokenizer(folder: Path, vocabulary_size: int) -> Finding:
             "Copy tokenizer.json of this model into its folder",
         )
     return Finding(name, Verdict.OK, f"{tokenizer.vocabulary_size:,} tokens")
+
+
+def check_chat_template(folder: Path, given: Path | None = None) -> Finding:
+    """Check the chat template, `given` or the model's own, by compiling it."""
+    name = "chat template"
+    try:
+        found = read_templates(folder) if given is None else read_template_file(given, folder)
+        if found is None:
+            return Finding(
+                name,
+                Verdict.NOTE,
+                "there is none: prompts are served, chats are refused",
+                "Name one: splitpoint up --chat-template FILE",
+            )
+        ChatRenderer(found).close()
+    except SplitpointError as error:
+        # With a broken one of its own the model serves prompts still.
+        verdict = Verdict.WARNING if given is None else Verdict.PROBLEM
+        return Finding(
+            name,
+            verdict,
+            one_line(error.message),
+            "Repair it, or name another one: splitpoint up --chat-template FILE",
+        )
+    calls = found.tool_call_format
+    taught = f"it teaches calls of tools ({calls})" if calls else "it teaches no calls of tools"
+    return Finding(name, Verdict.OK, f"{given or 'of the model'}: {taught}")
 
 
 def check_device_memory(

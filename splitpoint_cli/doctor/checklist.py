@@ -126,6 +126,7 @@ def _checkpoint(folder: Path, shape: ModelShape | None) -> Iterator[Check]:
     yield Check("weights", lambda: model.check_weights(folder))
     if shape is not None:
         yield Check("tokenizer", lambda: model.check_tokenizer(folder, shape.vocabulary_size))
+        yield Check("chat template", lambda: model.check_chat_template(folder))
 
 
 def _draft_model(

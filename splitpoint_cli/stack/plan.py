@@ -80,6 +80,8 @@ class Stack:
     store: ServiceCommand
     workers: tuple[ServiceCommand, ...]
     schedulers: tuple[ServiceCommand, ...]
+    # As given; None: the model's own, if it has one.
+    chat_template: Path | None = None
     # Without the schedulers' addresses, which are known when they listen; None: no gateway.
     gateway: ServiceCommand | None = None
     # Where the gateway listens.
@@ -189,6 +191,7 @@ def plan_stack(options: StackOptions) -> Stack:
         schedulers=_scheduler_commands(options, model, places),
         gateway=_gateway_command(options, places),
         http=places.http,
+        chat_template=None if options.chat_template is None else Path(options.chat_template),
         log_format=LogFormat(options.log_format),
         weights=WeightFormat(options.weights),
     )

@@ -31,8 +31,8 @@ def check_store_arguments(stack: Stack) -> None:
 def check_machine(stack: Stack, say: Say) -> None:
     """Check that this machine and the checkpoint are fit for the stack; warnings go to `say`.
 
-    Raises Unavailable (a port is taken), ResourceExhausted (memory), InvalidArgument (weights
-    or tokenizer).
+    Raises Unavailable (a port is taken), ResourceExhausted (memory), InvalidArgument (weights,
+    tokenizer or chat template).
     """
     from splitpoint_cli.checks import model  # loads what extras of the installation bring
 
@@ -52,6 +52,8 @@ def check_machine(stack: Stack, say: Say) -> None:
     tokenizer = model.check_tokenizer(stack.model, stack.shape.vocabulary_size)
     if tokenizer.verdict == "problem":  # a model without one is served by token ids
         _judge(tokenizer, InvalidArgument, say)
+    if stack.chat_template is not None:  # of the model's own the scheduler warns
+        _judge(model.check_chat_template(stack.model, stack.chat_template), InvalidArgument, say)
 
 
 def _memory(stack: Stack) -> Iterator[Finding]:

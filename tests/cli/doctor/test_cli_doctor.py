@@ -306,6 +306,22 @@ def test_a_model_without_tokenizer_serves_ids_only(checkpoint: Path) -> None:
     problem("tokenizer", "--model", str(checkpoint))
 
 
+def test_a_chat_template_that_is_missing_or_broken_leaves_prompts(checkpoint: Path) -> None:
+    def chats() -> dict[str, str]:
+        code, findings = examine_here("--model", str(checkpoint), *free_listen(), *SMALL)
+        assert code == 0
+        return findings["chat template"]
+
+    assert chats()["found"] == "of the model: it teaches no calls of tools"
+    path = checkpoint / "chat_template.jinja"
+    path.write_text("<tool_call>")
+    assert chats()["found"] == "of the model: it teaches calls of tools (hermes)"
+    path.write_text("{% for %}")
+    assert (chats()["verdict"], "cannot be used" in chats()["found"]) == ("warning", True)
+    path.unlink()
+    assert chats()["verdict"] == "note"
+
+
 def test_a_config_that_is_no_json_or_of_another_family(checkpoint: Path) -> None:
     path = checkpoint / "config.json"
     told = json.loads(path.read_text())

@@ -77,6 +77,15 @@ def test_memory_and_weights_are_checked_before_anything_starts(cut_off: Path) ->
     assert line.startswith("splitpoint: INVALID_ARGUMENT: model.safetensors: it is cut off")
 
 
+def test_a_chat_template_is_compiled_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jinja"
+    options = ("--listen", "127.0.0.1:0", "--host-memory", "64MiB", "--chat-template", str(path))
+    assert "broken.jinja: no such file" in refused(2, *options)
+    path.write_text("{% for %}")
+    line = refused(2, *options)
+    assert line.startswith("splitpoint: INVALID_ARGUMENT: the chat template cannot be used: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

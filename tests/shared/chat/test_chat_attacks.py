@@ -20,7 +20,7 @@ from splitpoint.chat import process, renderer
 from splitpoint.chat.messages import Chat
 from splitpoint.chat.renderer import ChatRenderer
 from splitpoint.chat.source import ChatTemplates
-from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError
+from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError, Unavailable
 
 # A template does its worst only when a message asks for it: not as it is compiled and tried.
 WHEN_ASKED = "{% for m in messages %}{% if m.role == 'worst' %}WORST{% endif %}ok{% endfor %}"
@@ -186,6 +186,21 @@ def test_a_process_that_is_killed_is_replaced() -> None:
             os.kill(child, number)
             wait_for_end(child)
             assert chats.render(FINE) == "ok"
+
+
+def test_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rendering(WHEN_ASKED.replace("WORST", "")) as chats:
+        monkeypatch.setattr(renderer, "_MODULE", "splitpoint.nothing")
+        with pytest.raises(Unavailable, match="ended: exit code 1") as caught:
+            ChatRenderer(ChatTemplates("x"))
+        assert caught.value.reason == "CHAT_PROCESS_LOST"
+        [child] = children()
+        os.kill(child, signal.SIGKILL)
+        wait_for_end(child)
+        with pytest.raises(Unavailable):
+            chats.render(FINE)
+        monkeypatch.undo()
+        assert chats.render(FINE) == "ok"
 
 
 def test_a_process_that_is_stopped_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
