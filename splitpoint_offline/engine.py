@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures.thread
 import functools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
@@ -33,6 +34,7 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._process_id = os.getpid()
         self._started: concurrent.futures.Future[Services] = concurrent.futures.Future()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -58,9 +60,16 @@ class Engine:
         """Run `work` on the engine's loop and return its result.
 
         An exception in this thread meanwhile, such as KeyboardInterrupt, cancels it, and is
-        raised once it has ended. Raises FailedPrecondition after `close`, and the error of a
-        service that failed.
+        raised once it has ended. Raises FailedPrecondition after `close` and in a forked process,
+        and the error of a service that failed.
         """
+        # Before the lock, which another thread may have held as this process was forked.
+        if self._is_elsewhere:
+            raise FailedPrecondition(
+                f"this LLM belongs to process {self._process_id}, from which this one was forked; "
+                "make another one here",
+                reason="LLM_OF_ANOTHER_PROCESS",
+            )
         done: _Future = concurrent.futures.Future()
         tasks: list[asyncio.Task[Any]] = []
 
@@ -84,7 +93,12 @@ class Engine:
         return result
 
     def close(self) -> None:
-        """Cancel what runs, stop the services, and remove their files. May be called again."""
+        """Cancel what runs, stop the services, and remove their files. May be called again.
+
+        In a forked process it does nothing: the files are the parent's.
+        """
+        if self._is_elsewhere:
+            return
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
             if is_first and self._thread.is_alive():
@@ -94,6 +108,15 @@ class Engine:
         if is_first:
             _running.discard(self)
             self._remover.close()
+
+    def leave_to_parent(self) -> None:
+        """Give up, in a process that was just forked, what would keep the parent's files."""
+        self._remover.leave_to_parent()
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """True in a forked process, which has neither the threads nor the sockets."""
+        return os.getpid() != self._process_id
 
     # -- on the engine's thread ------------------------------------------------------------
 
@@ -160,6 +183,13 @@ def _close_all() -> None:
         engine.close()
 
 
+def _after_fork() -> None:
+    for engine in list(_running):
+        engine.leave_to_parent()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 # The services' stop needs thread pools. These refuse work as soon as the interpreter ends, before
 # any function of `atexit`; functions that are registered here run before, the latest first. So
 # those of concurrent.futures.thread, imported above, come later.

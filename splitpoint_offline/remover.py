@@ -33,6 +33,11 @@ class Remover:
             start_new_session=True,
         )
 
+    def leave_to_parent(self) -> None:
+        """Close a forked process's end of the pipe, which would outlive the parent's."""
+        if self._process and self._process.stdin is not None:
+            self._process.stdin.close()
+
     def close(self) -> None:
         """Remove the folders now, and wait for the process that would have done so."""
         for folder in self._folders:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
@@ -71,15 +71,35 @@ class AnswerFile:
 
         Raises InvalidArgument, and changes nothing, if a line is no answer of a batch.
         """
-        offset = 0
-        with os.fdopen(os.dup(self._fd), "rb") as file:
-            file.seek(0)
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    self._drop_half(offset, line)
-                    return
-                yield self._earlier(number, line)
-                offset += len(line)
+        for _, found in self._rows():
+            yield found
+
+    def drop_failed(self) -> None:
+        """Replace the file in one step by one without the answers that are errors.
+
+        Raises InvalidArgument as `earlier`, ResourceExhausted.
+        """
+        if not any(found.has_failed for found in self.earlier()):
+            return
+        fresh = self.path.with_name(f".{self.path.name}.retry")
+        try:
+            fd = os.open(
+                fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666
+            )
+            os.fchmod(fd, stat.S_IMODE(os.fstat(self._fd).st_mode))
+            # Before it has the name, so that no other command can lock it first.
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            with os.fdopen(os.dup(fd), "ab") as kept:
+                kept.writelines(line for line, found in self._rows() if not found.has_failed)
+            os.fsync(fd)
+            fresh.replace(self.path)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise ResourceExhausted(
+                f"{self.path}: {error.strerror}", reason="CANNOT_WRITE"
+            ) from error
+        os.close(self._fd)
+        self._fd, self._size = fd, os.fstat(fd).st_size
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line. Raises ResourceExhausted; the line is then not in the file."""
@@ -112,27 +132,45 @@ class AnswerFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _rows(self) -> Iterator[tuple[bytes, Earlier]]:
+        """Yield each whole line; a line of another kind of file is not read to its end."""
+        with os.fdopen(os.dup(self._fd), "rb") as file:
+            file.seek(0)
+            number = offset = 0
+            while start := file.read(len(_START)):
+                number += 1
+                line = start + file.readline() if start == _START else start
+                if not line.endswith(b"\n") and _is_half(start, file):
+                    os.ftruncate(self._fd, offset)
+                    self._size = offset
+                    return
+                yield line, self._earlier(number, line)
+                offset += len(line)
+
     def _earlier(self, number: int, line: bytes) -> Earlier:
         try:
             row = json.loads(line)
             custom_id, error, response = row["custom_id"], row["error"], row["response"]
-            if not row["id"].startswith(_ID_PREFIX) or not isinstance(custom_id, str | None):
+            if not line.startswith(_START) or not isinstance(custom_id, str | None):
                 raise ValueError
             failed = error is not None or response["status_code"] != 200
             return Earlier(custom_id, 0 if error is None else int(error["line"]), failed)
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             raise self._foreign(f"line {number} is no answer of a batch") from None
-
-    def _drop_half(self, offset: int, line: bytes) -> None:
-        # After a loss of power a file may end with zeros.
-        text = line.rstrip(b"\0")
-        if not (text.startswith(_START) or _START.startswith(text)):
-            raise self._foreign("its last line is no answer of a batch")
-        os.ftruncate(self._fd, offset)
-        self._size = offset
 
     def _foreign(self, why: str) -> InvalidArgument:
         return InvalidArgument(f"{self.path}: {why}; give another file", field="out")
+
+
+def _is_half(start: bytes, rest: BinaryIO) -> bool:
+    """Return True for a line that a killed run left without its end.
+
+    `start`: its first bytes. After a loss of power zeros may follow: `rest` is read for them.
+    """
+    if start == _START:
+        return True
+    pieces = iter(lambda: rest.read(1 << 20), b"")
+    return _START.startswith(start.rstrip(b"\0")) and not any(each.strip(b"\0") for each in pieces)
 
 
 def response_row(

@@ -62,6 +62,12 @@ RETRY_SECONDS: Option[float] = Option(
     unit="SECONDS",
     least=0,
 )
+RETRY_FAILED = Option(
+    "retry-failed",
+    bool,
+    False,
+    "Ask again for requests that earlier runs answered with an error; their answers are dropped.",
+)
 MODEL: Option[str | None] = Option(
     "model",
     str,
@@ -90,6 +96,7 @@ class BatchOptions:
     order: str = of(ORDER)
     concurrency: int = of(CONCURRENCY)
     retry_seconds: float = of(RETRY_SECONDS)
+    retry_failed: bool = of(RETRY_FAILED)
     model: str | None = of(MODEL, _OFFLINE)
     device: str = of(worker.DEVICE, _OFFLINE)
     dtype: str = of(store.DTYPE, _OFFLINE)
@@ -161,6 +168,9 @@ def batch(
             raise InvalidArgument("OUT is the file of the requests", field="out")
         source.index()
         target = opened.enter_context(AnswerFile(answers))
+        if options.retry_failed:
+            _left(source, target, with_failed=False)  # or it is another batch's file
+            target.drop_failed()
         totals, positions = _left(source, target)
         on_progress = opened.enter_context(shown(err, len(source)))
         run = Batch(
@@ -206,13 +216,20 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _left(source: Source, target: AnswerFile) -> tuple[Totals, array[int]]:
-    """Return the positions of requests without an answer. Raises InvalidArgument."""
+def _left(
+    source: Source, target: AnswerFile, *, with_failed: bool = True
+) -> tuple[Totals, array[int]]:
+    """Return the positions of requests without an answer. Raises InvalidArgument.
+
+    `with_failed`: answers that are errors count.
+    """
     from splitpoint_cli.batch.run import Totals
 
     totals = Totals(line_count=len(source))
     is_answered = bytearray(len(source))
     for earlier in target.earlier():
+        if earlier.has_failed and not with_failed:
+            continue
         position = source.position_of(earlier.custom_id, earlier.number)
         if position is None:
             raise InvalidArgument(

@@ -233,6 +233,14 @@ def test_every_kind_of_line_has_its_answer(tmp_path: Path, stack: Stack) -> None
     assert rows[None]["error"]["line"] == 10  # type: ignore[index]
     again = run(source, target, "--address", stack.address)
     assert (again["answered"], again["failed_earlier"]) == (0, 6)
+    # With the lines mended the errors alone are asked for again.
+    lines[4:] = [line(each["custom_id"], "/v1/completions", prompt="x") for each in lines[4:]]
+    write(source, [*lines, line("last", "/v1/completions", prompt="x")])
+    mended = run(source, target, "--address", stack.address, "--retry-failed")
+    assert (mended["answered"], mended["answered_earlier"], mended["failed"]) == (6, 4, 0)
+    again_rows = rows_of(target)
+    assert {row["response"]["status_code"] for row in again_rows.values()} == {200}
+    assert again_rows["chat"] == rows["chat"]
 
 
 def test_a_batch_without_a_scheduler_ends_and_can_go_on(tmp_path: Path, stack: Stack) -> None:

@@ -112,6 +112,71 @@ for _ in range(500):
     assert done.returncode == 0
 
 
+FORKED = """
+import time
+from multiprocessing import get_context
+from splitpoint.errors import FailedPrecondition
+
+def child(queue):
+    try:
+        llm.generate("a")
+    except FailedPrecondition as error:
+        queue.put(error.message)
+    llm.close()
+
+context = get_context("fork")
+"""
+
+
+def test_a_forked_process_leaves_the_model_to_its_parent() -> None:
+    pid, done = run(
+        FORKED
+        + """
+queue = context.SimpleQueue()
+for target, arguments in ((print, ()), (child, (queue,))):
+    process = context.Process(target=target, args=arguments)
+    process.start()
+    process.join(20)
+    print(process.exitcode)
+print(queue.get())
+if not os.fork():
+    sys.exit()  # with all that runs at the end of an interpreter
+os.wait()
+print(len([e for e in os.listdir("/dev/shm") if f"-llm-{os.getpid()}-" in e]))
+print(len(llm.generate("def f(", {"max_tokens": 3, "ignore_eos": True})[0].token_ids))
+"""
+    )
+    lines = done.stdout.splitlines()
+    assert lines[1:3] == ["0", "0"], done.stderr
+    assert lines[3].startswith(f"this LLM belongs to process {pid}, ")
+    assert lines[4:] == ["1", "3"]
+    assert done.returncode == 0
+    assert left_of(pid) == []
+
+
+def test_a_forked_process_does_not_keep_the_files_of_a_killed_one() -> None:
+    """The child lives on."""
+    pid, done = run(
+        """
+child = os.fork()
+if not child:
+    for fd in (0, 1, 2):
+        os.close(fd)
+    threading.Event().wait(60)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    child = int(done.stdout)
+    try:
+        deadline = time.monotonic() + 10
+        while left_of(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert left_of(pid) == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def test_a_client_pays_nothing_for_it() -> None:
     done = subprocess.run(
         [

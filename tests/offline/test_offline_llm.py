@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
@@ -291,5 +292,9 @@ def test_answers_follow_a_schema(llm: LLM) -> None:
 
 
 def test_threads_of_torch_are_those_asked_for(llm: LLM) -> None:
+    """Of its own threads, and of those that use torch for the first time."""
     llm.generate("a", {"max_tokens": 1})
-    assert torch.get_num_threads() == 1
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 1
+    assert torch.get_num_threads() == before

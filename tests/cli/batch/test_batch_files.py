@@ -194,6 +194,9 @@ def test_zeros_behind_the_last_line_are_dropped(path: Path) -> None:
         b'["batch_req_1"]\n',
         b"\xff\xfe\n",
         b"\n",
+        b'{"id":"batch_req_1","custom_id":"a","response":null,"error":null}\n',
+        b'{"id":"batch_req_1"' + b"[" * 100_000 + b"\n",
+        b'{"id":' + b"\0" * 5000 + b"1",
     ],
 )
 def test_files_of_others_are_left_alone(path: Path, content: bytes) -> None:
@@ -201,6 +204,33 @@ def test_files_of_others_are_left_alone(path: Path, content: bytes) -> None:
     with AnswerFile(path) as file, pytest.raises(InvalidArgument, match="give another file"):
         list(file.earlier())
     assert path.read_bytes() == content
+
+
+def test_a_file_of_others_is_not_read_whole(path: Path) -> None:
+    """A line of 1 TiB, as a hole."""
+    path.touch()
+    os.truncate(path, 1 << 40)
+    with path.open("r+b") as file:
+        file.write(b"x")
+    with AnswerFile(path) as file, pytest.raises(InvalidArgument, match="give another file"):
+        list(file.earlier())
+
+
+def test_answers_that_are_errors_can_be_dropped(path: Path) -> None:
+    whole = written(path)
+    path.chmod(0o640)
+    with AnswerFile(path) as file:
+        file.write(ROWS[0])
+        file.drop_failed()
+        assert list(file.earlier()) == [EARLIER[0]] * 2
+        with pytest.raises(FailedPrecondition):  # the new file is locked, too
+            AnswerFile(path)
+        file.write(ROWS[1])
+        assert list(file.earlier()) == [EARLIER[0]] * 2 + [EARLIER[1]]
+    lines = whole.splitlines(keepends=True)
+    assert path.read_bytes() == lines[0] * 2 + lines[1]
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 def test_what_cannot_be_read_again_is_refused() -> None:
