@@ -90,7 +90,7 @@ async def _stream(gateway: Gateway, exchange: Exchange, job: Job, metadata: Meta
     write = exchange.write
 
     async def begin() -> None:
-        await exchange.begin_stream()
+        await exchange.begin_stream(writer.failed)
         if first := writer.begin():
             await write(first)
 

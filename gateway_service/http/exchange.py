@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway_service.http.budget import ByteBudget
-from gateway_service.openai.answers import dumped
+from gateway_service.openai.answers import dumped, error_frame
 from gateway_service.openai.errors import ErrorAnswer, HttpError
 from gateway_service.openai.fields import parsed
 from gateway_service.settings import Limits
@@ -54,6 +54,7 @@ class Exchange:
         self.parameter_names: Mapping[str, str] | None = None
         self.is_gone = False
         self.is_ended = False
+        self._failed: Callable[[Mapping[str, Any]], bytes] = error_frame
         # On the monotonic clock; and how much later the first event of a stream was sent.
         self.began = time.monotonic()
         self.first_event_seconds: float | None = None
@@ -172,10 +173,14 @@ class Exchange:
         if not self.status:
             await self.respond(error.body, status=error.status, headers=error.headers)
         else:
-            await self.end(b"data: " + dumped(error.body) + b"\n\n")
+            await self.end(self._failed(error.error))
 
-    async def begin_stream(self) -> None:
-        """Send the head of a stream of events."""
+    async def begin_stream(self, failed: Callable[[Mapping[str, Any]], bytes]) -> None:
+        """Send the head of a stream of events.
+
+        `failed`: returns its last event if the stream fails, for OpenAI's object of the error.
+        """
+        self._failed = failed
         self.first_event_seconds = time.monotonic() - self.began
         await self._begin(200, STREAM_HEADERS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,6 +73,10 @@ class StreamWriter(Protocol):
 
     def end(self) -> bytes:
         """Return the last frames, once every choice is complete: the usage, and the end mark."""
+        ...
+
+    def failed(self, error: Mapping[str, Any]) -> bytes:
+        """Return the last frame of a stream that cannot go on. `error`: OpenAI's object."""
         ...
 
 
@@ -151,6 +155,11 @@ def plan_of(completes: Iterable[pb.GenerateComplete]) -> dict[str, Any] | None:
 def frame(value: Any) -> bytes:
     """Return one server-sent event with a JSON value."""
     return b"data: " + dumped(value) + b"\n\n"
+
+
+def error_frame(error: Mapping[str, Any]) -> bytes:
+    """Return the last frame of a stream of chunks that cannot go on."""
+    return frame({"error": error})
 
 
 def dumped(value: Any) -> bytes:

@@ -10,6 +10,7 @@ from gateway_service.openai.answers import (
     DONE,
     Answer,
     dumped,
+    error_frame,
     finish_reason_of,
     finite_logprob,
     frame,
@@ -355,3 +356,6 @@ class CompletionStream:
         if job.has_plan:
             final["splitpoint"] = plan_of(completes)
         return frame(final) + DONE
+
+    def failed(self, error: Mapping[str, Any]) -> bytes:
+        return error_frame(error)

@@ -298,6 +298,7 @@ RESPONSE_EVENT: Schema = {
         _item_event(
             "response.output_text.done", content_index=COUNT, text=STRING, logprobs=_LOGPROBS
         ),
+        _event("error", code=nullable(STRING), message=STRING, param=nullable(STRING)),
         _item_event("response.function_call_arguments.delta", delta=STRING),
         _item_event("response.function_call_arguments.done", name=STRING, arguments=STRING),
     ]
@@ -331,8 +332,13 @@ STATUS = obj(scheduler=OBJECT, queue=OBJECT, workers=array(OBJECT))
 
 
 def events(name: str, *, ends_with_mark: bool) -> Schema:
-    """One server-sent event: an object of this name as JSON, or an error that ends the stream."""
-    content: Schema = {"anyOf": [reference(name), reference("Error")]}
+    """One server-sent event: an object of this name as JSON.
+
+    `ends_with_mark`: the stream ends with [DONE], or with an error.
+    """
+    content = reference(name)
+    if ends_with_mark:
+        content = {"anyOf": [content, reference("Error")]}
     data: Schema = {
         "type": "string",
         "contentMediaType": "application/json",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -574,6 +575,28 @@ def test_64_streams_at_once(stack: GatewayStack) -> None:
             assert together[::8] == [await ask(client, number) for number in range(0, 64, 8)]
 
     asyncio.run(all_at_once())
+
+
+def test_a_stream_that_is_cut_ends_with_an_error(stack: GatewayStack) -> None:
+    """A gateway that stops does not wait for long answers; each protocol has its own last event."""
+    address = stack.start_gateway("--grace-seconds", "0.5")
+    child = stack.fleet.server.children[-1]
+    with openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as client:
+        arguments: Any = {"model": MODEL, "stream": True, "extra_body": {"ignore_eos": True}}
+        response = client.responses.create(input="class A:", max_output_tokens=3500, **arguments)
+        assert next(iter(response)).type == "response.created"
+        chat = client.chat.completions.create(
+            messages=[user("class A:")], max_tokens=3500, **arguments
+        )
+        assert next(iter(chat)).choices
+        child.signal(signal.SIGTERM)
+        *_, last = response
+        assert last.type == "error"
+        assert last.code == "draining"
+        with pytest.raises(openai.APIError, match="stopping"):
+            for _ in chat:
+                pass
+    child.wait_ended()
 
 
 def test_no_prompt_is_in_a_log(client: openai.OpenAI, stack: GatewayStack) -> None:

@@ -227,6 +227,17 @@ def test_streamed_text_is_the_whole_text(texts: list[str], include: list[str]) -
     )
 
 
+def test_a_stream_that_fails_ends_with_a_typed_event() -> None:
+    writer = job_of(stream=True).writer()
+    written = writer.begin() + writer.chunk(0, chunks_of(["a"])[0])
+    error = {"message": "gone", "type": "service_unavailable_error", "param": None, "code": "lost"}
+    last = writer.failed(error).decode()
+    assert last.startswith("event: error\ndata: ")
+    event = EVENTS.validate_json(last.partition("data: ")[2])
+    assert (event.type, event.code, event.message) == ("error", "lost", "gone")
+    assert event.sequence_number == written.count(b"event: ")
+
+
 @pytest.mark.parametrize("size", [1, 2, 5, 11, 400])
 def test_streamed_calls_are_the_whole_calls(size: int) -> None:
     texts = [HERMES[at : at + size] for at in range(0, len(HERMES), size)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway_service.openai.answers import (
     DONE,
     Answer,
     dumped,
+    error_frame,
     finish_reason_of,
     frame,
     plan_of,
@@ -155,6 +156,9 @@ class ChatStream:
         if job.has_plan:
             final["splitpoint"] = plan_of(completes)
         return frame(final) + DONE
+
+    def failed(self, error: Mapping[str, Any]) -> bytes:
+        return error_frame(error)
 
     def _deltas(
         self, index: int, parser: ToolCallParser | None, text: str, *, is_last: bool = False

@@ -273,6 +273,10 @@ class ResponseStream:
     def end(self) -> bytes:
         return b""
 
+    def failed(self, error: Mapping[str, Any]) -> bytes:
+        fields = {name: error[name] for name in ("code", "message", "param")}
+        return self._frame("error", fields)
+
     def _frames(self, events: Sequence[Event]) -> bytes:
         return b"".join(self._frame(kind, fields) for kind, fields in events)
 
