@@ -107,7 +107,7 @@ def test_commands(script: Script, tmp_path: Path) -> None:
         "/system Be kind.\nfirst\n/stats\n"
         f"/save {saved}\n/reset\n/system\nsecond\n/system -\n/save\n/quit\nnever\n",
     )
-    assert (done.returncode, done.stdout) == (0, "first\nsecond\n")
+    assert (done.returncode, done.stdout) == (0, "first\nsecond\n"), done.stderr
     assert len(script.requests) == 2
     assert messages(script, 0)[0] == {"role": "system", "content": "Be kind."}
     assert messages(script, 1) == [
