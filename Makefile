@@ -24,7 +24,7 @@ LOCKS  := requirements/control.lock requirements/worker.lock requirements/dev.lo
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test package-test lock chaos check proto bench bench-store bench-restore bench-offload bench-streams chart gpu up down \
+.PHONY: help setup demo test package-test lock chaos check proto bench bench-store bench-restore bench-offload bench-streams bench-gateway chart gpu up down \
 	compose-up compose-down compose-access compose-test pin-images monitoring-test clean
 # Targets build on each other; the tests spread over the cores by themselves.
 .NOTPARALLEL:
@@ -99,6 +99,9 @@ bench-offload: proto  ## Decoding with the cache on the host, over an emulated l
 
 bench-streams: proto  ## 500 streams at once through scheduler and worker, beside the limit of 8,000 tokens/s
 	$(BIN)/python -m benchmarks.streams $(ARGS)
+
+bench-gateway: proto  ## the same streams by gRPC and by HTTP: what the gateway adds
+	$(BIN)/python -m benchmarks.gateway $(ARGS)
 
 chart: proto  ## Render the Helm chart for the tests (wants helm, or Go; see the tool)
 	$(BIN)/python -m tools.render_chart

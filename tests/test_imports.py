@@ -150,7 +150,12 @@ def imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "program", ["splitpoint_cli.main", *(f"{service}.__main__" for service in sorted(SERVICES))]
+    "program",
+    [
+        "splitpoint_cli.main",
+        "gateway_service.__main__",
+        *(f"{service}.__main__" for service in sorted(SERVICES)),
+    ],
 )
 def test_a_start_loads_nothing_slow_that_few_need(program: str) -> None:
     loaded = loaded_at_start(program)

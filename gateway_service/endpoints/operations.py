@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.metadata
 
 from prometheus_client.exposition import choose_encoder
 
@@ -47,6 +46,8 @@ async def version(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> N
 
 @functools.cache
 def _version() -> str:
+    import importlib.metadata  # takes long to load
+
     try:
         return importlib.metadata.version("splitpoint")
     except importlib.metadata.PackageNotFoundError:  # run from a bare source tree
