@@ -7,12 +7,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
 import pytest
-import torch
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint import LLM, SamplingParams
@@ -289,12 +287,3 @@ def test_answers_follow_a_schema(llm: LLM) -> None:
     for result in results:
         assert result.finish_reason is FinishReason.STOP
         jsonschema.validate(json.loads(result.text), schema)
-
-
-def test_threads_of_torch_are_those_asked_for(llm: LLM) -> None:
-    """Of its own threads, and of those that use torch for the first time."""
-    llm.generate("a", {"max_tokens": 1})
-    before = torch.get_num_threads()
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(torch.get_num_threads).result() == 1
-    assert torch.get_num_threads() == before
