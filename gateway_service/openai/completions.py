@@ -25,6 +25,7 @@ from gateway_service.openai.sampling import (
     MOST_LOGPROBS,
     TEXT_FIELDS,
     choices_of,
+    constraint_names,
     generate_request,
 )
 from gateway_service.openai.values import (
@@ -241,6 +242,7 @@ def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJo
         has_usage=options.get("include_usage", False),
         has_plan=options.get("include_plan", False) or values.get("include_plan", False),
         has_logprobs=has_logprobs,
+        parameter_names=constraint_names(values),
     )
     if has_echo:
         _echo(job, prompts)

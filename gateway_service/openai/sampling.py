@@ -233,6 +233,10 @@ _FORMER_NAMES = {
 }
 
 
+_FIELD = "sampling.structured_output"
+_FIELDS = {"json": "json_schema"}
+
+
 def structured_output_of(values: Mapping[str, Any]) -> types_pb2.StructuredOutput | None:
     """Return what constrains the text; None: nothing. Raises InvalidArgument for two of them."""
     given = {(name, kind): values[name] for name, kind in _FORMER_NAMES.items() if name in values}
@@ -256,6 +260,19 @@ def structured_output_of(values: Mapping[str, Any]) -> types_pb2.StructuredOutpu
             return types_pb2.StructuredOutput(choice=types_pb2.Choices(texts=value))
         case _:
             return types_pb2.StructuredOutput(**{kind: value})
+
+
+def constraint_names(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the client's name of what constrains the text, by the scheduler's fields.
+
+    For errors; empty if nothing constrains it, or `structured_outputs` does.
+    """
+    kinds = {kind: name for name, kind in _FORMER_NAMES.items() if name in values}
+    if values.get("response_format") is not None:
+        kinds = dict.fromkeys(("json", "json_object"), "response_format")
+    # The scheduler's field of a schema says what its text is.
+    found = {f"{_FIELD}.{_FIELDS.get(kind, kind)}": name for kind, name in kinds.items()}
+    return {_FIELD: next(iter(kinds.values())), **found} if kinds else {}
 
 
 def generate_request(values: Mapping[str, Any]) -> pb.GenerateRequest:

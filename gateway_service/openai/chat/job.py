@@ -22,6 +22,7 @@ from gateway_service.openai.sampling import (
     MOST_LOGPROBS,
     TEXT_FIELDS,
     choices_of,
+    constraint_names,
     generate_request,
 )
 from gateway_service.openai.values import BOOLEAN, integer, wrong
@@ -184,8 +185,7 @@ def _parameter_names(values: Mapping[str, Any], tools: ToolUse) -> dict[str, str
     """Return the client's names of fields that the scheduler may find wrong."""
     limit = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
     names = {"sampling.max_tokens": limit, "sampling.logprobs": "top_logprobs"}
-    source = "tools" if tools.is_forced else "response_format"
-    if tools.is_forced or "response_format" in values:
+    if tools.is_forced:
         kinds = ("", ".json_schema", ".json_object")
-        names |= {f"sampling.structured_output{kind}": source for kind in kinds}
-    return names
+        return names | {f"sampling.structured_output{kind}": "tools" for kind in kinds}
+    return names | constraint_names(values)
