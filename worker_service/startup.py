@@ -246,7 +246,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         if store is not None:
             await store.start(layout)
         on_failure.pop_all()
-    runtime = Runtime(engine, store, _grammars(options, shape))
+    runtime = Runtime(engine, store, _grammars(engine))
     runtime.start()
     return LoadedWorker(
         worker_id=options.worker_id,
@@ -265,10 +265,10 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
     )
 
 
-def _grammars(options: WorkerOptions, shape: ModelShape) -> GrammarCompiler | None:
+def _grammars(engine: Engine) -> GrammarCompiler | None:
     """Return what compiles structured output; None if this worker cannot follow it."""
-    tokenizer = Tokenizer.load(options.model_folder)
-    grammars = GrammarCompiler.if_possible(tokenizer, shape.vocabulary_size)
+    size = engine.model.shape.vocabulary_size
+    grammars = GrammarCompiler.if_possible(engine.tokenizer, size)
     log.info("structured output is %s", "off" if grammars is None else "on")
     return grammars
 

@@ -73,6 +73,7 @@ class Engine:
         max_batched_tokens: prompt tokens that one step computes at most.
         tile_pages: pages that a streamed step attends at once, if its memory has room.
         last_step: times of the latest step that ran the model; None before the first.
+        tokenizer: the model's; None if it has none.
         restorer: brings cached prefixes onto the device.
         verifier: compares checksums of what is read from the arena; None if nothing does.
         graphs: compute decoding steps on a GPU; None: `eager_reason` says why there are none.
@@ -111,6 +112,7 @@ class Engine:
         self.max_batch_size = max_batch_size
         self.max_batched_tokens = max_batched_tokens
         self.eos_token_ids = eos_token_ids
+        self.tokenizer = tokenizer
         self.staging = Staging(cache.layout, self.memory_plan.staging_pages, cache.device)
         self.tile_pages = largest_tile(self.memory_plan.staging_pages)
         self.last_step: StepTimes | None = None
