@@ -435,6 +435,12 @@ async def provoke(stack: SecuredStack) -> None:
         ):
             with pytest.raises(SplitpointError):
                 await client.chat([*chat, bad]).complete()
+        # Grammars that answers follow, and such as are refused.
+        await client.generate("x", regex=f"{CANARY_TEXT}|y", max_tokens=9, timeout=30).complete()
+        with pytest.raises(SplitpointError):
+            await client.generate("x", regex=f"{CANARY_TEXT}(").complete()
+        with pytest.raises(SplitpointError):
+            await client.generate("x", json_schema={"type": CANARY_TEXT}).complete()
         with pytest.raises(SplitpointError):
             await client.tokenize(CANARY_TEXT, model=f"model-{CANARY_SALT}")
         with pytest.raises(DeadlineExceeded):
