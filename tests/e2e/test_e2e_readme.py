@@ -41,7 +41,7 @@ def ports() -> Iterator[tuple[int, int]]:
 
 def here(text: str, ports: tuple[int, int]) -> str:
     """The text with the ports of this stack."""
-    return text.replace(":50050", f":{ports[0]}").replace(":8080", f":{ports[1]}")
+    return text.replace(":50050", f":{ports[0]}").replace(":8000", f":{ports[1]}")
 
 
 @pytest.mark.parametrize("block", BLOCKS)
