@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from smg_grpc_proto.generated import vllm_engine_pb2
 
+from gateway_service.openai.answers import finite_logprob
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 _ABORTED = "abort"
@@ -14,8 +15,6 @@ _FINISH_REASONS = {
     types_pb2.FINISH_REASON_LENGTH: "length",
     types_pb2.FINISH_REASON_CANCELLED: _ABORTED,
 }
-# As OpenAI's and vLLM's servers say it of impossible tokens.
-LEAST_LOGPROB = -9999.0
 
 
 class AnswerWriter:
@@ -99,13 +98,8 @@ def _write_logprobs(
 ) -> None:
     target.token_ids.extend(token_ids)
     for position in logprobs:
-        target.token_logprobs.append(_finite(position.chosen_logprob))
+        target.token_logprobs.append(finite_logprob(position.chosen_logprob))
         target.top_logprobs.add(
             token_ids=[each.token_id for each in position.top],
-            values=[_finite(each.logprob) for each in position.top],
+            values=[finite_logprob(each.logprob) for each in position.top],
         )
-
-
-def _finite(logprob: float) -> float:
-    """Return a number that JSON has: a token that cannot come has minus infinity."""
-    return max(logprob, LEAST_LOGPROB)

@@ -11,6 +11,7 @@ from gateway_service.openai.answers import (
     dumped,
     error_frame,
     finish_reason_of,
+    finite_logprob,
     frame,
     plan_of,
     quoted,
@@ -23,8 +24,6 @@ from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 
 CHUNK_NAME = "chat.completion.chunk"
-# What OpenAI sends for a probability of 0: JSON has no infinity.
-_LEAST_LOGPROB = -9999.0
 
 
 class AnsweredChat(Protocol):
@@ -94,7 +93,7 @@ def token_logprobs(positions: Iterable[types_pb2.PositionLogprobs]) -> list[dict
 def _token(token: bytes, logprob: float) -> dict[str, Any]:
     return {
         "token": token_text(token),
-        "logprob": max(logprob, _LEAST_LOGPROB),
+        "logprob": finite_logprob(logprob),
         "bytes": [*token],
     }
 
