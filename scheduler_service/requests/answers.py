@@ -39,7 +39,10 @@ def completion(
     )
     message = completion_of_tokens(request, reason=reason, matched_stop=matched_stop, now=now)
     message.plan.CopyFrom(plan_to_proto(plan))
-    message.usage.cached_tokens = min(plan.cached_tokens, len(request.prompt))
+    first = request.first_cached_tokens
+    cached = plan.cached_tokens if first is None else first
+    # The last token is always computed. Of a request that was resumed, delivered ones count, too.
+    message.usage.cached_tokens = min(cached, len(request.prompt) - 1)
     message.worker_id = attempt.worker_id
     message.restore_seconds = report.restore_seconds if report is not None else 0.0
     if step_seconds is not None:

@@ -12,6 +12,7 @@ from scheduler_service.cluster.connection import ReadyWorker
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.placement.admission import AdmissionQueue, Admitted
 from scheduler_service.placement.fetch_plan import PlannedAttempt
+from scheduler_service.placement.plan_report import actual_plan
 from scheduler_service.placement.planning import PlanOptions, plan_attempt
 from scheduler_service.requests import log_facts
 from scheduler_service.requests.accounts import Accounts
@@ -52,6 +53,12 @@ class Attempt:
     @property
     def request(self) -> Request:
         return self.admitted.request
+
+    def restored(self, report: worker_pb2.RestoreReport) -> None:
+        """Note what the worker says of its restore."""
+        self.report = report
+        if self.plan is not None and self.request.first_cached_tokens is None:
+            self.request.first_cached_tokens = actual_plan(self.plan, report).cached_tokens
 
     @property
     def worker_id(self) -> str:

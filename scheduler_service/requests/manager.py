@@ -302,7 +302,7 @@ class RequestManager:
         for report in response.restores:
             attempt = self.attempts.find(report.request_id, report.attempt)
             if attempt is not None:
-                attempt.report = report
+                attempt.restored(report)
         now = self._clock()
         for result in response.tokens:
             attempt = self.attempts.find(result.request_id, result.attempt)

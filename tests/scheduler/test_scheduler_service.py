@@ -340,6 +340,36 @@ async def test_the_plan_reports_what_really_happened() -> None:
     await store.stop()
 
 
+async def test_cached_tokens_of_a_moved_request_are_those_of_its_first_attempt() -> None:
+    """A later attempt finds what the first stored: the prompt itself, and what was delivered."""
+    store = StoreDouble(cached_tokens=16)
+    address = await store.start()
+    workers = [WorkerDouble(str(n), kvstore_address=address) for n in range(2)]
+    workers[0].pace = workers[1].pace = steps = Steps()
+    async with stack(*workers) as running:
+        prompt = list(range(10, 50))
+        asked = asyncio.create_task(running.generate(ids_request(prompt, 8)))
+        steps.allow(3)
+        await running.until(lambda: any(len(w.admits) and w.steps >= 2 for w in workers))
+        first = next(worker for worker in workers if worker.admits)
+        store.cached_tokens = 42
+        await first.kill()
+        steps.allow(100)
+        result = await asked
+        assert result.token_ids == answer(prompt, 8)
+        assert result.done.usage.cached_tokens == 16
+        assert result.done.plan.cached_tokens > 16
+        # Of one that comes with the tokens of another scheduler, at most the prompt but its last.
+        resumed = ids_request(prompt, 8, request_id="resumed")
+        resumed.sampling.seed = 1
+        resumed.resume.next_index = 4
+        resumed.resume.token_ids.extend(answer(prompt, 4))
+        done = [each.complete async for each in running.inference.Generate(resumed)][-1]
+        assert done.plan.cached_tokens > 39
+        assert done.usage.cached_tokens == 39
+    await store.stop()
+
+
 async def test_forced_splits() -> None:
     store = StoreDouble(cached_tokens=32)
     address = await store.start()

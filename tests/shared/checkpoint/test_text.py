@@ -162,12 +162,17 @@ def bytes_of(tokenizer: Tokenizer, ids: list[int]) -> bytes:
 @given(name=names, text=texts)
 @settings(max_examples=300, deadline=None)
 def test_the_bytes_of_tokens_are_those_of_their_text(name: str, text: str) -> None:
-    """Also of tokens that are parts of a character. SentencePiece puts a space before a text."""
+    """Also of tokens that are parts of a character.
+
+    SentencePiece puts a space before a text, and its decoder drops those at the start.
+    """
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(text, adds_special_tokens=False)
     expected = BACKENDS[name].decode(ids, skip_special_tokens=False).encode()
-    spaces = (b"", b" ") if name in LLAMA_LIKE else (b"",)
-    assert bytes_of(tokenizer, ids) in {space + expected for space in spaces}
+    found = bytes_of(tokenizer, ids)
+    if name in LLAMA_LIKE:
+        found, expected = found.lstrip(b" "), expected.lstrip(b" ")
+    assert found == expected
 
 
 @given(name=names, data=st.data())
@@ -181,7 +186,7 @@ def test_the_bytes_of_any_tokens_make_the_streamed_text(name: str, data: st.Data
     if name not in LLAMA_LIKE:
         assert found == said
     elif byte_runs_are_text(backend, ids):
-        assert said in (found, found.removeprefix(" "))
+        assert said.lstrip(" ") == found.lstrip(" ")
 
 
 def test_special_tokens_have_the_bytes_of_their_spelling_and_unknown_ones_none() -> None:
