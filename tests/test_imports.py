@@ -233,7 +233,17 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "numerics",
             "selection",
         ),
-        *("structured", "host", "costs", "planning", "residency", "checkpoint", "chat", "arena"),
+        *(
+            "limited",
+            "structured",
+            "host",
+            "costs",
+            "planning",
+            "residency",
+            "checkpoint",
+            "chat",
+            "arena",
+        ),
         *("observe", "options", "transport", "discovery", "client"),
     ),
     "kvstore_service": (

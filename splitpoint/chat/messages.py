@@ -6,6 +6,7 @@ Errors name the field and never repeat what the messages say.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,17 @@ class Chat:
     template_arguments: str = ""
     adds_generation_prompt: bool = True
     continues_final_message: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The texts that tell it to the process that renders it."""
+        flags = f"{self.adds_generation_prompt:d}{self.continues_final_message:d}"
+        return self.messages, self.tools, self.template_arguments, flags
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[str]) -> Chat:
+        messages, tools, arguments, flags = parts
+        return cls(messages, tools, arguments, flags[0] == "1", flags[1] == "1")
 
 
 @dataclass(frozen=True, slots=True)

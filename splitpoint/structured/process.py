@@ -1,23 +1,17 @@
 """`python -m splitpoint.structured.process`: compiles grammars for a service, within limits.
 
-Reads one JSON line for each grammar from its standard input and answers with one. It ends with the
-service, and the kernel ends it when one grammar takes too long. It cannot write files.
+Each request has a grammar's kind and text and is answered with why it cannot be used, if so.
 """
 
 from __future__ import annotations
 
-import json
-import resource
-import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.limited.child import serve
 from splitpoint.structured.grammar import GrammarKind, GrammarText, parser_limits
-
-# Seconds of the processor, and bytes, that compiling one grammar may take.
-MOST_SECONDS = 2.0
-MOST_MEMORY_BYTES = 1 << 30
 
 
 class _Bytes:
@@ -37,19 +31,14 @@ class _Bytes:
 def main() -> int:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    _limit()
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), slices=[])
-    for line in sys.stdin:
-        grammar = _grammar_of(json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
-        error = _error_of(grammar, tokenizer)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps({"error": error}), flush=True)
+
+    def answer(parts: Sequence[str]) -> tuple[str, ...]:
+        kind, text = parts
+        return (_error_of(GrammarText(GrammarKind(kind), text), tokenizer),)
+
+    serve(answer)
     return 0
-
-
-def _grammar_of(told: dict[str, str]) -> GrammarText:
-    return GrammarText(GrammarKind(told["kind"]), told["text"])
 
 
 def _error_of(grammar: GrammarText, tokenizer: Any) -> str:
@@ -73,17 +62,6 @@ def _error_of(grammar: GrammarText, tokenizer: Any) -> str:
     except InvalidArgument as error:
         return error.message
     return ""
-
-
-def _limit() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the service decides
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    for limit, most in (
-        (resource.RLIMIT_AS, MOST_MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(limit, (most, most))
 
 
 if __name__ == "__main__":

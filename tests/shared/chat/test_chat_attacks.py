@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from splitpoint.chat import process, renderer
+from splitpoint.chat import renderer
 from splitpoint.chat.messages import Chat
 from splitpoint.chat.renderer import ChatRenderer
 from splitpoint.chat.source import ChatTemplates
 from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError, Unavailable
+from splitpoint.limited import pool
+from splitpoint.limited.child import MOST_SECONDS
 
 # A template does its worst only when a message asks for it: not as it is compiled and tried.
 WHEN_ASKED = "{% for m in messages %}{% if m.role == 'worst' %}WORST{% endif %}ok{% endfor %}"
@@ -120,7 +122,7 @@ def test_an_endless_template_ends_after_two_seconds_of_the_processor() -> None:
         spent = (after.children_user + after.children_system) - (
             before.children_user + before.children_system
         )
-        assert process.MOST_SECONDS * 0.9 < spent < process.MOST_SECONDS + 2
+        assert MOST_SECONDS * 0.9 < spent < MOST_SECONDS + 2
         # This process only waited: its own threads run meanwhile.
         assert (after.user + after.system) - (before.user + before.system) < 1
 
@@ -207,14 +209,14 @@ def test_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_process_that_is_stopped_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderer, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(pool, "PATIENCE_SECONDS", 1.0)
     with rendering(WHEN_ASKED.replace("WORST", "")) as chats:
         [child] = children()
         os.kill(child, signal.SIGSTOP)
         with pytest.raises(ResourceExhausted) as caught:
             chats.render(FINE)
         assert caught.value.retry_after_seconds
-        monkeypatch.setattr(renderer, "_PATIENCE_SECONDS", 20.0)
+        monkeypatch.setattr(pool, "PATIENCE_SECONDS", 20.0)
         assert chats.render(FINE) == "ok"
 
 

@@ -114,7 +114,7 @@ def test_one_that_takes_minutes_is_stopped_and_stops_nothing_else() -> None:
 
     thread = threading.Thread(target=slow)
     thread.start()
-    while thread.is_alive() and not checker._idle:
+    while thread.is_alive() and not checker._pool.idle_pids:
         checker.check(GrammarText(GrammarKind.REGEX, f"a{time.monotonic_ns()}"))
     thread.join()
     [failure] = failures
@@ -130,22 +130,21 @@ def test_one_that_takes_minutes_is_stopped_and_stops_nothing_else() -> None:
 
 def test_a_process_that_was_killed_is_replaced(checker: GrammarChecker) -> None:
     checker.check(GrammarText(GrammarKind.REGEX, "before"))
-    [process, *_] = checker._idle
-    os.kill(process._process.pid, signal.SIGKILL)
-    process._process.wait()
+    [pid, *_] = checker._pool.idle_pids
+    os.kill(pid, signal.SIGKILL)
     checker.check(GrammarText(GrammarKind.REGEX, "after the kill"))
 
 
 def test_nothing_is_left_after_close() -> None:
     checker = GrammarChecker()
     checker.check(GrammarText(GrammarKind.REGEX, "x"))
-    [process] = checker._idle
+    [pid] = checker._pool.idle_pids
     checker.close()
     checker.close()
-    assert process._process.poll() is not None
+    assert not os.path.exists(f"/proc/{pid}")
     # One that is used all the same leaves nothing either.
     checker.check(GrammarText(GrammarKind.REGEX, "y"))
-    assert checker._idle == []
+    assert checker._pool.idle_pids == []
 
 
 def test_a_process_ends_with_its_service() -> None:
@@ -155,7 +154,7 @@ def test_a_process_ends_with_its_service() -> None:
         "from splitpoint.structured.grammar import GrammarKind, GrammarText\n"
         "checker = GrammarChecker()\n"
         "checker.check(GrammarText(GrammarKind.REGEX, 'x'))\n"
-        "print(checker._idle[0]._process.pid, flush=True)\n"
+        "print(checker._pool.idle_pids[0], flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     import sys

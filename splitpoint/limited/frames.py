@@ -1,13 +1,10 @@
-"""Messages between a service and its rendering process: texts with their lengths before them."""
+"""Messages between a service and its limited process: texts with their lengths before them."""
 
 from __future__ import annotations
 
 import socket
 import struct
 import time
-from collections.abc import Sequence
-
-from splitpoint.chat.messages import Chat
 
 _COUNT = struct.Struct("<B")
 _LENGTH = struct.Struct("<I")
@@ -18,16 +15,6 @@ MOST_BYTES = 16 << 20
 
 class BadFrame(Exception):
     """The other end sent what no frame can be."""
-
-
-def chat_parts(chat: Chat) -> tuple[str, ...]:
-    flags = f"{chat.adds_generation_prompt:d}{chat.continues_final_message:d}"
-    return chat.messages, chat.tools, chat.template_arguments, flags
-
-
-def chat_of(parts: Sequence[str]) -> Chat:
-    messages, tools, arguments, flags = parts
-    return Chat(messages, tools, arguments, flags[0] == "1", flags[1] == "1")
 
 
 def send(link: socket.socket, *parts: str) -> None:

@@ -1,0 +1,1 @@
+"""Processes with limits, which do for a service what may take too long or too much memory."""
