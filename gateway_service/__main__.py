@@ -9,7 +9,9 @@ need_for_program("gateway")  # before the imports that need the extra
 import os
 
 # gRPC reads this when it is imported. Its newer event engine hands each message from thread to
-# thread, which takes a third more processor time for a token (docs/gateway.md).
+# thread, which takes half as much again of a processor for a token (docs/gateway.md). The names are
+# gRPC's own and may go with any release: then tests/gateway/test_gateway_process.py fails. After
+# each update of grpcio, measure what a token costs (`make bench-gateway`).
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 import argparse

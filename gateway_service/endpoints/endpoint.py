@@ -44,7 +44,12 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One request that was answered: for the metrics. `first_event_seconds`: None of no stream."""
+    """One request that was answered: for the metrics.
+
+    Attributes:
+        status: of the error of a stream that failed, although its head had status 200.
+        first_event_seconds: None of no stream.
+    """
 
     endpoint: str
     status: int
@@ -221,10 +226,15 @@ class Endpoint:
 
     def _end(self, exchange: Exchange) -> None:
         seconds = time.monotonic() - exchange.began
-        status = GONE if exchange.is_gone else exchange.status
+        status, facts = exchange.status, {}
+        if exchange.is_gone:
+            status = GONE
+        elif exchange.error is not None:
+            # Of a stream, too, whose head has told its client 200.
+            status, facts = exchange.error.status, {"error": exchange.error.error["code"]}
         self._gateway.on_ended(Ended(self._name, status, seconds, exchange.first_event_seconds))
         if self._is_counted:
-            facts = {"endpoint": self._name, "status": status, "seconds": seconds}
+            facts = {"endpoint": self._name, "status": status, "seconds": seconds, **facts}
             with for_request(exchange.request_id):
                 _log.info("request ended", extra={"facts": facts})
 

@@ -1,9 +1,15 @@
-"""Connections: uvicorn's protocol, with bounds on headers, silent clients and slow readers."""
+"""Connections: uvicorn's protocol, with bounds on headers, silent clients and slow readers.
+
+A connection answers one request at a time. Bytes that come behind a request before its answer are
+thrown away, and the connection is closed behind the answer: a client that pipelines asks again then
+(RFC 9112, 9.3.2). So reading never pauses, and the client's end is noticed at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -24,6 +30,10 @@ _NO_REQUEST = (
 )
 
 
+class _EarlyRequest(Exception):
+    """A request begins before the answer to the one before it has ended."""
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. uvicorn itself bounds neither headers nor a reader that has stopped."""
 
@@ -38,6 +48,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_headers = False
         # Of the request whose headers come: parsed, and received.
         self._header_bytes = self._unparsed_bytes = 0
+        # Thrown away, behind the request that is being answered.
+        self._early_bytes = 0
         # Closes the connection unless the headers come, or what lingers ends.
         self._patience: asyncio.TimerHandle | None = None
         # Closes the connection unless the client reads.
@@ -58,16 +70,43 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_answering:
+            self._throw_away(len(data))
+            return
         is_idle = self.cycle is None or self.cycle.response_complete
         if is_idle and self._patience is None:
             self._wait_at_most(self.limits.header_seconds)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        # Not uvicorn's method: it warns of each wrong byte, which any port scanner can send.
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # is answered as if it asked for no other protocol
+        except httptools.HttpParserError:
+            if not self._is_answering:
+                self._refuse(b"400 Bad Request", _NO_REQUEST)
+                return
+            self._throw_away(0)  # the rest of these bytes; the next ones count
         # The parser keeps a header to itself until it is whole.
         if self._is_in_headers and not self.transport.is_closing():
             self._unparsed_bytes += len(data)
             self._check(self._unparsed_bytes)
 
+    @property
+    def _is_answering(self) -> bool:
+        """True from the last byte of a request to the last byte of its answer."""
+        cycle = self.cycle
+        return cycle is not None and not cycle.more_body and not cycle.response_complete
+
+    def _throw_away(self, size: int) -> None:
+        self.cycle.keep_alive = False
+        self._early_bytes += size
+        if self._early_bytes > self.limits.body_bytes:
+            self._hang_up()
+
     def on_message_begin(self) -> None:
+        if self._is_answering:
+            raise _EarlyRequest  # ends `feed_data`
         super().on_message_begin()
         self._is_in_headers = True
         self._header_bytes = self._unparsed_bytes = 0
@@ -90,8 +129,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        cycle = self.cycle  # of a later request, if the client did not wait
-        if cycle.response_complete and cycle.more_body and not self.transport.is_closing():
+        if self.cycle.more_body and not self.transport.is_closing():
             self._wait_at_most(self.limits.linger_seconds)
 
     def _wait_at_most(self, seconds: float) -> None:
@@ -126,11 +164,15 @@ class BoundedProtocol(HttpToolsProtocol):
         if size > self.limits.header_bytes and not self.transport.is_closing():
             self._refuse(b"431 Request Header Fields Too Large", _HEADERS_TOO_LARGE)
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(b"400 Bad Request", _NO_REQUEST)
-
     def _refuse(self, status: bytes, body: bytes) -> None:
-        self.transport.write(_REFUSAL % (status, len(body), body))
+        """Answer in place of an exchange, unless it has begun to; it ends as if the client left."""
+        cycle = self.cycle
+        is_open = cycle is not None and not cycle.response_complete
+        if not is_open or not cycle.response_started:
+            self.transport.write(_REFUSAL % (status, len(body), body))
+        if is_open:
+            cycle.disconnected = True
+            cycle.message_event.set()
         self.transport.close()
 
     # -- slow readers --------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class Exchange:
 
     Attributes:
         status: of the answer; 0 until it began.
+        error: why it failed, also after its head was sent with status 200; None if it did not.
         request_id: of the answer, for its header and the log; empty if it has none.
     """
 
@@ -49,6 +50,7 @@ class Exchange:
         self._limits = limits
         self._budget = budget
         self.status = 0
+        self.error: ErrorAnswer | None = None
         self.request_id = ""
         # For errors of the scheduler; None until the body is read (`errors.error_answer`).
         self.parameter_names: Mapping[str, str] | None = None
@@ -170,6 +172,7 @@ class Exchange:
         """Send an error, as the answer or, once a stream has begun, as its last event."""
         if self.is_gone or self.is_ended:
             return
+        self.error = error
         if not self.status:
             await self.respond(error.body, status=error.status, headers=error.headers)
         else:

@@ -646,7 +646,7 @@ LEDGER_SLOTS = _scheduler.gauge(
 GATEWAY_REQUESTS = _gateway.counter(
     "gateway_requests_total",
     "HTTP requests that ended, by endpoint and status. 499: the client left before its answer was "
-    "whole; an error after the head of a stream counts as 200.",
+    "whole; a stream that failed counts with the status of its error.",
     "endpoint status",
 )
 GATEWAY_REQUEST_SECONDS = _gateway.histogram(

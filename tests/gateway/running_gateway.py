@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from gateway_service.app import App
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.metrics import Counts, readings
@@ -144,6 +146,15 @@ class RunningGateway:
         """POST /v1/completions."""
         body = {"model": "stdlib-llama", "prompt": "def main():", "temperature": 0, **fields}
         return await self.ask("POST", "/v1/completions", body)
+
+    async def readings(self) -> dict[tuple[str, ...], float]:
+        """Its metrics, by name and the values of their labels."""
+        text = (await self.ask("GET", "/metrics")).body.decode()
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
 
 
 @asynccontextmanager

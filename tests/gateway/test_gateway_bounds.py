@@ -6,14 +6,14 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from fake_scheduler import fake_scheduler
-from prometheus_client.parser import text_string_to_metric_families
-from running_gateway import RunningGateway, request_bytes, running_gateway
+from running_gateway import RunningGateway, Wire, request_bytes, running_gateway
 from scheduler_doubles import Stack, Steps, WorkerDouble, stack
 
 from gateway_service.settings import Limits
@@ -54,6 +54,21 @@ class Front:
     async def until_open(self, count: int) -> None:
         await self.stack.until(lambda: self.http.gateway.open_count == count)
 
+    async def begin(self, behind: bytes = b"", **fields: object) -> tuple[Wire, Steps]:
+        """Send a request, and bytes behind it, and return once it runs."""
+        self.stack.workers[0].pace = steps = Steps()
+        wire = await self.http.wire()
+        await wire.send(streamed(**fields) + behind)
+        steps.allow(2)
+        await self.stack.until(lambda: self.stack.workers[0].steps >= 2)
+        return wire, steps
+
+    async def until_cancelled(self, steps: Steps) -> None:
+        """Return once nothing runs here and at the worker. Steps are allowed only then."""
+        await self.until_open(0)
+        steps.allow(100)
+        await self.stack.until(lambda: not self.stack.workers[0].running)
+
 
 @pytest.fixture
 async def front() -> AsyncIterator[Front]:
@@ -63,6 +78,34 @@ async def front() -> AsyncIterator[Front]:
 
 def streamed(**fields: object) -> bytes:
     return request_bytes("POST", "/v1/completions", {**BODY, "stream": True, **fields})
+
+
+VERSION = request_bytes("GET", "/version")
+# What a client may send behind a request, before it has the answer.
+BEHIND = {
+    "request": VERSION,
+    "body": streamed(max_tokens=5),
+    "junk": b"BROKEN\r\n\r\n",
+    "request-junk": VERSION + b"\x16\x03\x01\r\n\r\n",
+    "large-headers": VERSION.replace(b"\r\n\r\n", b"\r\nx: " + b"y" * 3000),
+}
+
+
+# Returns the status and the error's code of each request that has ended.
+Ended = Callable[[], list[tuple[int, str | None]]]
+
+
+@pytest.fixture
+def ended(caplog: pytest.LogCaptureFixture) -> Ended:
+    caplog.set_level(logging.INFO)
+    name = "gateway_service.endpoints.endpoint"
+
+    def read() -> list[tuple[int, str | None]]:
+        records = [vars(each) for each in caplog.records if each.name == name]
+        facts = [each["facts"] for each in records if each["msg"] == "request ended"]
+        return [(each["status"], each.get("error")) for each in facts]
+
+    return read
 
 
 # -- bodies ---------------------------------------------------------------------------------
@@ -160,24 +203,71 @@ async def test_silent_connections_are_closed(front: Front) -> None:
     await front.stack.until(lambda: front.http.server.connection_count == 0)
 
 
-async def test_what_is_no_http(front: Front) -> None:
+async def test_what_is_no_http(front: Front, caplog: pytest.LogCaptureFixture) -> None:
     wire = await front.http.wire()
     await wire.send(b"\x16\x03\x01 not http\r\n\r\n")
     found = await wire.answer()
     assert (found.status, found.error["code"]) == (400, "malformed_request")
     assert await wire.is_closed()
 
+    assert not [each for each in caplog.records if each.levelno > logging.INFO]
 
-async def test_requests_in_one_packet_are_answered_in_order(front: Front) -> None:
+
+async def test_bytes_that_are_no_body(front: Front, ended: Ended) -> None:
+    """The exchange that reads them ends as if its client had left."""
     wire = await front.http.wire()
-    await wire.send(
-        request_bytes("POST", "/v1/completions", {**BODY, "max_tokens": 2})
-        + request_bytes("GET", "/version")
-        + request_bytes("GET", "/nothing")
-    )
-    found = [await wire.answer() for _ in range(3)]
-    assert [each.status for each in found] == [200, 200, 404]
-    assert "version" in found[1].json
+    head = request_bytes("POST", "/v1/completions", b"", {"transfer-encoding": "chunked"})
+    await wire.send(head.replace(b"content-length: 0\r\n", b""))
+    await front.until_open(1)
+    await wire.send(b"1\r\n{\r\nno size\r\n")
+    found = await wire.answer()
+    assert (found.status, found.error["code"]) == (400, "malformed_request")
+    assert await wire.is_closed()
+    await front.until_open(0)
+    assert ended() == [(499, None)]
+
+
+async def test_another_protocol_is_not_offered(
+    front: Front, caplog: pytest.LogCaptureFixture
+) -> None:
+    wire = await front.http.wire()
+    for _ in range(2):
+        headers = {"connection": "upgrade", "upgrade": "h2c"}
+        await wire.send(request_bytes("GET", "/version", None, headers))
+        assert (await wire.answer()).status == 200
+    assert not [each for each in caplog.records if each.levelno > logging.INFO]
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+async def test_one_request_at_a_time(front: Front, behind: str, ended: Ended) -> None:
+    wire = await front.http.wire()
+    body = {**BODY, "max_tokens": 2}
+    await wire.send(request_bytes("POST", "/v1/completions", body) + BEHIND[behind])
+    found = await wire.answer()
+    assert (found.status, found.headers["connection"]) == (200, "close")
+    assert found.json["usage"]["completion_tokens"] == 2
+    assert await wire.reader.read() == b""
+    assert ended() == [(200, None)]
+
+
+async def test_bytes_within_a_stream_leave_it_whole(front: Front) -> None:
+    wire, steps = await front.begin(max_tokens=4)
+    for behind in BEHIND.values():
+        await wire.send(behind)
+    steps.allow(4)
+    found = await wire.answer()
+    assert len(found.events) == 5
+    assert await wire.reader.read() == b""
+
+
+async def test_a_client_that_sends_on_and_on_is_cut_off(front: Front, ended: Ended) -> None:
+    wire, steps = await front.begin(VERSION, max_tokens=100)
+    with suppress(ConnectionError):
+        for _ in range(3):
+            await wire.send(b"x" * 2000)
+        assert await wire.is_closed()
+    await front.until_cancelled(steps)
+    assert ended() == [(499, None)]
 
 
 async def test_paths_and_methods(front: Front) -> None:
@@ -210,17 +300,28 @@ async def test_too_many_requests_are_told_when_to_come_back(front: Front) -> Non
     assert (await front.http.complete(max_tokens=1)).status == 200
 
 
+@pytest.mark.parametrize("behind", [b"", BEHIND["request"], BEHIND["junk"]], ids=len)
 @pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_client_that_leaves_cancels(front: Front, is_stream: bool) -> None:
-    front.stack.workers[0].pace = steps = Steps()
-    wire = await front.http.wire()
-    await wire.send(streamed(max_tokens=100, stream=is_stream, n=2))
-    steps.allow(3)
-    await front.stack.until(lambda: front.stack.workers[0].steps >= 2)
+async def test_a_client_that_leaves_cancels(
+    front: Front,
+    ended: Ended,
+    caplog: pytest.LogCaptureFixture,
+    is_stream: bool,
+    behind: bytes,
+) -> None:
+    wire, steps = await front.begin(behind, max_tokens=100, stream=is_stream, n=2)
     wire.close()
-    await front.until_open(0)
-    steps.allow(100)
-    await front.stack.until(lambda: not front.stack.workers[0].running)
+    await front.until_cancelled(steps)
+    assert ended() == [(499, None)]
+    assert not [each for each in caplog.records if each.levelno > logging.INFO]
+
+
+async def test_a_client_that_ends_its_side_has_left(front: Front, ended: Ended) -> None:
+    wire, steps = await front.begin(max_tokens=100, stream=False)
+    wire.writer.write_eof()
+    await front.until_cancelled(steps)
+    assert await wire.reader.read() == b""
+    assert ended() == [(499, None)]
 
 
 async def test_a_client_that_leaves_the_queue_cancels() -> None:
@@ -273,7 +374,7 @@ async def test_a_stop_lets_running_requests_finish(front: Front) -> None:
     await draining
 
 
-async def test_a_stop_ends_what_takes_too_long() -> None:
+async def test_a_stop_ends_what_takes_too_long(ended: Ended) -> None:
     limits = replace(LIMITS, grace_seconds=0.2)
     async with stack() as behind, running_gateway(behind.address, limits=limits) as http:
         behind.workers[0].pace = steps = Steps()
@@ -291,6 +392,8 @@ async def test_a_stop_ends_what_takes_too_long() -> None:
         assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "draining"
         found = await waiting.answer()
         assert (found.status, found.error["code"]) == (503, "draining")
+        # The stream's head had 200.
+        assert ended() == [(503, "draining")] * 2
         assert (await http.ask("GET", "/health")).status == 503
         refused = await http.complete()
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
@@ -325,7 +428,7 @@ async def test_errors_of_the_scheduler(error: SplitpointError, status: int, code
             assert found.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
 
 
-async def test_an_error_within_a_stream_is_its_last_event() -> None:
+async def test_an_error_within_a_stream_is_its_last_event(ended: Ended) -> None:
     with fake_scheduler("127.0.0.1:0") as script:
         script.fail_after = 2
         async with running_gateway(script.address, retry_seconds=0.2) as http:
@@ -339,6 +442,11 @@ async def test_an_error_within_a_stream_is_its_last_event() -> None:
             script.fail_after, script.gap = None, True
             found = await http.complete(prompt=[65])
             assert (found.status, found.error["code"]) == (500, "token_gap")
+            assert ended() == [(503, "unavailable"), (503, "unavailable"), (500, "token_gap")]
+            counts = await http.readings()
+            name, endpoint = "splitpoint_gateway_requests_total", "/v1/completions"
+            assert counts[name, endpoint, "503"] == 2
+            assert (name, endpoint, "200") not in counts
 
 
 async def test_without_a_scheduler() -> None:
@@ -420,11 +528,7 @@ async def test_metrics_and_logs(front: Front, caplog: pytest.LogCaptureFixture) 
     assert (await front.http.ask("POST", "/v1/completions", wrong, headers)).status == 400
     assert (await front.http.ask("GET", f"/{canary}")).status == 404
     text = (await front.http.ask("GET", "/metrics")).body.decode()
-    found = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    found = await front.http.readings()
     endpoint = "/v1/completions"
     assert found["splitpoint_gateway_requests_total", endpoint, "200"] == 2
     assert found["splitpoint_gateway_requests_total", endpoint, "400"] == 1

@@ -10,12 +10,15 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import pytest
 from fake_scheduler import Script, fake_scheduler
+from running_gateway import request_bytes
 
 from splitpoint.service import READY_PREFIX
 from splitpoint.transport.access import Access, Caller, Role
@@ -43,10 +46,15 @@ def refusal(*options: str | Path) -> str:
 
 @contextmanager
 def serving(
-    *options: str | Path, pass_fds: Sequence[int] = ()
+    *options: str | Path, pass_fds: Sequence[int] = (), log: IO[str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
-        command(*options), cwd=ROOT, stdout=subprocess.PIPE, text=True, pass_fds=pass_fds
+        command(*options),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        pass_fds=pass_fds,
     )
     try:
         assert process.stdout is not None
@@ -129,6 +137,78 @@ def test_a_stop_ends_a_stream_that_goes_on_for_too_long(scheduler: Script) -> No
         assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "draining"
         assert process.wait(SECONDS) == 0
     assert scheduler.cancelled.wait(SECONDS)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_bytes_behind_a_request(scheduler: Script, tmp_path: Path, leaves: bool) -> None:
+    """On the real event loop, which refuses to write to a closed connection."""
+    scheduler.endless = leaves
+    log = tmp_path / "log"
+    request = request_bytes("POST", "/v1/completions", BODY)
+    options = ("--listen", "127.0.0.1:0", "--scheduler", scheduler.address)
+    with log.open("w") as file, serving(*options, log=file) as (process, address):
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), SECONDS) as client:
+            client.sendall(request + request + b"BROKEN\r\n\r\n")
+            if not leaves:
+                answer = b"".join(iter(lambda: client.recv(65536), b""))
+                assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+                assert answer.count(b"HTTP/1.1 ") == 1
+            else:
+                while not scheduler.requests:
+                    time.sleep(0.01)
+        if leaves:
+            assert scheduler.cancelled.wait(SECONDS)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+    assert len(scheduler.requests) == 1
+    text = log.read_text()
+    assert text.count(f"status={499 if leaves else 200}") == 1
+    assert "Traceback" not in text
+    assert "incident" not in text
+
+
+def test_what_is_no_request_is_in_no_log(scheduler: Script, tmp_path: Path) -> None:
+    certificates, log = tmp_path / "certificates", tmp_path / "log"
+    make_certificates(certificates)
+    pem, key = certificates / "server.pem", certificates / "server-key.pem"
+    options: list[str | Path] = ["--listen", "127.0.0.1:0", "--scheduler", scheduler.address]
+    encrypted: list[str | Path] = ["--tls-cert", pem, "--tls-key", key]
+    for more in ([], encrypted):
+        with log.open("w") as file, serving(*options, *more, log=file) as (process, address):
+            before = len(log.read_text().splitlines())
+            host, _, port = address.rpartition(":")
+            for _ in range(10):
+                with socket.create_connection((host, int(port)), SECONDS) as client:
+                    client.sendall(b"GET nothing HTTP/9.9\r\n\r\n")
+                    with suppress(ConnectionError):
+                        while client.recv(65536):
+                            pass
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(SECONDS) == 0
+        # The stop alone.
+        assert len(log.read_text().splitlines()) <= before + 2, log.read_text()
+
+
+def test_grpc_knows_the_setting_of_its_event_engine() -> None:
+    """Without it a token costs more (docs/gateway.md), and an update may drop its name."""
+
+    def stderr(**more: str) -> str:
+        code = "import gateway_service.__main__, grpc; grpc.insecure_channel('127.0.0.1:1')"
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "GRPC_VERBOSITY": "ERROR", **more},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stderr
+
+    assert "Unknown experiment" not in stderr()
+    # A setting of the operator's own is kept, and gRPC says which name it does not know.
+    assert "Unknown experiment: of_no_release" in stderr(GRPC_EXPERIMENTS="-of_no_release")
 
 
 def test_a_socket_file(scheduler: Script, tmp_path: Path) -> None:
