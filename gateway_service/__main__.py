@@ -79,6 +79,7 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         Limits(),
         body_bytes=parse_size(arguments.max_body, field="max-body"),
         requests=arguments.max_requests,
+        drain_seconds=arguments.drain_seconds,
         grace_seconds=arguments.grace_seconds,
     )
 
@@ -169,6 +170,7 @@ async def _run(
         _log.info("listening on %s://%s for %s", kind, address, arguments.scheduler)
         await stop.wait()
         _log.info("draining")
+        await gateway.leave()
         server.stop_listening()
         engines = [] if engine is None else [engine.stop(gateway.limits.grace_seconds)]
         await asyncio.gather(gateway.drain(), *engines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from splitpoint.config import parse_size
-from splitpoint.options.gateway import GRACE_SECONDS, MAX_BODY, MAX_REQUESTS
+from splitpoint.options.gateway import DRAIN_SECONDS, GRACE_SECONDS, MAX_BODY, MAX_REQUESTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,9 @@ class Limits:
     idle_seconds: float = 75.0
     # What comes behind an answer that did not wait for the body is thrown away for this long.
     linger_seconds: float = 10.0
-    # Running requests may go on for this long after a stop.
+    # New requests are still answered for this long after a stop.
+    drain_seconds: float = DRAIN_SECONDS.default
+    # Running requests may go on for this long after that.
     grace_seconds: float = GRACE_SECONDS.default
     # Longest wait for the scheduler's answer to anything but a generation.
     call_seconds: float = 30.0

@@ -67,6 +67,7 @@ class Gateway:
         on_ended: called with each request that was answered.
         created: seconds since 1970 at which it started.
         open_count: requests that are being answered.
+        is_leaving: it was told to stop, and takes requests until it drains.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Gateway:
         self.created = int(time.time())
         self.budget = ByteBudget(limits.all_bodies_bytes, limits.retry_seconds)
         self.open_count = 0
+        self.is_leaving = False
         self.is_draining = False
         self.on_ended: Callable[[Ended], None] = lambda ended: None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,9 +142,14 @@ class Gateway:
             self._tasks.discard(task)
             self.open_count -= 1
 
+    async def leave(self) -> None:
+        """Say at /health that no more requests should come, and wait until balancers know."""
+        self.is_leaving = True
+        await asyncio.sleep(self.limits.drain_seconds)
+
     async def drain(self) -> None:
         """Take no more requests, and wait until none runs; those that run too long are ended."""
-        self.is_draining = True
+        self.is_leaving = self.is_draining = True
         if self._tasks:
             await asyncio.wait([*self._tasks], timeout=self.limits.grace_seconds)
         for task in self._tasks:

@@ -16,7 +16,7 @@ from splitpoint.errors import Unavailable
 
 async def health(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
     """Answer 200 if requests can be served: a scheduler is there, with a ready worker."""
-    if gateway.is_draining:
+    if gateway.is_leaving:
         raise Unavailable("the gateway is stopping", reason="DRAINING")
     if not await gateway.upstream.is_serving():
         raise Unavailable("no scheduler serves", reason="NOT_SERVING")

@@ -63,6 +63,15 @@ GRACE_SECONDS: Option[float] = Option(
     unit="SECONDS",
     least=0,
 )
+DRAIN_SECONDS: Option[float] = Option(
+    "drain-seconds",
+    float,
+    0.0,
+    "Seconds after a stop in which requests are still accepted while /health answers 503, so that "
+    "load balancers leave before connections are refused.",
+    unit="SECONDS",
+    least=0,
+)
 ENGINE_LISTEN: Option[str | None] = Option(
     "engine-listen",
     str,
@@ -83,7 +92,7 @@ ENGINE_TOKEN_FILE: Option[str | None] = Option(
 SECTIONS = (
     Section("process", (LISTEN, PARENT_FD)),
     Section("scheduler", (SCHEDULER, CA, SCHEDULER_CERT, TLS_SERVER_NAME)),
-    Section("requests", (MAX_BODY, MAX_REQUESTS, GRACE_SECONDS)),
+    Section("requests", (MAX_BODY, MAX_REQUESTS, DRAIN_SECONDS, GRACE_SECONDS)),
     Section("engine protocol (docs/smg.md)", (ENGINE_LISTEN, ENGINE_TOKEN_FILE)),
     LOGS,
     Section("traces (docs/tracing.md)", (OTLP_ENDPOINT,)),

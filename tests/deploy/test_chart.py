@@ -191,7 +191,9 @@ def test_what_drains_is_not_killed_meanwhile() -> None:
         grace = pod.get("terminationGracePeriodSeconds", 30)
         if container["name"] in ("scheduler", "gateway"):
             parsed = PARSERS[container["command"][2]](container["args"])
-            assert grace >= parsed.grace_seconds + 10, name
+            drain = getattr(parsed, "drain_seconds", 0)
+            assert (drain > 0) is (container["name"] == "gateway"), name
+            assert grace >= drain + parsed.grace_seconds + 10, name
         if container["name"] == "worker":
             assert grace >= DRAIN_SECONDS + CLOSE_SECONDS + 10, name
 

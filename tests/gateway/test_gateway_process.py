@@ -105,6 +105,12 @@ def completed(connection: http.client.HTTPConnection, key: str = "") -> tuple[in
     return answer.status, answer.read()
 
 
+def health(address: str) -> int:
+    with closing(http.client.HTTPConnection(address, timeout=SECONDS)) as connection:
+        connection.request("GET", "/health")
+        return connection.getresponse().status
+
+
 def test_a_stop_and_the_end_of_its_parent(scheduler: Script) -> None:
     own, alive = os.pipe()
     options = ("--listen", "127.0.0.1:0", "--scheduler", scheduler.address)
@@ -118,6 +124,22 @@ def test_a_stop_and_the_end_of_its_parent(scheduler: Script) -> None:
         os.close(alive)
         assert process.wait(SECONDS) == 0
     os.close(own)
+
+
+def test_a_stop_tells_load_balancers_before_it_refuses(scheduler: Script) -> None:
+    options = ("--scheduler", scheduler.address, "--drain-seconds", "4")
+    with serving("--listen", "127.0.0.1:0", *options) as (process, address):
+        assert health(address) == 200
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + SECONDS
+        while health(address) != 503:
+            assert time.monotonic() < deadline
+        # A client whose balancer does not know it yet.
+        with closing(http.client.HTTPConnection(address, timeout=SECONDS)) as connection:
+            assert completed(connection)[0] == 200
+        assert process.wait(SECONDS) == 0
+        with pytest.raises(ConnectionRefusedError):
+            health(address)
 
 
 def test_a_stop_ends_a_stream_that_goes_on_for_too_long(scheduler: Script) -> None:
