@@ -33,7 +33,7 @@ WORST = Chat('[{"role": "worst", "content": "x"}]')
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait longer than a service does: 2 s of a busy machine's processor take a while."""
-    monkeypatch.setattr(renderer, "_PATIENCE_SECONDS", 120.0)
+    monkeypatch.setattr(pool, "PATIENCE_SECONDS", 120.0)
 
 
 @contextmanager
