@@ -26,6 +26,7 @@ from splitpoint.client.clients import AsyncGeneration
 from splitpoint.client.requests import Prompt, TemplateOptions
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.extras import need_all
+from splitpoint.tasks import run_all
 from splitpoint.words import counted
 from splitpoint_offline.bar import OnResult, shown
 from splitpoint_offline.engine import Engine
@@ -162,12 +163,8 @@ async def _answer_all(
             results[index] = result = await _answered(client, request, places)
             on_result(result)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(open_requests, len(requests))):
-                group.create_task(work())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # of wrong arguments: the others say the same
+    # An error is of wrong arguments: the others say the same.
+    await run_all(work() for _ in range(min(open_requests, len(requests))))
     return [result for result in results if result is not None]
 
 

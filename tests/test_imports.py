@@ -232,6 +232,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "speculation",
             "numerics",
             "selection",
+            "tasks",
         ),
         *(
             "limited",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -15,6 +14,7 @@ from gateway_service.openai.completions import CompletionJob
 from gateway_service.upstream.schedulers import Take
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.schedulers import INFERENCE
+from splitpoint.tasks import run_all
 from splitpoint.v1 import scheduler_pb2 as pb
 
 _Job = TypeVar("_Job", bound=Job)
@@ -119,9 +119,6 @@ async def _generate(
     if len(requests) == 1:
         await generate(requests[0], metadata, take_of(0))
         return
-    try:
-        async with asyncio.TaskGroup() as group:
-            for index, request in enumerate(requests):
-                group.create_task(generate(request, metadata, take_of(index)))
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    await run_all(
+        generate(request, metadata, take_of(index)) for index, request in enumerate(requests)
+    )

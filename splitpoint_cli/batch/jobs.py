@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from gateway_service.upstream.models import Models
 from gateway_service.upstream.schedulers import Upstream
 from splitpoint.client.schedulers import INFERENCE
 from splitpoint.errors import SplitpointError
+from splitpoint.tasks import run_all
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint_cli.batch.order import prefix_key
 from splitpoint_cli.batch.source import Line
@@ -61,7 +61,7 @@ class Requests:
         if isinstance(job, ChatJob | ResponseJob) and job.needs_model:
             job.model_found(await self._models.get(job.model, ()))
         answers = [Answer() for _ in job.requests]
-        await _all(
+        await run_all(
             self._upstream.generate(request, (), _taken_by(answer))
             for request, answer in zip(job.requests, answers, strict=True)
         )
@@ -119,13 +119,3 @@ def _taken_by(answer: Answer) -> Callable[[pb.GenerateResponse], Awaitable[None]
         answer.add(message)
 
     return take
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all of it; the first error ends the rest."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for each in work:
-                group.create_task(each)
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None

@@ -17,13 +17,13 @@ from splitpoint.errors import (
     Unauthenticated,
     Unavailable,
 )
+from splitpoint.tasks import run_all
 from splitpoint_cli.batch.answers import AnswerFile, fault_row, response_row
 from splitpoint_cli.batch.jobs import Outcome, Requests, refused
 from splitpoint_cli.batch.order import PrefixOrder
 from splitpoint_cli.batch.source import Fault, Source
 
 Result = TypeVar("Result")
-Failure = TypeVar("Failure", bound=Exception)
 
 # Every other request would fail the same way.
 _FATAL = (PermissionDenied, Unauthenticated)
@@ -191,13 +191,9 @@ class Batch:
                 self._progressed_at = time.monotonic()
 
         try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self.concurrency, len(positions))):
-                    group.create_task(go_on())
-        except* _Ends as ends:
-            raise _first(ends).error from None
-        except* SplitpointError as errors:
-            raise _first(errors) from None
+            await run_all(go_on() for _ in range(min(self.concurrency, len(positions))))
+        except _Ends as ends:
+            raise ends.error from None
 
 
 class _Ends(Exception):
@@ -206,10 +202,6 @@ class _Ends(Exception):
     def __init__(self, error: SplitpointError) -> None:
         super().__init__(error.message)
         self.error = error
-
-
-def _first(errors: BaseExceptionGroup[Failure]) -> Failure:
-    return next(each for each in errors.exceptions if not isinstance(each, BaseExceptionGroup))
 
 
 def _may_pass(error: Retryable) -> bool:
