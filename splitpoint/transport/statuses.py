@@ -145,6 +145,8 @@ _NOT_CONNECTED = re.compile(
     r"(?:.*: )?(?P<reason>[^:]+)$"
 )
 
+_OTHER_PROTOCOL = re.compile(r"(?:ipv[46]:)?(\S+): Failed parsing HTTP/2")
+
 
 def _explain_failure(text: str) -> str:
     """Return the likely cause of a connection that failed, else gRPC's own text."""
@@ -157,6 +159,11 @@ def _explain_failure(text: str) -> str:
                 return f"no TLS connection: {cause}{details}"
     if "(ping timeout)" in text:  # more follows if something was being written
         return NO_ANSWER
+    if match := _OTHER_PROTOCOL.search(text):
+        return (
+            f"{unquote(match[1])} does not speak gRPC: most likely it is the port of a gateway, "
+            "and the scheduler's is needed here"
+        )
     if match := _NOT_CONNECTED.match(text):
         return f"{CANNOT_CONNECT} {unquote(match['address'])}: {match['reason']}"
     return text

@@ -304,6 +304,7 @@ def _report(totals: Totals, order: str, seconds: float) -> dict[str, Any]:
         "requests": totals.line_count,
         "answered": totals.answered_count,
         "failed": totals.failed_count,
+        "failed_by_status": {str(status): count for status, count in sorted(totals.errors.items())},
         "answered_earlier": totals.earlier_count,
         "failed_earlier": totals.earlier_failed_count,
         "order": order,
@@ -321,6 +322,13 @@ def _show(totals: Totals, seconds: float) -> None:
     if totals.earlier_count:
         answered += f", {totals.earlier_count:,} of them by earlier runs"
     rows = [("requests answered", answered), ("with an error", f"{failed:,}")]
+    if totals.errors:
+        kinds = sorted(totals.errors.items())
+        rows.append(
+            ("now, by status", ", ".join(f"{status}: {count:,}" for status, count in kinds))
+        )
+    if failed:
+        rows.append(("to ask these again", "--retry-failed"))
     if totals.answered_count:
         rate = totals.completion_tokens / seconds if seconds else 0.0
         rows += [

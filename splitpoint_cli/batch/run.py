@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -48,6 +49,7 @@ class Totals:
         line_count: requests in the file.
         earlier_count, earlier_failed_count: answered by earlier runs, and with an error.
         answered_count, failed_count: answered by this run, and with an error.
+        errors: of this run, by HTTP status.
         prompt_tokens, cached_tokens, completion_tokens: of this run, over all answers.
     """
 
@@ -56,6 +58,7 @@ class Totals:
     earlier_failed_count: int = 0
     answered_count: int = 0
     failed_count: int = 0
+    errors: Counter[int] = field(default_factory=Counter)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -70,12 +73,16 @@ class Totals:
         return self.line_count - self.earlier_count - self.answered_count
 
     def add_fault(self) -> None:
+        """Count a line that is no request."""
         self.answered_count += 1
         self.failed_count += 1
+        self.errors[400] += 1
 
     def add(self, outcome: Outcome) -> None:
         self.answered_count += 1
-        self.failed_count += outcome.status != 200
+        if outcome.status != 200:
+            self.failed_count += 1
+            self.errors[outcome.status] += 1
         self.prompt_tokens += outcome.prompt_tokens
         self.cached_tokens += outcome.cached_tokens
         self.completion_tokens += outcome.completion_tokens

@@ -221,7 +221,7 @@ def _http(address: str, options: DoctorOptions) -> Finding:
             has_tokens=options.tokens is not None,
         )
     except InvalidArgument as error:
-        advice = "See docs/security.md, or listen at this host only: --http 127.0.0.1:8000"
+        advice = "Listen at this host only: --http 127.0.0.1:8000, or see docs/security.md"
         return Finding("http", Verdict.PROBLEM, error.message, advice)
     return ports.check_free("http", address, "--http")
 

@@ -13,7 +13,7 @@ from splitpoint.client import Client, Generation
 from splitpoint.client.answers import Completion
 from splitpoint.client.tries import DEFAULT_RETRY_SECONDS
 from splitpoint.config import DEFAULT_ADDRESS
-from splitpoint.errors import Cancelled, Internal, Retryable, SplitpointError, Unavailable
+from splitpoint.errors import Cancelled, Internal, Retryable, Unavailable
 from splitpoint.transport.tls import client_identity
 from splitpoint_cli.identity import Address, CaFile, TokenFile
 from splitpoint_cli.output import EXIT_HELP, err, plain_reason
@@ -80,12 +80,13 @@ def generate(
     request = options.request_of(given)
     text_or_ids = options.read_prompt(prompt, prompt_ids)
     who = client_identity(ca=ca, token_file=token_file)
-    with Client(address, identity=who, retry_seconds=retry_seconds, on_retry=tell_retry) as client:
-        with client.generate(text_or_ids, **request) as generation:
-            completion = _collect_until_interrupted(generation, stream=not as_json)
-        spelling = _spelling(client, completion) if completion.logprobs and not as_json else {}
+    with (
+        Client(address, identity=who, retry_seconds=retry_seconds, on_retry=tell_retry) as client,
+        client.generate(text_or_ids, **request) as generation,
+    ):
+        completion = _collect_until_interrupted(generation, stream=not as_json)
     asked = request.get("split")
-    _report(completion, asked, spelling, as_json=as_json, output=output, with_reason=with_reason)
+    _report(completion, asked, as_json=as_json, output=output, with_reason=with_reason)
 
 
 generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"
@@ -98,19 +99,9 @@ def tell_retry(error: Retryable, address: str) -> None:
     err.print(escape(f"the scheduler {state} ({cause}): going on at {address}"))
 
 
-def _spelling(client: Client, completion: Completion) -> dict[int, str]:
-    """Return the spelling of tokens by id, as far as tokenizing the text again tells it."""
-    try:
-        again = client.tokenize(completion.text)
-    except SplitpointError:  # a model without a tokenizer, for example
-        return {}
-    return dict(zip(again.token_ids, again.tokens, strict=True))
-
-
 def _report(
     completion: Completion,
     split: int | None,
-    spelling: dict[int, str],
     *,
     as_json: bool,
     output: Path | None,
@@ -120,7 +111,7 @@ def _report(
 
     def show() -> None:
         if completion.logprobs:
-            print_table(logprobs_table(completion, spelling))
+            print_table(logprobs_table(completion))
 
     # On one line: indented, every token id would get a line of its own.
     hand_over(completion_json(completion), show, as_json=as_json, output=output, indent=None)

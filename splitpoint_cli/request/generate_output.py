@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from rich.markup import escape
 from rich.table import Table
@@ -102,24 +101,25 @@ def capped_split(completion: Completion, wanted: int | None) -> str | None:
     )
 
 
-def logprobs_table(completion: Completion, spelling: Mapping[int, str]) -> Table:
-    """Return a row for each generated token: its log-probability, and the likeliest tokens.
-
-    `spelling`: of tokens by id; ids that are missing stand alone.
-    """
-
-    def named(token_id: int) -> str:
-        return f"{token_id} {spelling[token_id]!r}" if token_id in spelling else str(token_id)
-
+def logprobs_table(completion: Completion) -> Table:
+    """Return a row for each generated token: its log-probability, and the likeliest tokens."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("index", "token", "logprob"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("likeliest (token logprob)", overflow="fold")
     for index, found in enumerate(completion.logprobs):
-        likeliest = ", ".join(f"{named(token_id)} {value:.4f}" for token_id, value in found.top)
-        token = named(completion.token_ids[index])
+        likeliest = ", ".join(
+            f"{_named(token_id, text)} {value:.4f}"
+            for (token_id, value), text in zip(found.top, found.top_bytes, strict=True)
+        )
+        token = _named(completion.token_ids[index], found.chosen_bytes)
         table.add_row(str(index), escape(token), f"{found.chosen:.4f}", escape(likeliest))
     return table
+
+
+def _named(token_id: int, text: bytes) -> str:
+    """Return the id of a token, and its text if it has one."""
+    return f"{token_id} {text.decode(errors='backslashreplace')!r}" if text else str(token_id)
 
 
 def logprobs_json(token_id: int, found: Logprobs) -> dict[str, object]:
@@ -127,7 +127,11 @@ def logprobs_json(token_id: int, found: Logprobs) -> dict[str, object]:
     return {
         "token_id": token_id,
         "logprob": found.chosen,
-        "top": [{"token_id": other, "logprob": value} for other, value in found.top],
+        "bytes": list(found.chosen_bytes),
+        "top": [
+            {"token_id": other, "logprob": value, "bytes": list(text)}
+            for (other, value), text in zip(found.top, found.top_bytes, strict=True)
+        ],
     }
 
 

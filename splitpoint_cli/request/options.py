@@ -351,7 +351,10 @@ def _content(name: str, path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise InvalidArgument(f"{path} cannot be read: {reason}", field=name) from None
+        raise InvalidArgument(
+            f"--{name.replace('_', '-')} takes a file, and {path} cannot be read: {reason}",
+            field=name,
+        ) from None
 
 
 def parse_logit_bias(entries: list[str]) -> dict[int, float] | None:

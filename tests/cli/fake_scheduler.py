@@ -77,10 +77,14 @@ def _logprobs(sampling: types_pb2.SamplingParams, token: int) -> list[types_pb2.
     if not sampling.HasField("logprobs"):
         return []
     top = [
-        types_pb2.TokenLogprob(token_id=token + more, logprob=-0.5 - more)
+        types_pb2.TokenLogprob(
+            token_id=token + more, logprob=-0.5 - more, token_bytes=bytes([token + more])
+        )
         for more in range(sampling.logprobs)
     ]
-    return [types_pb2.PositionLogprobs(chosen_logprob=-0.5, top=top)]
+    return [
+        types_pb2.PositionLogprobs(chosen_logprob=-0.5, top=top, chosen_token_bytes=bytes([token]))
+    ]
 
 
 class FakeScheduler(

@@ -311,12 +311,16 @@ def test_generate_shows_logprobs(script: Script) -> None:
     assert (text, header.split()[:3]) == ("ab", ["index", "token", "logprob"])
     assert [row.split() for row in rows] == [
         ["0", "97", "'a'", "-0.5000", "97", "'a'", "-0.5000,", "98", "'b'", "-1.5000"],
-        ["1", "98", "'b'", "-0.5000", "98", "'b'", "-0.5000,", "99", "-1.5000"],
+        ["1", "98", "'b'", "-0.5000", "98", "'b'", "-0.5000,", "99", "'c'", "-1.5000"],
     ]
     assert json.loads(splitpoint(*arguments, "--json").stdout)["logprobs"][1] == {
         "token_id": 98,
         "logprob": -0.5,
-        "top": [{"token_id": 98, "logprob": -0.5}, {"token_id": 99, "logprob": -1.5}],
+        "bytes": [98],
+        "top": [
+            {"token_id": 98, "logprob": -0.5, "bytes": [98]},
+            {"token_id": 99, "logprob": -1.5, "bytes": [99]},
+        ],
     }
 
 

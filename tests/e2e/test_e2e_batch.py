@@ -213,6 +213,8 @@ def test_every_kind_of_line_has_its_answer(tmp_path: Path, stack: Stack) -> None
         file.write("{no json\n")
     report = run(source, target, "--address", stack.address)
     assert (report["answered"], report["failed"]) == (10, 6)
+    # Two lines are no requests.
+    assert report["failed_by_status"] == {"400": 5, "404": 1}
     rows = rows_of(target)
     statuses = {
         name: (row["response"] or {"status_code": None})["status_code"]

@@ -6,8 +6,10 @@ import asyncio
 import resource
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpc
@@ -108,3 +110,20 @@ def test_a_server_that_is_not_there_is_named_in_plain_words(address: str, reason
     error = error_of(raised.value)
     assert isinstance(error, Unavailable)
     assert error.message == f"cannot connect to {address}: {reason}"
+
+
+class _Plain(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_port_that_speaks_http_is_called_one() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Plain) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        with channels.open_sync_channel(address, PLAIN) as channel:
+            stub = scheduler_pb2_grpc.InferenceServiceStub(channel)
+            with pytest.raises(grpc.RpcError) as raised:
+                stub.Tokenize(scheduler_pb2.TokenizeRequest(text="a"), timeout=20)
+        server.shutdown()
+    assert error_of(raised.value).message.startswith(f"{address} does not speak gRPC: most likely")
