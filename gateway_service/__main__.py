@@ -57,9 +57,14 @@ if TYPE_CHECKING:  # of an extra of its own
 
 _log = logging.getLogger(__name__)
 
+_LEAST_BODY_BYTES = 1024
+# The fewest that Python can be told; reading a number takes the square of its digits.
+_MOST_DIGITS = sys.int_info.str_digits_check_threshold
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return exit code 0 after a requested stop, 2 for wrong arguments, else the error's."""
+    sys.set_int_max_str_digits(_MOST_DIGITS)
     return run_service(
         "gateway",
         _serve,
@@ -75,9 +80,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _limits(arguments: argparse.Namespace) -> Limits:
+    body_bytes = parse_size(arguments.max_body, field="max-body")
+    if body_bytes < _LEAST_BODY_BYTES:
+        raise InvalidArgument(
+            f"--max-body: {arguments.max_body} is too small for any request, at least 1KiB",
+            field="max-body",
+        )
     return replace(
         Limits(),
-        body_bytes=parse_size(arguments.max_body, field="max-body"),
+        body_bytes=body_bytes,
         requests=arguments.max_requests,
         drain_seconds=arguments.drain_seconds,
         grace_seconds=arguments.grace_seconds,

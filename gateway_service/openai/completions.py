@@ -24,13 +24,14 @@ from gateway_service.openai.sampling import (
     MOST_CHOICES,
     MOST_LOGPROBS,
     TEXT_FIELDS,
+    check_copies,
     choices_of,
     constraint_names,
     generate_request,
 )
 from gateway_service.openai.values import (
     BOOLEAN,
-    LARGEST_INT32,
+    TOKEN_IDS,
     Kind,
     integer,
     read_text,
@@ -72,32 +73,20 @@ def _one_prompt(name: str, value: Any) -> Prompt:
         return read_text(name, value)
     if not isinstance(value, list):
         raise wrong_type(name, value, "a string or an array of token ids")
-    if not value:
-        raise wrong(name, "must not be empty")
-    for index, token_id in enumerate(value):
-        # No call of a function for each of a million ids.
-        if type(token_id) is not int:
-            raise wrong_type(f"{name}[{index}]", token_id, "a token id")
-        if not 0 <= token_id <= LARGEST_INT32:
-            raise wrong(f"{name}[{index}]", f"must be from 0 to {LARGEST_INT32}")
-    return value
+    found: list[int] = TOKEN_IDS.read(name, value)
+    return found
 
 
-_TOKEN_IDS = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INT32},
-    "minItems": 1,
-}
 _TEXT = {"type": "string", "minLength": 1}
 _PROMPT = Kind(
     _read_prompt,
     {
         "anyOf": [
             _TEXT,
-            _TOKEN_IDS,
+            TOKEN_IDS.schema,
             {
                 "type": "array",
-                "items": {"anyOf": [_TEXT, _TOKEN_IDS]},
+                "items": {"anyOf": [_TEXT, TOKEN_IDS.schema]},
                 "minItems": 1,
                 "maxItems": _MOST_REQUESTS,
             },
@@ -118,7 +107,7 @@ COMPLETION_FIELDS = Table(
         Field(
             "logprobs",
             integer(0, MOST_LOGPROBS),
-            "Log-probabilities of the chosen token and of this many alternatives.",
+            "Log-probabilities of this many of the likeliest tokens, and of the chosen one.",
         ),
         Field("echo", BOOLEAN, "Begin the text with the prompt; not with logprobs.", default=False),
         Field("best_of", integer(1, MOST_CHOICES), "As n, or absent: answers are not ranked."),
@@ -223,14 +212,12 @@ def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJo
     if has_logprobs:
         shared.sampling.logprobs = values["logprobs"]
     shared.omits_special_tokens = not values.get("add_special_tokens", True)
+    # The constraints of the text may be much longer than the prompts.
+    check_copies(shared.ByteSize(), len(prompts) * count)
+    firsts = [_request_of(prompt, shared) for prompt in prompts]
+    check_copies(sum(request.ByteSize() for request in firsts), count)
     requests: list[pb.GenerateRequest] = []
-    for prompt in prompts:
-        request = pb.GenerateRequest()
-        request.CopyFrom(shared)
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.ids.extend(prompt)
+    for request in firsts:
         requests += choices_of(request, request_id, len(requests), count)
     job = CompletionJob(
         id=request_id,
@@ -247,6 +234,16 @@ def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJo
     if has_echo:
         _echo(job, prompts)
     return job
+
+
+def _request_of(prompt: Prompt, shared: pb.GenerateRequest) -> pb.GenerateRequest:
+    request = pb.GenerateRequest()
+    request.CopyFrom(shared)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    return request
 
 
 def _echo(job: CompletionJob, prompts: Sequence[Prompt]) -> None:
@@ -286,12 +283,16 @@ class TokenLogprobs:
         }
         for _, position in zip(token_ids, positions, strict=True):
             found["text_offset"].append(self._characters)
-            found["token_logprobs"].append(finite_logprob(position.chosen_logprob))
-            found["tokens"].append(token_text(position.chosen_token_bytes))
+            token = token_text(position.chosen_token_bytes)
+            logprob = finite_logprob(position.chosen_logprob)
+            found["token_logprobs"].append(logprob)
+            found["tokens"].append(token)
             top = {
                 token_text(each.token_bytes): finite_logprob(each.logprob) for each in position.top
             }
-            found["top_logprobs"].append(top or None)
+            # As OpenAI: with the chosen token if it is none of the likeliest.
+            top.setdefault(token, logprob)
+            found["top_logprobs"].append(top)
             # Every byte that does not continue a character begins one.
             self._characters += sum(byte & 0xC0 != 0x80 for byte in position.chosen_token_bytes)
         return found

@@ -13,6 +13,7 @@ from gateway_service.openai.values import (
     TEXT,
     Kind,
     array,
+    check_little,
     integer,
     number,
     one_of,
@@ -40,6 +41,7 @@ def _read_schema(name: str, value: Any) -> str:
         return found
     if not isinstance(value, dict | bool):
         raise wrong(name, "must be a JSON schema", reason="INVALID_TYPE")
+    check_little(name, value, _MOST_CONSTRAINT_BYTES)
     text = json.dumps(value)
     if len(text) > _MOST_CONSTRAINT_BYTES:
         raise wrong(name, f"has {len(text):,} bytes, at most {_MOST_CONSTRAINT_BYTES:,}")
@@ -165,7 +167,8 @@ _EXTENSIONS = (
     _extra(
         "priority",
         integer(-10, 10),
-        "Among the tenant's requests; larger ones start first (vLLM: smaller ones).",
+        "Among the tenant's requests; smaller ones start first, as in vLLM: the negative of "
+        "gRPC's priority.",
         0,
     ),
     _extra(
@@ -278,10 +281,20 @@ def constraint_names(values: Mapping[str, Any]) -> dict[str, str]:
 def generate_request(values: Mapping[str, Any]) -> pb.GenerateRequest:
     """Return a request with what all endpoints have in common; prompt and id are the endpoint's."""
     request = pb.GenerateRequest(model=values["model"], sampling=sampling_of(values))
-    request.priority = values.get("priority", 0)
+    # vLLM's smaller ones start first, the scheduler's larger ones.
+    request.priority = -values.get("priority", 0)
     if "cache_salt" in values:
         request.cache_salt = values["cache_salt"].encode()
     return request
+
+
+def check_copies(size: int, count: int) -> None:
+    """Raise InvalidArgument if `count` copies of requests of `size` bytes are too large."""
+    if count > 1 and size * count > _MOST_COPIED_BYTES:
+        raise wrong("n", f"times the request is {size * count:,} bytes, at most 16 MiB")
+
+
+_MOST_COPIED_BYTES = 16 << 20
 
 
 def choices_of(
@@ -290,7 +303,9 @@ def choices_of(
     """Return `count` requests that differ in id and seed only.
 
     The first has the id of index `first`; seeds count up from the request's, if it has one.
+    Raises InvalidArgument if they are too large together.
     """
+    check_copies(request.ByteSize(), count)
     found = []
     for index in range(count):
         each = pb.GenerateRequest()

@@ -10,15 +10,13 @@ from gateway_service.openai.chat.tools import TOOLS
 from gateway_service.openai.fields import Field, Table
 from gateway_service.openai.values import (
     BOOLEAN,
-    array,
-    integer,
+    TOKEN_IDS,
     text_of,
     wrong,
 )
 from splitpoint.v1 import scheduler_pb2 as pb
 
 _MODEL = Field("model", text_of(), "Name of a served model; absent: the only one.")
-_MOST_TOKENS = 1 << 20
 
 TOKENIZE_FIELDS = Table(
     [
@@ -40,7 +38,7 @@ DETOKENIZE_FIELDS = Table(
         _MODEL,
         Field(
             "tokens",
-            array(integer(0), least=1, most=_MOST_TOKENS),
+            TOKEN_IDS,
             "Token ids.",
             is_required=True,
         ),

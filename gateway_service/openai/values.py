@@ -166,6 +166,37 @@ def array(kind: Kind, *, least: int = 0, most: int | None = None) -> Kind:
     return Kind(read, schema)
 
 
+MOST_TOKENS = 1 << 19
+
+
+def _read_token_ids(name: str, value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise wrong_type(name, value, "an array of token ids")
+    if not value:
+        raise wrong(name, "must not be empty")
+    if len(value) > MOST_TOKENS:
+        raise wrong(name, f"has {counted(len(value), 'token id')}, at most {MOST_TOKENS:,}")
+    # No step of Python for each of so many ids. A boolean is an int, but has another type.
+    if {*map(type, value)} != {int}:
+        index = next(i for i, kind in enumerate(map(type, value)) if kind is not int)
+        raise wrong_type(f"{name}[{index}]", value[index], "a token id")
+    if min(value) < 0 or max(value) > LARGEST_INT32:
+        index = next(i for i, each in enumerate(value) if not 0 <= each <= LARGEST_INT32)
+        raise wrong(f"{name}[{index}]", f"must be from 0 to {LARGEST_INT32}")
+    return value
+
+
+TOKEN_IDS = Kind(
+    _read_token_ids,
+    {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INT32},
+        "minItems": 1,
+        "maxItems": MOST_TOKENS,
+    },
+)
+
+
 def text_or_texts(kind: Kind, *, most: int) -> Kind:
     """A string, or an array of strings; read as a list."""
     several = array(kind, most=most)
@@ -187,7 +218,33 @@ def _read_object(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-OBJECT = Kind(_read_object, {"type": "object"})
+def check_little(name: str, value: Any, most: int) -> None:
+    """Raise InvalidArgument if a JSON value has more than `most` values within it.
+
+    Before it is written as JSON again, which takes long for many of them.
+    """
+    count, left = 1, [value]
+    while left:
+        each = left.pop()
+        inner = [*each.values()] if isinstance(each, dict) else each
+        if not isinstance(inner, list):
+            continue
+        count += len(inner)
+        if count > most:
+            raise wrong(name, f"has more than {most:,} values", reason="TOO_MANY_VALUES")
+        left += inner
+
+
+_MOST_VALUES = 1 << 16
+
+
+def _read_any_object(name: str, value: Any) -> dict[str, Any]:
+    found = _read_object(name, value)
+    check_little(name, found, _MOST_VALUES)
+    return found
+
+
+OBJECT = Kind(_read_any_object, {"type": "object"})
 
 
 def _read_logit_bias(name: str, value: Any) -> dict[int, float]:

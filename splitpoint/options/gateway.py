@@ -46,7 +46,9 @@ SCHEDULER_CERT: Option[str | None] = Option(
     "address.",
     unit="PATH",
 )
-MAX_BODY: Option[str] = Option("max-body", str, "8MiB", "Largest body of a request.", unit=SIZE)
+MAX_BODY: Option[str] = Option(
+    "max-body", str, "4MiB", "Largest body of a request; at least 1KiB.", unit=SIZE
+)
 MAX_REQUESTS: Option[int] = Option(
     "max-requests",
     int,

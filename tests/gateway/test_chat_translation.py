@@ -67,7 +67,7 @@ def test_fields_go_where_the_scheduler_reads_them() -> None:
         continue_final_message=True,
         chat_template_kwargs={"enable_thinking": False},
         top_k=5,
-        priority=2,
+        priority=-2,
         cache_salt="s",
     )
     assert (request.sampling.max_tokens, request.sampling.fills_context) == (9, False)

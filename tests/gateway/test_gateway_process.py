@@ -78,6 +78,8 @@ def test_what_it_does_not_start_with(tmp_path: Path) -> None:
     ca = certificates / "ca.pem"
     assert "not both" in refusal("--listen", "127.0.0.1:0", "--ca", ca, "--scheduler-cert", pem)
     assert "not a size" in refusal("--listen", "127.0.0.1:0", "--max-body", "large")
+    for size in ("0", "1023"):
+        assert "at least 1KiB" in refusal("--listen", "127.0.0.1:0", "--max-body", size)
     assert "--max-requests" in refusal("--listen", "127.0.0.1:0", "--max-requests", "0")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -92,7 +92,7 @@ class OpenAiBackend:
             "model": self._model,
             "prompt": sample.prompt,
             "max_tokens": sample.output_length,
-            "priority": sample.priority or None,
+            "priority": -sample.priority or None,  # vLLM's: smaller ones start first
             "stream": True,
             "stream_options": {"include_usage": True},
             **self._sampling,
