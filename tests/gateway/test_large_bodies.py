@@ -129,8 +129,9 @@ def test_what_is_refused(name: str) -> None:
 
 def test_none_takes_long() -> None:
     """The event loop, and every stream with it, waits meanwhile (docs/gateway.md)."""
-    for name, (body, *_) in {**SERVED, **REFUSED}.items():
-        assert seconds_of(requests_of, body) < 0.5, name
+    bodies = [body for body, _ in SERVED.values()] + [body for body, *_ in REFUSED.values()]
+    for body in bodies:
+        assert seconds_of(requests_of, body) < 0.5, body[:64]
     tokens = b'{"tokens":[' + b"1," * (TOKENS - 1) + b"1]}"
     assert seconds_of(lambda body: read_detokenize(parsed(body)), tokens) < 0.5
 
