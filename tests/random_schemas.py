@@ -1,8 +1,8 @@
 """Random JSON schemas of the features that structured output supports, from a seed.
 
 The features are those that public suites of schemas use most: nested objects with required and
-optional members, enums and constants, bounded numbers, arrays and tuples, patterns and formats,
-alternatives, references. Texts and arrays are short, so that most answers end.
+optional members, open names, enums and constants, bounded numbers, arrays and tuples, patterns and
+formats, alternatives, references. Texts and arrays are short, so that most answers end.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ PATTERNS = (
     "^\\d{1,3}(,\\d{3})?$",
     '^[^\\s"\\\\]{1,5}$',
 )
+# Of names: none that an object's own ones match, whose members would have to satisfy both.
+NAME_PATTERNS = ("^x[0-9]?$", "^[x-z]{1,3}$", "^[A-Z]{0,3}z$", "^key_[0-9]{1,2}$", "^X.?$")
 FORMATS = ("date", "time", "date-time", "ipv4", "uuid", "email")
 TEXTS = ('a "quoted" word', "naïve café", "日本", "back\\slash", "😀", "two\nlines", "", "plain")
 
@@ -46,6 +48,7 @@ class _Maker:
         if depth > 0:
             kinds += [
                 lambda: self.object(depth - 1),
+                lambda: self.open_object(depth - 1),
                 lambda: self.array(depth - 1),
                 lambda: self.tuple(depth - 1),
                 lambda: self.either(depth - 1),
@@ -62,6 +65,26 @@ class _Maker:
             "required": [name for name in names if self._random.random() < 0.7],
             "additionalProperties": self._random.random() < 0.1 and self.number(),
         }
+
+    def open_object(self, depth: int) -> Schema:
+        """Return an object whose members have names that a pattern or nothing bounds."""
+        names = self._random.sample(string.ascii_lowercase[:8], self._random.randint(0, 2))
+        schema: Schema = {
+            "type": "object",
+            "properties": {name: self.value(depth) for name in names},
+            "required": names,
+            "additionalProperties": False,
+        }
+        by = self._random.choice(("pattern",) * 6 + ("any", "both"))
+        if by != "any":
+            pattern = self._random.choice(NAME_PATTERNS)
+            schema["patternProperties"] = {pattern: self.value(depth)}
+        if by != "pattern":
+            schema["additionalProperties"] = self._random.choice((True, {"type": "boolean"}))
+        # One member more than the named ones is the most that can be promised.
+        schema["minProperties"] = len(names) + self._random.randint(0, 1)
+        schema["maxProperties"] = schema["minProperties"] + self._random.randint(0, 2)
+        return schema
 
     def array(self, depth: int) -> Schema:
         least = self._random.randint(0, 2)
@@ -113,6 +136,7 @@ class _Maker:
                 {"type": "integer", "minimum": least, "maximum": most},
                 {"type": "integer", "exclusiveMinimum": least, "exclusiveMaximum": most + 2},
                 {"type": "number", "minimum": least / 8, "maximum": most / 8},
+                {"type": "number", "exclusiveMinimum": least, "maximum": least + 0.5},
                 {"type": "integer", "minimum": 0, "maximum": 9999, "multipleOf": 5},
             )
         )

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.structured.schema import read_schema
 from splitpoint.v1 import types_pb2
 from splitpoint.words import counted
 
@@ -60,7 +61,7 @@ class GrammarText:
     def source(self, before: str = "") -> str:
         """Return llguidance's form, with a Lark expression `before` the answer.
 
-        Raises InvalidArgument for a schema that is no JSON object.
+        Raises InvalidArgument for a schema that cannot be read.
         """
         from llguidance import LLMatcher
 
@@ -150,16 +151,15 @@ def _of_schema(schema: dict[str, Any]) -> str:
             "key_separator": ":",
             "lenient": False,
             "coerce_one_of": False,
+            # One spelling of each name: "\u0061" would pass as another one than "a".
+            "json_allowed_escapes": 'nrbtf\\"',
         },
     )
 
 
 def _schema(text: str) -> dict[str, Any]:
-    field = f"{FIELD}.{GrammarKind.JSON_SCHEMA.value}"
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"it is no JSON: {error}", field=field) from None
-    if not isinstance(found, dict):
-        raise InvalidArgument("a schema is a JSON object", field=field)
-    return found
+        return read_schema(text)
+    except ValueError as error:
+        field = f"{FIELD}.{GrammarKind.JSON_SCHEMA.value}"
+        raise InvalidArgument(str(error), field=field, reason="BAD_GRAMMAR") from None

@@ -82,6 +82,33 @@ def test_what_no_grammar_can_be_is_refused(message: Output, field: str, said: st
         (schema({"$ref": "http://example.com/x.json"}), "not fetch"),
         (schema({"$ref": "file:///etc/passwd"}), "not fetch"),
         (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "no text"),
+        # What llguidance would take in another way than JSON Schema means it.
+        (schema({"type": "object", "minProperties": 2}), "#: minProperties 2 beside 0 required"),
+        (
+            schema({"required": ["a"], "patternProperties": {"^b": {}}, "minProperties": 3}),
+            "minProperties 3 beside 1 required name: at most 2",
+        ),
+        (schema({"$ref": "#/$defs/a", "$defs": {"a": {"minProperties": 2}}}), "#/.defs/a: minP"),
+        (schema({"$ref": "#/default/0", "default": [{"minProperties": 2}]}), "#/default/0: minP"),
+        (schema({"allOf": [{}, {"minProperties": 2}]}), "#/allOf/1: minProperties"),
+        (schema({"items": {"anyOf": [{"minProperties": 9}]}}), "#/items/anyOf/0: minProperties"),
+        (schema({"properties": {"default": {"minProperties": 2}}}), "#/properties/default: minP"),
+        (schema({"prefixItems": [{}], "additionalItems": False}), "additionalItems"),
+        (schema({"type": "integer", "minimum": 2**53 + 1}), "minimum is beyond"),
+        (schema({"const": 1 << 70}), "integer of more than 64 bits"),
+        (schema({"maximum": float("inf")}), "no JSON: Infinity"),
+        (GrammarText(GrammarKind.JSON_SCHEMA, '{"maximum": 1e999}'), "number beyond"),
+        (schema({"type": "string", "pattern": "^[[:alpha:]]$"}), "a class with"),
+        (schema({"type": "string", "pattern": "^[a-z--b]$"}), "a class with"),
+        (schema({"patternProperties": {"[a&&b]": {}}}), "a class with"),
+        (schema({"type": "string", "pattern": "[^]]"}), "begins with `]`"),
+        (schema({"type": "string", "pattern": "^a\\x01b$"}), "a control character"),
+        (schema({"type": "string", "pattern": "^a\x01b$"}), "a control character"),
+        (schema({"type": "string", "pattern": "^[\\x00-\\x20]$"}), "a control character"),
+        (schema({"type": "string", "pattern": "\\P{L}"}), "or a class that has them"),
+        (schema({"type": "string", "pattern": "\\p{Cc}"}), "or a class that has them"),
+        (schema({"enum": ["a\x01"]}), "a constant has a control"),
+        (schema(False), "schema is false"),
         # What a schema says of itself does not make it lenient.
         (schema({"not": {}, "x-guidance": {"lenient": True}}), "Unimplemented keys"),
     ],
@@ -95,6 +122,26 @@ def test_what_cannot_be_compiled_says_why(
         assert refused.value.reason == "BAD_GRAMMAR"
         assert refused.value.field == grammar.field
         assert len(refused.value.message) <= 500
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        True,
+        {"type": "object", "minProperties": 1},
+        {"type": "object", "required": ["a"], "minProperties": 2},
+        # Data, and the name of a member.
+        {"const": {"minProperties": 2}},
+        {"type": "object", "properties": {"minProperties": {"type": "null"}}},
+        {"type": "string", "pattern": "^[\\]\\[a&]&&[^x\\]]--$"},
+        {"type": "string", "pattern": "^\\p{Lu}\\.\\x41\\u0042[^\\x00-\\x1f]\\t\\x0a$"},
+        {"const": "\\u0001 \t"},
+        {"items": [{}], "additionalItems": False},
+        {"type": "number", "exclusiveMinimum": 2**53},
+    ],
+)
+def test_what_can_be_kept_is_not_refused(checker: GrammarChecker, value: object) -> None:
+    checker.check(schema(value))
 
 
 def test_random_schemas_compile(checker: GrammarChecker) -> None:

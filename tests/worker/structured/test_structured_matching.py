@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -113,6 +114,80 @@ def test_whole_answers_satisfy_their_schema(
         again.replay(tokens[len(tokens) // 2 :])
         assert again.is_complete == matcher.is_complete
     assert whole >= 100
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        # Exclusive bounds less than 1 apart, which llguidance alone would take as inclusive.
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 0.24},
+        {"type": "number", "exclusiveMaximum": -5, "minimum": -5.2},
+        {"allOf": [{"type": "number", "exclusiveMinimum": 5}, {"maximum": 5.5}]},
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "type": "number",
+            "minimum": 0,
+            "exclusiveMinimum": True,
+            "maximum": 0.3,
+        },
+        # Classes with and without quotes.
+        {"type": "string", "pattern": '^[^"]{2,9}$'},
+        {"type": "string", "pattern": "^[^\\\\]{2,9}$"},
+        # One more than the required names: it is not one of them.
+        {
+            "type": "object",
+            "properties": {"a": {"type": "null"}},
+            "required": ["a"],
+            "patternProperties": {"^[ab]$": {}},
+            "additionalProperties": False,
+            "minProperties": 2,
+            "maxProperties": 2,
+        },
+        {
+            "type": "object",
+            "required": ["", "b"],
+            "additionalProperties": {"type": "boolean"},
+            "minProperties": 3,
+            "maxProperties": 4,
+        },
+    ],
+)
+def test_what_llguidance_takes_in_another_way(
+    compilers: dict[str, GrammarCompiler], schema: dict[str, Any]
+) -> None:
+    whole = 0
+    for seed in range(40):
+        matcher = matcher_of(
+            compilers["bundled"], GrammarKind.JSON_SCHEMA, json.dumps(schema), [END["bundled"]]
+        )
+        text, _, is_whole = walk("bundled", matcher, random.Random(seed))
+        whole += is_whole
+        if is_whole:
+            jsonschema.validators.validator_for(schema)(schema).validate(json.loads(text))
+    assert whole >= 10
+
+
+def test_a_name_has_one_spelling(compilers: dict[str, GrammarCompiler]) -> None:
+    """With another one a member would escape the schema of its name."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tokenizer = TOKENIZERS["bundled"]
+    for text, kept in (
+        ('{"a":1}', '{"a":1}'),
+        ('{"a":"', '{"a":'),
+        ('{"b":"', '{"b":"'),
+        ('{"\\u0061"', '{"\\'),
+        ('{"a":1,"\\u0061":"', '{"a":1,"\\'),
+        ('{"\\n":"\\u00e9', '{"\\n":"\\'),
+    ):
+        tokens = [tokenizer.encode(each, adds_special_tokens=False)[0] for each in text]
+        matcher = matcher_of(compilers["bundled"], GrammarKind.JSON_SCHEMA, json.dumps(schema))
+        count = 0
+        while count < len(tokens) and tokens[count] in allowed(
+            MaskFiller(size_of("bundled")), matcher, size_of("bundled")
+        ):
+            matcher.accept(tokens[count])
+            count += 1
+        assert text[:count] == kept
 
 
 @pytest.mark.parametrize("name", NAMES)
