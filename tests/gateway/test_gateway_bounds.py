@@ -340,16 +340,20 @@ async def test_a_client_that_leaves_the_queue_cancels() -> None:
         steps.allow(200)
 
 
-async def test_a_reader_that_stops_is_given_up(front: Front) -> None:
-    host, _, port = front.http.address.rpartition(":")
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect((host, int(port)))
-        # More bytes than the kernel keeps for a reader.
-        client.sendall(streamed(max_tokens=4000, logprobs=20))
-        await front.until_open(1)
-        await front.until_open(0)
-        await front.stack.until(lambda: front.http.server.connection_count == 0)
+async def test_a_reader_that_stops_is_given_up(ended: Ended) -> None:
+    with fake_scheduler("127.0.0.1:0") as script, socket.socket() as client:
+        script.endless = True
+        async with running_gateway(script.address, limits=LIMITS) as http:
+            host, _, port = http.address.rpartition(":")
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            # Soon more bytes than the kernel keeps for a reader.
+            client.sendall(streamed(model="tiny", prompt=[65], n=64, logprobs=20))
+            async with asyncio.timeout(20):
+                while http.server.connection_count or not ended():
+                    await asyncio.sleep(0.01)
+            assert ended() == [(499, None)]
+            assert script.cancelled.is_set()
 
 
 # -- the end -------------------------------------------------------------------------------------
