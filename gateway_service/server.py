@@ -13,8 +13,9 @@ from uvicorn.server import ServerState
 from gateway_service.app import App
 from gateway_service.http.connections import BoundedProtocol
 from gateway_service.settings import Limits
-from splitpoint.errors import InvalidArgument, Unavailable
+from splitpoint.errors import Unavailable
 from splitpoint.host.descriptors import connection_limit
+from splitpoint.transport.tls import load_pair
 
 _HANDSHAKE_SECONDS = 10.0
 _BACKLOG = 2048
@@ -28,14 +29,7 @@ def tls_context(certificate: str, key: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    try:
-        # The empty password: an encrypted key must fail, not ask on the terminal.
-        context.load_cert_chain(certificate, key, password="")
-    except (ssl.SSLError, OSError) as error:
-        raise InvalidArgument(
-            f"{certificate} and {key} are not a certificate (PEM) and its unencrypted key",
-            field="tls-cert",
-        ) from error
+    load_pair(context, certificate, key)
     return context
 
 

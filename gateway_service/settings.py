@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from splitpoint.config import parse_size
-from splitpoint.options.gateway import DRAIN_SECONDS, GRACE_SECONDS, MAX_BODY, MAX_REQUESTS
+from splitpoint.options.gateway import DRAIN_SECONDS, MAX_BODY, MAX_REQUESTS
+from splitpoint.options.service import GRACE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

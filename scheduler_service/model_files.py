@@ -15,7 +15,7 @@ from splitpoint.chat.source import (
 )
 from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.files import is_there
-from splitpoint.checkpoint.resolve import eos_token_ids
+from splitpoint.checkpoint.resolve import TOKENIZER_FILES, eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType
@@ -23,14 +23,7 @@ from splitpoint.shapes import DataType
 _log = logging.getLogger(__name__)
 
 # What clients need to tokenize as the model does.
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    TEMPLATE_FILE,
-)
+_TOKENIZER_FILES = (*TOKENIZER_FILES, TEMPLATE_FILE)
 
 
 def load_served_model(

@@ -157,6 +157,21 @@ def frame(value: Any) -> bytes:
     return b"data: " + dumped(value) + b"\n\n"
 
 
+def last_frames(
+    head: Mapping[str, Any], usage: Mapping[str, Any] | None, plan: Mapping[str, Any] | None
+) -> bytes:
+    """Return the end of a stream of chunks: the usage and the plan if there are any, and the mark.
+
+    `head`: the fields that each chunk begins with.
+    """
+    final = {**head, "choices": []}
+    if usage is not None:
+        final["usage"] = usage
+    if plan is not None:
+        final["splitpoint"] = plan
+    return DONE if usage is None and plan is None else frame(final) + DONE
+
+
 def error_frame(error: Mapping[str, Any]) -> bytes:
     """Return the last frame of a stream of chunks that cannot go on."""
     return frame({"error": error})

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway_service.openai.answers import (
-    DONE,
     Answer,
     dumped,
     error_frame,
     finish_reason_of,
     finite_logprob,
-    frame,
+    last_frames,
     plan_of,
     quoted,
     token_text,
@@ -28,6 +27,7 @@ from gateway_service.openai.sampling import (
     choices_of,
     constraint_names,
     generate_request,
+    stream_options,
 )
 from gateway_service.openai.values import (
     BOOLEAN,
@@ -206,7 +206,7 @@ def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJo
     has_echo, has_logprobs = values.get("echo", False), "logprobs" in values
     if has_echo and has_logprobs:
         raise wrong("echo", "cannot come with logprobs: prompts have no log-probabilities")
-    options = _stream_options(values)
+    options = stream_options(values)
     shared = generate_request(values)
     shared.sampling.max_tokens = values.get("max_tokens", _DEFAULT_MAX_TOKENS)
     if has_logprobs:
@@ -253,13 +253,6 @@ def _echo(job: CompletionJob, prompts: Sequence[Prompt]) -> None:
         for index, prompt in enumerate(prompts)
         if not isinstance(prompt, str)
     }
-
-
-def _stream_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    options: dict[str, Any] = values.get("stream_options", {})
-    if "stream_options" in values and not values.get("stream", False):
-        raise wrong("stream_options", "needs stream to be true")
-    return options
 
 
 # -- log-probabilities --------------------------------------------------------------------------
@@ -350,15 +343,10 @@ class CompletionStream:
 
     def end(self) -> bytes:
         job = self._job
-        if not (job.has_usage or job.has_plan):
-            return DONE
         completes = [complete for complete in self._completes if complete is not None]
-        final = {**_head(job), "choices": []}
-        if job.has_usage:
-            final["usage"] = usage_of(completes, job.choices_per_prompt)
-        if job.has_plan:
-            final["splitpoint"] = plan_of(completes)
-        return frame(final) + DONE
+        usage = usage_of(completes, job.choices_per_prompt) if job.has_usage else None
+        plan = plan_of(completes) if job.has_plan else None
+        return last_frames(_head(job), usage, plan)
 
     def failed(self, error: Mapping[str, Any]) -> bytes:
         return error_frame(error)

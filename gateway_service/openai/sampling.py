@@ -75,6 +75,15 @@ STREAM_OPTIONS = Table(
     ]
 )
 
+
+def stream_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field of this name, empty if it is absent. Raises InvalidArgument."""
+    options: dict[str, Any] = values.get("stream_options", {})
+    if "stream_options" in values and not values.get("stream", False):
+        raise wrong("stream_options", "needs stream to be true")
+    return options
+
+
 _JSON_SCHEMA_FORMAT = Table(
     [
         Field("name", text_of(least=1, most=64), "Name of the schema.", is_required=True),

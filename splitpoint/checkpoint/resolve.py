@@ -18,15 +18,19 @@ BUNDLED_MODEL = "stdlib-llama"
 NO_SUCH_MODEL = "NO_SUCH_MODEL"
 INDEX_FILE = "model.safetensors.index.json"
 
-# Configuration, tokenizer, chat templates and safetensors; no pickles, no other formats.
-_WANTED = [
-    "config.json",
-    "generation_config.json",
+# What a tokenizer is read from.
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",
+)
+# Configuration, tokenizer, chat templates and safetensors; no pickles, no other formats.
+_WANTED = [
+    "config.json",
+    "generation_config.json",
+    *TOKENIZER_FILES,
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
     INDEX_FILE,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.options.option import SIZE, Option, Section
 from splitpoint.options.service import (
+    GRACE_SECONDS,
     LISTEN,
     LOGS,
     METRICS_SECTION,
     OTLP_ENDPOINT,
     PARENT_FD,
+    TLS_KEY,
     TLS_SERVER_NAME,
     TOKENS,
 )
@@ -27,9 +29,6 @@ TLS_CERT: Option[str | None] = Option(
     None,
     "Certificate chain (PEM) for HTTPS, also shown to the scheduler; absent: HTTP.",
     unit="PATH",
-)
-TLS_KEY: Option[str | None] = Option(
-    "tls-key", str, None, "Private key of the certificate, a file of mode 0600.", unit="PATH"
 )
 CA: Option[str | None] = Option(
     "ca",
@@ -56,14 +55,6 @@ MAX_REQUESTS: Option[int] = Option(
     "Largest number of requests at a time; further ones are answered 429.",
     unit="N",
     least=1,
-)
-GRACE_SECONDS: Option[float] = Option(
-    "grace-seconds",
-    float,
-    30.0,
-    "Seconds that running requests may take to finish after a stop.",
-    unit="SECONDS",
-    least=0,
 )
 DRAIN_SECONDS: Option[float] = Option(
     "drain-seconds",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from splitpoint.options.option import Option, Section
-from splitpoint.options.service import COMMON
+from splitpoint.options.service import COMMON, GRACE_SECONDS
 from splitpoint.options.store import DTYPE
 from splitpoint.planning.plan import Objective, Residency
 
@@ -113,14 +113,6 @@ POLICY_LEAD_REQUESTS: Option[float] = Option(
     "Largest lead of a tenant over its share, in mean requests of weight 1, in favour of better "
     "sets and of cached prefixes (fair and utilisation).",
     unit="N",
-    least=0,
-)
-GRACE_SECONDS: Option[float] = Option(
-    "grace-seconds",
-    float,
-    30.0,
-    "Seconds that running requests may take to finish after a stop.",
-    unit="SECONDS",
     least=0,
 )
 

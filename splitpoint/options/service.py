@@ -41,6 +41,15 @@ OTLP_ENDPOINT: Option[str | None] = Option(
     unit="HOST:PORT|URL|env",
 )
 
+GRACE_SECONDS: Option[float] = Option(
+    "grace-seconds",
+    float,
+    30.0,
+    "Seconds that running requests may take to finish after a stop.",
+    unit="SECONDS",
+    least=0,
+)
+
 TLS_CERT: Option[str | None] = Option(
     "tls-cert",
     str,

@@ -76,7 +76,8 @@ def read_identity(
     if certificate is not None and key is not None:
         key_pem = read_private(key, "the private key")
         certificate_pem = _read(certificate, "the certificate")
-        _check_pair(certificate, key)
+        # Here with a cause: gRPC would only say that it cannot listen.
+        load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, key)
     if authorities is not None:
         authorities_pem = _read(authorities, "the certificate authority")
         _check_authorities(authorities, authorities_pem)
@@ -207,11 +208,11 @@ def _check_authorities(path: str | Path, pem: bytes) -> None:
         raise InvalidArgument(f"{path} holds no certificate (PEM)", field="tls-ca") from error
 
 
-def _check_pair(certificate: str | Path, key: str | Path) -> None:
-    """Raise InvalidArgument with a cause: gRPC would only say that it cannot listen."""
+def load_pair(context: ssl.SSLContext, certificate: str | Path, key: str | Path) -> None:
+    """Give a context its certificate and key. Raises InvalidArgument."""
     try:
         # The empty password: an encrypted key must fail, not ask on the terminal.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+        context.load_cert_chain(certificate, key, password="")
     except (ssl.SSLError, OSError) as error:
         raise InvalidArgument(
             f"{certificate} and {key} are not a certificate (PEM) and its unencrypted key",

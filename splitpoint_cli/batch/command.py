@@ -21,7 +21,7 @@ from splitpoint.checkpoint.resolve import BUNDLED_MODEL
 from splitpoint.config import DEFAULT_ADDRESS, check_addresses
 from splitpoint.errors import Cancelled, InvalidArgument, SplitpointError
 from splitpoint.options import scheduler, store, worker
-from splitpoint.options.option import SIZE, Option
+from splitpoint.options.option import Option
 from splitpoint.transport.tls import PLAIN, Identity, client_identity
 from splitpoint.words import counted
 from splitpoint_cli.batch.progress import shown
@@ -29,6 +29,7 @@ from splitpoint_cli.identity import Address, CaFile, TokenFile
 from splitpoint_cli.options import of, takes_options
 from splitpoint_cli.output import EXIT_HELP, err, seconds_text
 from splitpoint_cli.report import AsJson, OutputFile, facts_table, hand_over, print_table
+from splitpoint_cli.stack.options import HOST_MEMORY
 
 if TYPE_CHECKING:
     from splitpoint_cli.batch.answers import AnswerFile
@@ -75,14 +76,6 @@ MODEL: Option[str | None] = Option(
     "Answer with this model in this process instead of at --address: a checkpoint folder, a name "
     f"on the Hugging Face hub, or {BUNDLED_MODEL}, the bundled model.",
     unit="DIR|NAME",
-)
-HOST_MEMORY: Option[str | None] = Option(
-    "host-memory",
-    str,
-    None,
-    "Size of the arena in bytes; absent: a quarter of the available memory, at most 8 GiB and "
-    "half of the free space of /dev/shm.",
-    unit=SIZE,
 )
 THREADS: Option[int | None] = replace(
     worker.THREADS, help="CPU threads of the model; absent: all cores of this process."

@@ -94,7 +94,7 @@ INSTANCE: Option[str | None] = Option(
     unit="NAME",
 )
 GRACE: Option[float] = replace(
-    scheduler.GRACE_SECONDS,
+    service.GRACE_SECONDS,
     name="grace",
     help="Seconds that running requests may take to finish after Ctrl-C.",
 )

@@ -297,7 +297,7 @@ _WORKER: tuple[Option[object], ...] = (
     *_COMMON,
 )
 _SCHEDULER: tuple[Option[object], ...] = (
-    scheduler.GRACE_SECONDS,
+    service.GRACE_SECONDS,
     scheduler.QUEUE_CAPACITY,
     scheduler.RESIDENCY,
     scheduler.OBJECTIVE,
@@ -316,9 +316,9 @@ _SCHEDULER: tuple[Option[object], ...] = (
 
 
 _GATEWAY: tuple[Option[object], ...] = (
-    gateway.GRACE_SECONDS,
+    service.GRACE_SECONDS,
     gateway.TLS_CERT,
-    gateway.TLS_KEY,
+    service.TLS_KEY,
     service.TOKENS,
     *_OBSERVED,
 )

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway_service.openai.answers import (
-    DONE,
     Answer,
     dumped,
     error_frame,
     finish_reason_of,
     finite_logprob,
-    frame,
+    last_frames,
     plan_of,
     quoted,
     token_text,
@@ -146,15 +145,10 @@ class ChatStream:
 
     def end(self) -> bytes:
         job = self._job
-        if not (job.has_usage or job.has_plan):
-            return DONE
         completes = [complete for complete in self._completes if complete is not None]
-        final = {**job.head(CHUNK_NAME), "choices": []}
-        if job.has_usage:
-            final["usage"] = usage_of(completes, len(completes))
-        if job.has_plan:
-            final["splitpoint"] = plan_of(completes)
-        return frame(final) + DONE
+        usage = usage_of(completes, len(completes)) if job.has_usage else None
+        plan = plan_of(completes) if job.has_plan else None
+        return last_frames(job.head(CHUNK_NAME), usage, plan)
 
     def failed(self, error: Mapping[str, Any]) -> bytes:
         return error_frame(error)

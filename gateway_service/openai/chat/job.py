@@ -24,6 +24,7 @@ from gateway_service.openai.sampling import (
     choices_of,
     constraint_names,
     generate_request,
+    stream_options,
 )
 from gateway_service.openai.values import BOOLEAN, integer, wrong
 from splitpoint.v1 import scheduler_pb2 as pb
@@ -163,16 +164,13 @@ def read_chat(body: Any, *, request_id: str, created: int) -> ChatJob:
         request.sampling.logprobs = values.get("top_logprobs", 0)
     elif values.get("top_logprobs"):
         raise wrong("top_logprobs", "needs logprobs to be true")
-    options = values.get("stream_options", {})
-    is_stream = values.get("stream", False)
-    if "stream_options" in values and not is_stream:
-        raise wrong("stream_options", "needs stream to be true")
+    options = stream_options(values)
     return ChatJob(
         id=request_id,
         created=created,
         model=values["model"],
         requests=choices_of(request, request_id, 0, values.get("n", 1)),
-        is_stream=is_stream,
+        is_stream=values.get("stream", False),
         has_usage=options.get("include_usage", False),
         has_plan=options.get("include_plan", False) or values.get("include_plan", False),
         has_logprobs=has_logprobs,

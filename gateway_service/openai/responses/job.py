@@ -30,6 +30,7 @@ from gateway_service.openai.sampling import (
     JSON_SCHEMA,
     MOST_LOGPROBS,
     generate_request,
+    stream_options,
 )
 from gateway_service.openai.values import (
     BOOLEAN,
@@ -217,8 +218,7 @@ def read_response(body: Any, *, request_id: str, created: int) -> ResponseJob:
         request.sampling.logprobs = values.get("top_logprobs", 0)
     elif values.get("top_logprobs"):
         raise wrong("top_logprobs", f"needs include to have {_LOGPROBS}")
-    if "stream_options" in values and not values.get("stream", False):
-        raise wrong("stream_options", "needs stream to be true")
+    stream_options(values)
     return ResponseJob(
         id=request_id,
         created=created,
