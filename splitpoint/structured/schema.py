@@ -37,7 +37,7 @@ _BOUNDS = {
     "exclusiveMinimum": ("minimum", math.inf),
     "exclusiveMaximum": ("maximum", -math.inf),
 }
-_TINY = 1e-12
+_TINY, _TINIEST_PART = 1e-12, 1e-14
 
 
 def read_schema(text: str) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _check(place: str, schema: dict[str, Any]) -> None:
 
 
 def _nudge_bounds(place: str, schema: dict[str, Any]) -> None:
-    """Move exclusive bounds that are whole numbers inwards by the least that a double can.
+    """Move exclusive bounds that are whole numbers inwards by next to nothing.
 
     llguidance takes such a bound as allowed where the other one is less than 1 away. Raises
     ValueError for bounds that a double does not hold.
@@ -162,8 +162,8 @@ def _nudge_bounds(place: str, schema: dict[str, Any]) -> None:
         value = schema.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
             continue
-        # Next to 0 a double has 300 digits.
-        schema[name] = math.nextafter(value, towards) if value else math.copysign(_TINY, towards)
+        # Many times what a double can tell apart: llguidance reads the last digits inexactly.
+        schema[name] = value + math.copysign(max(_TINY, abs(value) * _TINIEST_PART), towards)
 
 
 def _rewrite_patterns(place: str, schema: dict[str, Any]) -> None:

@@ -122,6 +122,8 @@ def test_whole_answers_satisfy_their_schema(
         # Exclusive bounds less than 1 apart, which llguidance alone would take as inclusive.
         {"type": "number", "exclusiveMinimum": 0, "maximum": 0.24},
         {"type": "number", "exclusiveMaximum": -5, "minimum": -5.2},
+        {"type": "number", "exclusiveMinimum": 999, "maximum": 999.5},
+        {"type": "number", "exclusiveMaximum": -100, "minimum": -100.5},
         {"allOf": [{"type": "number", "exclusiveMinimum": 5}, {"maximum": 5.5}]},
         {
             "$schema": "http://json-schema.org/draft-04/schema#",
