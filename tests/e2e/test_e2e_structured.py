@@ -80,7 +80,7 @@ async def ask_for(stack: LocalStack, seed: int) -> Completion:
     return await stack.client.generate(
         f"{json.dumps(random_schema(seed))[:300]}\nanswer = ",
         json_schema=random_schema(seed),
-        max_tokens=160,
+        max_tokens=224,
         temperature=1.0,
         seed=seed,
         **(drafts if seed % 2 else {}),
