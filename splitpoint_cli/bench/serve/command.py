@@ -31,6 +31,7 @@ from splitpoint_cli.report import AsJson, OutputFile
 @takes_options
 def serve(
     given: ServeOptions,
+    context: typer.Context,
     more_goals: options.MoreGoals = None,
     goodput: options.Goodput = None,
     tenant_tokens: options.TenantTokens = None,
@@ -48,6 +49,7 @@ def serve(
     from the moment at which a request was due: a server that falls behind delays no later request,
     and its wait is counted.
     """
+    _check_server(given.backend, context)
     if more_goals and not goodput:
         raise InvalidArgument(f"{more_goals[0]!r} belongs behind --goodput", field="goodput")
     figures = given.figures([*(goodput or ()), *(more_goals or ())])
@@ -81,6 +83,19 @@ def serve(
     hand_over_report(report, table_of, as_json=as_json, output=output)
     if not report["completed"]:
         raise typer.Exit(1)
+
+
+def _check_server(backend: str, context: typer.Context) -> None:
+    """Raise InvalidArgument for an option that says where a server of the other backend is.
+
+    Only for one that was written: $SPLITPOINT_ADDRESS is for all commands.
+    """
+    other, own = ("base-url", "address") if backend == "splitpoint" else ("address", "base-url")
+    source = context.get_parameter_source(other.replace("-", "_"))
+    if source is not None and source.name == "COMMANDLINE":
+        raise InvalidArgument(
+            f"--{other} is not for --backend {backend}: give --{own}", field=other.replace("-", "_")
+        )
 
 
 def _tenants(words: list[str], ca: str | None) -> dict[str, Identity]:

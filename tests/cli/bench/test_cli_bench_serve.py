@@ -17,7 +17,7 @@ from fake_scheduler import Script, fake_scheduler
 from rich.console import Console
 from typer.testing import CliRunner
 
-from splitpoint.errors import InvalidArgument, ResourceExhausted
+from splitpoint.errors import InvalidArgument, ResourceExhausted, Unavailable
 from splitpoint_cli.bench.serve import measures, splitpoint_backend
 from splitpoint_cli.bench.serve.backends import (
     AnswerFacts,
@@ -365,6 +365,30 @@ def serve(script: Script, *words: str) -> Any:
     return CliRunner().invoke(
         app, ["bench", "serve", "--address", script.address, *lengths, *words]
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        (("--backend", "openai", "--address", "127.0.0.1:1"), "--base-url"),
+        (("--base-url", "http://127.0.0.1:1"), "--address"),
+    ],
+)
+def test_a_server_of_the_other_backend_is_refused(words: tuple[str, ...], own: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "serve", *words])
+    assert isinstance(done.exception, InvalidArgument)
+    assert f"give {own}" in done.exception.message
+
+
+def test_the_address_of_the_environment_is_no_choice_of_a_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPLITPOINT_ADDRESS", "127.0.0.1:1")
+    url = "http://127.0.0.1:9"
+    done = CliRunner().invoke(
+        app, ["bench", "serve", "--backend", "openai", "--base-url", url, "--num-prompts", "1"]
+    )
+    assert isinstance(done.exception, Unavailable), done.exception
 
 
 def test_the_command_reports_under_the_keys_of_vllm(script: Script, tmp_path: Path) -> None:
