@@ -171,6 +171,7 @@ async def _run(
     arguments: argparse.Namespace, gateway: Gateway, server: HttpServer, stop: asyncio.Event
 ) -> None:
     """Serve until the stop, and then until running requests have ended."""
+    first_call = asyncio.create_task(gateway.upstream.warn_if_absent())
     try:
         engine = _engine(arguments, gateway.upstream)
         address = await server.start(arguments.listen)
@@ -186,6 +187,7 @@ async def _run(
         engines = [] if engine is None else [engine.stop(gateway.limits.grace_seconds)]
         await asyncio.gather(gateway.drain(), *engines)
     finally:
+        first_call.cancel()
         await server.close()
         await gateway.upstream.close()
 

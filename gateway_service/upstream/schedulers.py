@@ -17,7 +17,13 @@ from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.requests import check_size
 from splitpoint.client.schedulers import HEALTH, OnRetry, Round, Schedulers
 from splitpoint.client.tries import DEFAULT_RETRY_SECONDS, Tries
-from splitpoint.errors import Internal, Retryable, SplitpointError
+from splitpoint.errors import (
+    DeadlineExceeded,
+    Internal,
+    Retryable,
+    SplitpointError,
+    Unavailable,
+)
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.servers import STREAMS_PER_CONNECTION
 from splitpoint.transport.statuses import error_of
@@ -164,6 +170,18 @@ class Upstream:
         except SplitpointError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def warn_if_absent(self) -> None:
+        """Write a warning if no scheduler answers now; one that only lacks workers does."""
+        try:
+            await self.call(HEALTH, "Check", health_pb2.HealthCheckRequest())
+        except (Unavailable, DeadlineExceeded) as error:
+            where = ",".join(self._addresses)
+            _log.warning(
+                "no scheduler answers at %s; requests fail until one does: %s", where, error
+            )
+        except SplitpointError:
+            pass  # It refuses, so it is there.
 
     async def close(self) -> None:
         """Close all connections; open calls fail."""

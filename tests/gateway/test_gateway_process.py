@@ -214,6 +214,26 @@ def test_what_is_no_request_is_in_no_log(scheduler: Script, tmp_path: Path) -> N
         assert len(log.read_text().splitlines()) <= before + 2, log.read_text()
 
 
+def test_a_scheduler_that_is_absent_at_the_start_is_told_once(
+    scheduler: Script, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    for address, count in (("127.0.0.1:9", 1), (scheduler.address, 0)):
+        options = ("--listen", "127.0.0.1:0", "--scheduler", address)
+        with log.open("w") as file, serving(*options, log=file) as (process, own):
+            # Asked behind the first call, on the same connection.
+            assert health(own) == (503 if count else 200)
+            deadline = time.monotonic() + SECONDS
+            while log.read_text().count("WARNING") < count:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(SECONDS) == 0
+        told = [line for line in log.read_text().splitlines() if "WARNING" in line]
+        assert len(told) == count
+        assert all(f"no scheduler answers at {address}" in line for line in told)
+
+
 def test_grpc_knows_the_setting_of_its_event_engine() -> None:
     """Without it a token costs more (docs/gateway.md), and an update may drop its name."""
 
