@@ -293,7 +293,9 @@ def test_keys_are_asked_for_kept_in_memory_and_have_roles(
     with visiting(browser, f"http://{address}") as visit:
         page = visit.page
         dialog, state = page.get_by_role("dialog"), page.locator("#state-text")
+        button, model = page.locator("#key-button"), page.locator("#model")
         expect(dialog).to_be_visible()
+        expect(dialog).to_contain_text("The gateway needs an API key. A key is a token")
         expect(page.locator("#live-message")).to_contain_text("needs an API key")
 
         def give(key: str) -> None:
@@ -309,8 +311,19 @@ def test_keys_are_asked_for_kept_in_memory_and_have_roles(
         expect(state).to_have_text("needs an API key")
         give("wrong")
         expect(state).to_have_text("the key is not known")
+        expect(button).to_have_text("Unknown key")
+        expect(model).to_have_text("no model")
+        expect(page.locator("#live-message")).to_contain_text("this one is not known")
+        visit.ask("Hello.")
+        expect(dialog).to_contain_text("The gateway does not know this API key. A key is")
+        assert "authorization" not in page.locator("body").inner_text().lower()
+        page.locator(".problem").wait_for()
+        page.keyboard.press("Escape")
+        page.locator("#clear-button").click()
         give(client)
         expect(state).to_have_text("1 worker ready")
+        expect(button).to_have_text("API key set")
+        expect(model).to_have_value("stdlib-llama")
         expect(page.locator("#live-message")).to_contain_text("role admin")
         refusals = sum(url.endswith("/splitpoint/status") for url in visit.urls)
         visit.set("max_tokens", "4")

@@ -14,6 +14,7 @@ let running = null; // AbortController of the request that runs
 let models = [];
 let modelsTimer = null;
 let hasAskedForKey = false;
+const keyText = byId("key-text").textContent;
 
 // -- models and the state of the stack --------------------------------------------------
 
@@ -22,10 +23,13 @@ async function loadModels() {
   let pause = 5000;
   try {
     showModels((await getJson("/v1/models")).data);
+    showKey("API key set");
   } catch (error) {
+    if (!models.length) setText(byId("model").firstElementChild, "no model");
     if (error.status === 401) {
+      showKey("Unknown key");
       setState("wait", hasKey() ? "the key is not known" : "needs an API key");
-      if (!hasAskedForKey) askKey(error);
+      if (!hasAskedForKey) askKey(refusedKey());
       hasAskedForKey = true;
       return; // until there is another key
     }
@@ -183,17 +187,18 @@ function finish(view, kind, text, ended) {
 }
 
 function problem(view, kind, text, ended) {
+  const isRefused = ended.error.status === 401;
   const again = () => {
     if (running) return;
     view.remove();
     void ask(text, kind);
   };
   view.append(
-    el("p", { class: "problem", role: "alert" }, ended.error.message,
+    el("p", { class: "problem", role: "alert" }, isRefused ? refusedKey() : ended.error.message,
       el("button", { type: "button", class: "link", onclick: again }, "Try again")),
   );
   if (!(ended.error instanceof ApiError)) console.error(ended.error);
-  if (ended.error.status === 401) askKey(ended.error);
+  if (isRefused) askKey(refusedKey());
 }
 
 function spoken({ report, finish, error }, wasStopped) {
@@ -253,8 +258,14 @@ function clear() {
 
 // -- key, theme, panel ------------------------------------------------------------------
 
-function askKey(error) {
-  if (error) byId("key-text").textContent = `${error.message}. A key stays in the memory of this page and is forgotten when the page is closed or loaded again.`;
+const refusedKey = () => hasKey() ? "The gateway does not know this API key." : "The gateway needs an API key.";
+
+function showKey(state) {
+  setText(byId("key-button"), hasKey() ? state : "API key");
+}
+
+function askKey(reason = "") {
+  byId("key-text").textContent = `${reason} ${keyText}`.trim();
   byId("key").value = "";
   byId("key-dialog").returnValue = ""; // that of the last time, if Escape closes it
   byId("key-dialog").showModal();
@@ -264,7 +275,7 @@ function takeKey() {
   if (byId("key-dialog").returnValue !== "use") return;
   setKey(byId("key").value);
   byId("key").value = "";
-  byId("key-button").textContent = hasKey() ? "API key set" : "API key";
+  showKey("API key set");
   void loadModels();
   useNewKey();
 }

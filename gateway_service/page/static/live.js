@@ -1,6 +1,6 @@
 // The live view: differences of two readings of /splitpoint/status, once a second while it is seen.
 
-import { getJson } from "./api.js";
+import { getJson, hasKey } from "./api.js";
 import { byId, byteRate, bytes, count, counted, duration, el, percent, rate, seconds, setText } from "./dom.js";
 
 const PERIOD = 1000;
@@ -45,7 +45,7 @@ async function tick() {
 
 function refuse(error) {
   const reason = {
-    401: "The live view needs an API key.",
+    401: hasKey() ? "The live view needs another API key: this one is not known." : "The live view needs an API key.",
     403: "The live view needs a key with the role admin. This key may generate, and its answers show their plans.",
   }[error.status];
   isRefused = reason !== undefined;
