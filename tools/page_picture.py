@@ -14,18 +14,13 @@ from __future__ import annotations
 import argparse
 import inspect
 import shutil
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-from splitpoint.client import Client
-from tools.terminal_pictures import PROGRAM, READY_SECONDS, load
+from tools.terminal_pictures import load, stack
 
 WARM_UP_SECONDS = 12.0
 # Until the first answer has left the device.
@@ -42,7 +37,15 @@ def main() -> None:
     parser.add_argument("--chromium", default=shutil.which("chromium"))
     parser.add_argument("--theme", choices=["light", "dark"], default="light")
     arguments = parser.parse_args()
-    with stack(arguments.listen, arguments.http), load(arguments.listen), sync_playwright() as play:
+    options = (
+        *("--http", arguments.http, "--instance", "page", "--link-rate", "450MB"),
+        *("--device-memory", "96MiB", "--host-memory", "384MiB", "--activations", "always"),
+    )
+    with (
+        stack(arguments.listen, *options),
+        load(arguments.listen),
+        sync_playwright() as play,
+    ):
         browser = play.chromium.launch(
             executable_path=arguments.chromium, args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
@@ -73,27 +76,6 @@ def converse(page: Page) -> None:
     page.get_by_text("Go on from here").click()
     page.locator(".plan").nth(1).wait_for(timeout=MILLISECONDS)
     time.sleep(1.0)
-
-
-@contextmanager
-def stack(listen: str, http: str) -> Iterator[None]:
-    process = subprocess.Popen(
-        [
-            *PROGRAM,
-            *("up", "--listen", listen, "--http", http, "--instance", "page"),
-            *("--workers", "2", "--threads", "1", "--link-rate", "450MB", "--device", "cpu"),
-            *("--device-memory", "96MiB", "--host-memory", "384MiB", "--activations", "always"),
-        ],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        with Client(listen) as client:
-            client.wait_ready(READY_SECONDS)
-        yield
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)  # the second one does not wait for answers
-        process.wait(READY_SECONDS)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("docs/pictures"))
     parser.add_argument("--listen", default="127.0.0.1:50050")
     arguments = parser.parse_args()
-    with stack(arguments.listen), load(arguments.listen):
+    options = ("--instance", "demo", "--link-rate", "184MB", "--host-memory", "192MiB")
+    with stack(arguments.listen, *options), load(arguments.listen):
         time.sleep(WARM_UP_SECONDS)
         subprocess.run(
             [
@@ -64,13 +65,12 @@ def main() -> None:
 
 
 @contextmanager
-def stack(listen: str) -> Iterator[None]:
+def stack(listen: str, *options: str) -> Iterator[None]:
+    """Run two CPU workers of one thread each, with these further options of `up`."""
     process = subprocess.Popen(
         [
-            *PROGRAM,
-            *("up", "--listen", listen, "--instance", "demo"),
-            *("--workers", "2", "--threads", "1", "--link-rate", "184MB"),
-            *("--host-memory", "192MiB"),
+            *(*PROGRAM, "up", "--listen", listen, "--workers", "2", "--threads", "1"),
+            *("--device", "cpu", *options),
         ],
         stdout=subprocess.DEVNULL,
     )

@@ -122,9 +122,9 @@ class Request:
     # Its name for workers and logs. Clients cannot choose a name that is another request's.
     request_id: str = field(init=False)
     cached: CachedPrefix = field(default_factory=CachedPrefix)
-    # Tokens of the prompt that its first attempt found cached; later ones find what that stored.
-    # None: no worker has told.
-    first_cached_tokens: int | None = None
+    # Fewest tokens that a restore found cached. Later ones may find what the request stored itself,
+    # or less, since damaged chunks are dropped. None: no worker has told.
+    least_cached_tokens: int | None = None
     # Attempts that were lost; those whose worker was lost, or drained, and not through another
     # request; those that ended alone while their worker went on; and engines that failed with an
     # unknown cause while they ran it.

@@ -39,8 +39,8 @@ def completion(
     )
     message = completion_of_tokens(request, reason=reason, matched_stop=matched_stop, now=now)
     message.plan.CopyFrom(plan_to_proto(plan))
-    first = request.first_cached_tokens
-    cached = plan.cached_tokens if first is None else first
+    least = request.least_cached_tokens
+    cached = plan.cached_tokens if least is None else least
     # The last token is always computed. Of a request that was resumed, delivered ones count, too.
     message.usage.cached_tokens = min(cached, len(request.prompt) - 1)
     message.worker_id = attempt.worker_id

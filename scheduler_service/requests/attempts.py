@@ -57,8 +57,12 @@ class Attempt:
     def restored(self, report: worker_pb2.RestoreReport) -> None:
         """Note what the worker says of its restore."""
         self.report = report
-        if self.plan is not None and self.request.first_cached_tokens is None:
-            self.request.first_cached_tokens = actual_plan(self.plan, report).cached_tokens
+        if self.plan is not None:
+            cached, least = (
+                actual_plan(self.plan, report).cached_tokens,
+                self.request.least_cached_tokens,
+            )
+            self.request.least_cached_tokens = cached if least is None else min(cached, least)
 
     @property
     def worker_id(self) -> str:
