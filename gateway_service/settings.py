@@ -16,17 +16,17 @@ class Limits:
     # Of one body, and of all that are being read at a time.
     body_bytes: int = parse_size(MAX_BODY.default)
     all_bodies_bytes: int = 256 << 20
-    # Until a body has come whole.
+    # Seconds until a body must have arrived.
     body_seconds: float = 60.0
-    # Of the request line and the headers of one request, and until they have come whole.
+    # Of the request line and the headers of one request, and seconds until they must have arrived.
     header_bytes: int = 32 << 10
     header_seconds: float = 15.0
     # Requests that are answered at a time, waiting ones included.
     requests: int = MAX_REQUESTS.default
-    # A connection is closed if its client does not read for this long, or asks for nothing.
+    # A connection is closed if its client does not read for this long, or sends no request.
     stall_seconds: float = 30.0
     idle_seconds: float = 75.0
-    # What comes behind an answer that did not wait for the body is thrown away for this long.
+    # For this long, bytes that follow an answer sent before the end of the body are discarded.
     linger_seconds: float = 10.0
     # New requests are still answered for this long after a stop.
     drain_seconds: float = DRAIN_SECONDS.default

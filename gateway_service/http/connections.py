@@ -1,7 +1,7 @@
 """Connections: uvicorn's protocol, with bounds on headers, silent clients and slow readers.
 
 A connection answers one request at a time. Bytes that come behind a request before its answer are
-thrown away, and the connection is closed behind the answer: a client that pipelines asks again then
+discarded, and the connection is closed behind the answer: a client that pipelines asks again then
 (RFC 9112, 9.3.2). So reading never pauses, and the client's end is noticed at once.
 """
 

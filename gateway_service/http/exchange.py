@@ -29,7 +29,7 @@ STREAM_HEADERS: Headers = [
 
 
 class ClientGone(Exception):
-    """The client has left: there is no one to answer."""
+    """The client has left, so nothing can be sent."""
 
 
 class Exchange:
@@ -91,7 +91,7 @@ class Exchange:
             except TimeoutError:
                 raise HttpError(
                     408,
-                    f"the body did not come whole within {self._limits.body_seconds:g} s",
+                    f"the body did not arrive completely within {self._limits.body_seconds:g} s",
                     reason="BODY_TIMEOUT",
                 ) from None
             return parsed(body)

@@ -1,7 +1,7 @@
 """Tables of the fields that a body may have, and the reading of a body by one.
 
 A field that a table lacks is refused, as OpenAI does; so is one that is not supported, unless its
-value asks for nothing. docs/gateway.md and the OpenAPI document are made of the same tables.
+value is neutral. docs/gateway.md and the OpenAPI document are made of the same tables.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Use(Enum):
     """What is done with a field."""
 
     READ = "read"
-    # Accepted in any form: it asks for nothing that this server could do otherwise.
+    # Accepted in any form: this server cannot do otherwise.
     IGNORED = "ignored"
-    # Only with a value that asks for nothing.
+    # Only with a neutral value.
     REFUSED = "refused"
 
 

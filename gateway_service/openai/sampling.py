@@ -189,7 +189,7 @@ _EXTENSIONS = (
     _extra("guided_regex", _CONSTRAINT, "Former name of structured_outputs.regex."),
     _extra("guided_choice", _ALTERNATIVES, "Former name of structured_outputs.choice."),
     _extra("guided_grammar", _CONSTRAINT, "Former name of structured_outputs.grammar."),
-    _ignored_extra("guided_decoding_backend", "There is one."),
+    _ignored_extra("guided_decoding_backend", "This server has one backend."),
     _extra(
         "include_plan",
         BOOLEAN,
@@ -203,7 +203,7 @@ _EXTENSIONS = (
     _refused_extra("use_beam_search", "there is no beam search", False),
     _refused_extra("length_penalty", "there is no beam search", 1, 1.0),
     _refused_extra("prompt_logprobs", "prompts have no log-probabilities"),
-    _refused_extra("truncate_prompt_tokens", "prompts are never cut"),
+    _refused_extra("truncate_prompt_tokens", "prompts are not truncated"),
     _refused_extra("allowed_token_ids", "use structured_outputs or logit_bias"),
     _refused_extra("bad_words", "use logit_bias", []),
 )

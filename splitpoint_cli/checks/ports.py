@@ -134,8 +134,8 @@ def check_free(name: str, address: str, option: str) -> Finding:
             name,
             Verdict.PROBLEM,
             f"something listens at {address} already",
-            f"See what: ss -ltnp 'sport = :{port}' (a stack: splitpoint down), or choose "
-            f"another: {option} {_shown(host)}:{_free_port(host, port)}",
+            f"See what: ss -ltnp 'sport = :{port}' (a stack: splitpoint down --listen ...), "
+            f"or choose another: {option} {_shown(host)}:{_free_port(host, port)}",
         )
     if obstacle.errno == errno.EACCES:
         return Finding(

@@ -65,7 +65,7 @@ CHAT_FIELDS = Table(
         _ignored("prompt_cache_key", "Prefixes are always cached; see cache_salt."),
         _ignored("prompt_cache_retention", "Prefixes are always cached."),
         _ignored("safety_identifier", "Tenants come from the key."),
-        _ignored("service_tier", "There is one; see priority."),
+        _ignored("service_tier", "This server has one tier; see priority."),
         _refused("audio", "answers are text"),
         _refused("function_call", "use tool_choice"),
         _refused("functions", "use tools"),

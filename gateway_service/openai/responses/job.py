@@ -134,14 +134,14 @@ RESPONSE_FIELDS = Table(
         _ignored("prompt_cache_key", "Prefixes are always cached; see cache_salt."),
         _ignored("prompt_cache_retention", "Prefixes are always cached."),
         _ignored("safety_identifier", "Tenants come from the key."),
-        _ignored("service_tier", "There is one; see priority."),
+        _ignored("service_tier", "This server has one tier; see priority."),
         _refused("background", "nothing is stored: stay connected", False),
         _refused("conversation", "nothing is stored: send the whole input"),
         _refused("previous_response_id", "nothing is stored: send the whole input"),
         _refused("prompt", "there are no stored prompts"),
         _refused("reasoning", "use chat_template_kwargs, as the model's template says", {}),
         _refused("store", "nothing is stored", False),
-        _refused("truncation", "inputs are never cut", "disabled"),
+        _refused("truncation", "inputs are not truncated", "disabled"),
     ]
 )
 
