@@ -57,11 +57,16 @@ class Interpreter:
 
 @contextmanager
 def interpreter() -> Iterator[Interpreter]:
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        # numpy's products stand for tensor cores, whose sums do not depend on a row's place
+        # in its tile. OpenBLAS's kernels for Haswell and Zen round some rows differently.
+        "OPENBLAS_CORETYPE": "Nehalem",
+    }
     process = subprocess.Popen(
-        [sys.executable, __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     )
     with process:  # it ends at the end of its input
         yield Interpreter(process)
