@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -34,6 +35,9 @@ LONGEST_FIRST = ("e2e", "worker", "security", "kvstore", "cli")
 # Two threads on two cores only fight when several processes test at once;
 # child processes inherit this, and torch reads it when it is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell ignores Ctrl-C for what it starts in the background, and what tests start would, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The suite must behave the same without a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")

@@ -16,7 +16,7 @@ from rich.live import Live
 
 from splitpoint.client import Client
 from splitpoint.config import DEFAULT_ADDRESS
-from splitpoint.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from splitpoint.errors import Cancelled, DeadlineExceeded, InvalidArgument, Unavailable
 from splitpoint.transport.tls import client_identity
 from splitpoint_cli.identity import Address, CaFile, TokenFile
 from splitpoint_cli.output import code_name, out, picture, save_picture
@@ -139,7 +139,8 @@ def _watch(client: Client, interval: float, wait: Wait, show: Show) -> None:
         away: tuple[float, str] | None = None
         try:
             reading = read(client)
-        except (Unavailable, DeadlineExceeded) as error:
+        except (Unavailable, DeadlineExceeded, Cancelled) as error:
+            # Cancelled: by the scheduler, which stopped while it was asked.
             away = (time.monotonic() - lost_at, code_name(error))
         else:
             lost_at = time.monotonic()

