@@ -329,8 +329,9 @@ async def test_a_client_that_leaves_the_queue_cancels() -> None:
     worker.pace = steps = Steps()
     async with stack(worker) as behind, running_gateway(behind.address) as http:
         first, second = [await http.wire() for _ in range(2)]
-        for wire in (first, second):
-            await wire.send(streamed(max_tokens=100))
+        await first.send(streamed(max_tokens=100))
+        await behind.until(lambda: worker.admits)
+        await second.send(streamed(max_tokens=100))
         admission = behind.manager.admission
         await behind.until(lambda: admission.waiting_count == 1)
         second.close()
@@ -353,7 +354,7 @@ async def test_a_reader_that_stops_is_given_up(ended: Ended) -> None:
                 while http.server.connection_count or not ended():
                     await asyncio.sleep(0.01)
             assert ended() == [(499, None)]
-            assert script.cancelled.is_set()
+            assert await asyncio.to_thread(script.cancelled.wait, 20)
 
 
 # -- the end -------------------------------------------------------------------------------------
