@@ -23,16 +23,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from benchmarks.process_memory import processor_seconds
-from benchmarks.shared import finish, parser_of
-from benchmarks.streams import load, round_of, running, show_line
-from splitpoint_cli.bench.shared.ending import run_until_signal
+from benchmarks.streams import WARM_UP_STREAMS, load, round_of, run_benchmark, running, show_line
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hardware
 from splitpoint_cli.stack.child import Service, ServiceCommand
 
 MOST_ADDED_SHARE = 0.15
 MOST_MICROSECONDS = 60.0
-_WARM_UP_STREAMS = 8
 
 
 @asynccontextmanager
@@ -65,7 +62,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "http": ("--backend", "openai", "--base-url", f"http://{gateway}"),
         }
         for way in ways.values():
-            await load(way, _WARM_UP_STREAMS, arguments.tokens)
+            await load(way, WARM_UP_STREAMS, arguments.tokens)
         for number in range(arguments.rounds):
             for name, way in ways.items():
                 before = {each: processor_seconds(pid) for each, pid in pids.items()}
@@ -127,17 +124,5 @@ def show(result: Mapping[str, Any]) -> None:
             )
 
 
-def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256, help="of each stream")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="of the double's engine step")
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    result = run_until_signal(measure(arguments))
-    finish(arguments, result, show)
-    return 0 if result["is_enough"] else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(__doc__, measure, show, streams=64, step_ms=20.0))

@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -181,11 +181,24 @@ def show(result: Mapping[str, Any]) -> None:
         print(f"  {_row(each)}")
 
 
-def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--streams", type=int, default=500)
+def run_benchmark(
+    doc: str | None,
+    measure: Callable[[argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]],
+    show: Callable[[Mapping[str, Any]], None],
+    *,
+    streams: int,
+    step_ms: float,
+) -> int:
+    """Measure as the command line says, show the result, and return the exit code.
+
+    `streams` and `step_ms` are defaults of options.
+    """
+    parser = parser_of(doc)
+    parser.add_argument("--streams", type=int, default=streams)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
-    parser.add_argument("--step-ms", type=float, default=25.0, help="of the double's engine step")
+    parser.add_argument(
+        "--step-ms", type=float, default=step_ms, help="of the double's engine step"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     result = run_until_signal(measure(arguments))
@@ -194,4 +207,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(__doc__, measure, show, streams=500, step_ms=25.0))

@@ -334,6 +334,11 @@ def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None
     rules = sum(len(group["rules"]) for group in ask_prometheus(port, "rules")["groups"])
     said(f"Prometheus has every target up after {took:.1f} s; series: {series}; {rules} rules")
 
+    check_kills(stack, caller, said)
+
+
+def check_kills(stack: Stack, caller: Caller, said: Callable[[str], None]) -> None:
+    """Kill a worker and the store: each comes back, and what was cached is reused."""
     compiled = compiled_count(stack)
     for service in ("worker-0", "kvstore"):
         restarts = stack.inspect(service)["RestartCount"]

@@ -123,6 +123,17 @@ class ModelJob(Job, Protocol):
 # -- parts that endpoints share --------------------------------------------------------------
 
 
+class _Named(Protocol):
+    id: str
+    created: int
+    model: str
+
+
+def head_of(job: _Named, object_name: str) -> dict[str, Any]:
+    """Return the fields that every object of an answer begins with."""
+    return {"id": job.id, "object": object_name, "created": job.created, "model": job.model}
+
+
 def finish_reason_of(complete: pb.GenerateComplete) -> str:
     """Return OpenAI's word. Raises Unavailable for an answer that was cut off."""
     reason = FINISH_REASONS.get(complete.finish_reason)

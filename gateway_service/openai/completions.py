@@ -12,6 +12,7 @@ from gateway_service.openai.answers import (
     error_frame,
     finish_reason_of,
     finite_logprob,
+    head_of,
     last_frames,
     plan_of,
     quoted,
@@ -158,7 +159,7 @@ class CompletionJob:
         """Return the JSON object. Raises Internal, Unavailable if an answer is not whole."""
         completes = [answer.finished for answer in answers]
         found = {
-            **_head(self),
+            **head_of(self, OBJECT),
             "choices": [
                 self._choice(index, answer, complete)
                 for index, (answer, complete) in enumerate(zip(answers, completes, strict=True))
@@ -183,10 +184,6 @@ class CompletionJob:
             "finish_reason": finish_reason_of(complete),
             "stop_reason": complete.matched_stop or None,
         }
-
-
-def _head(job: CompletionJob) -> dict[str, Any]:
-    return {"id": job.id, "object": OBJECT, "created": job.created, "model": job.model}
 
 
 def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJob:
@@ -302,7 +299,7 @@ class CompletionStream:
 
     def __init__(self, job: CompletionJob) -> None:
         self._job = job
-        start = dumped(_head(job)).decode()[:-1]
+        start = dumped(head_of(job, OBJECT)).decode()[:-1]
         self._usage = ',"usage":null' if job.has_usage else ""
         self._heads = [
             f'data: {start},"choices":[{{"index":{index},"text":'
@@ -346,7 +343,7 @@ class CompletionStream:
         completes = [complete for complete in self._completes if complete is not None]
         usage = usage_of(completes, job.choices_per_prompt) if job.has_usage else None
         plan = plan_of(completes) if job.has_plan else None
-        return last_frames(_head(job), usage, plan)
+        return last_frames(head_of(job, OBJECT), usage, plan)
 
     def failed(self, error: Mapping[str, Any]) -> bytes:
         return error_frame(error)

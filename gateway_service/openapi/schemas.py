@@ -71,6 +71,35 @@ USAGE = obj(
 _TOKEN = obj(token=STRING, logprob=NUMBER, bytes=array(COUNT))
 _LOGPROB = obj(token=STRING, logprob=NUMBER, bytes=array(COUNT), top_logprobs=array(_TOKEN))
 
+
+def _answer(name: str, **choice: Schema) -> Schema:
+    """A whole answer; `choice` is what a choice has besides its index and the stop string."""
+    return obj(
+        ("splitpoint",),
+        id=STRING,
+        object=one_of(name),
+        created=_SECONDS,
+        model=STRING,
+        choices=array(obj((), index=COUNT, **choice, stop_reason=_STOP_REASON)),
+        usage=reference("Usage"),
+        splitpoint=_PLAN,
+    )
+
+
+def _chunk(name: str, **choice: Schema) -> Schema:
+    """An event of a stream; `choice` as of `_answer`."""
+    return obj(
+        ("usage", "splitpoint"),
+        id=STRING,
+        object=one_of(name),
+        created=_SECONDS,
+        model=STRING,
+        choices=array(obj(("stop_reason",), index=COUNT, **choice, stop_reason=_STOP_REASON)),
+        usage=nullable(reference("Usage")),
+        splitpoint=_PLAN,
+    )
+
+
 # -- /v1/completions ----------------------------------------------------------------------------
 
 _TOKEN_LOGPROBS = nullable(
@@ -81,42 +110,17 @@ _TOKEN_LOGPROBS = nullable(
         top_logprobs=array(nullable({"type": "object", "additionalProperties": NUMBER})),
     )
 )
-COMPLETION = obj(
-    ("splitpoint",),
-    id=STRING,
-    object=one_of("text_completion"),
-    created=_SECONDS,
-    model=STRING,
-    choices=array(
-        obj(
-            index=COUNT,
-            text=STRING,
-            logprobs=_TOKEN_LOGPROBS,
-            finish_reason=_FINISH,
-            stop_reason=_STOP_REASON,
-        )
-    ),
-    usage=reference("Usage"),
-    splitpoint=_PLAN,
+COMPLETION = _answer(
+    "text_completion",
+    text=STRING,
+    logprobs=_TOKEN_LOGPROBS,
+    finish_reason=_FINISH,
 )
-COMPLETION_CHUNK = obj(
-    ("usage", "splitpoint"),
-    id=STRING,
-    object=one_of("text_completion"),
-    created=_SECONDS,
-    model=STRING,
-    choices=array(
-        obj(
-            ("stop_reason",),
-            index=COUNT,
-            text=STRING,
-            logprobs=_TOKEN_LOGPROBS,
-            finish_reason=nullable(_FINISH),
-            stop_reason=_STOP_REASON,
-        )
-    ),
-    usage=nullable(reference("Usage")),
-    splitpoint=_PLAN,
+COMPLETION_CHUNK = _chunk(
+    "text_completion",
+    text=STRING,
+    logprobs=_TOKEN_LOGPROBS,
+    finish_reason=nullable(_FINISH),
 )
 
 # -- /v1/chat/completions -------------------------------------------------------------------------
@@ -124,67 +128,42 @@ COMPLETION_CHUNK = obj(
 _CHAT_LOGPROBS = nullable(obj(content=array(_LOGPROB), refusal={"type": "null"}))
 _CHAT_FINISH = one_of("stop", "length", "tool_calls")
 _ARGUMENTS = described(STRING, "As the model wrote them.")
-CHAT_COMPLETION = obj(
-    ("splitpoint",),
-    id=STRING,
-    object=one_of("chat.completion"),
-    created=_SECONDS,
-    model=STRING,
-    choices=array(
-        obj(
-            index=COUNT,
-            message=obj(
-                ("tool_calls",),
-                role=one_of("assistant"),
-                content=described(nullable(STRING), "Null if there are only calls."),
-                refusal={"type": "null"},
-                tool_calls=array(
-                    obj(
-                        id=STRING,
-                        type=one_of("function"),
-                        function=obj(name=STRING, arguments=_ARGUMENTS),
-                    )
-                ),
-            ),
-            logprobs=_CHAT_LOGPROBS,
-            finish_reason=_CHAT_FINISH,
-            stop_reason=_STOP_REASON,
-        )
+CHAT_COMPLETION = _answer(
+    "chat.completion",
+    message=obj(
+        ("tool_calls",),
+        role=one_of("assistant"),
+        content=described(nullable(STRING), "Null if there are only calls."),
+        refusal={"type": "null"},
+        tool_calls=array(
+            obj(
+                id=STRING,
+                type=one_of("function"),
+                function=obj(name=STRING, arguments=_ARGUMENTS),
+            )
+        ),
     ),
-    usage=reference("Usage"),
-    splitpoint=_PLAN,
+    logprobs=_CHAT_LOGPROBS,
+    finish_reason=_CHAT_FINISH,
 )
-CHAT_CHUNK = obj(
-    ("usage", "splitpoint"),
-    id=STRING,
-    object=one_of("chat.completion.chunk"),
-    created=_SECONDS,
-    model=STRING,
-    choices=array(
-        obj(
-            ("stop_reason",),
-            index=COUNT,
-            delta=obj(
-                ("role", "content", "tool_calls"),
-                role=one_of("assistant"),
-                content=nullable(STRING),
-                tool_calls=array(
-                    obj(
-                        ("id", "type"),
-                        index=COUNT,
-                        id=described(STRING, "Only where the call begins."),
-                        type=one_of("function"),
-                        function=obj(("name",), name=STRING, arguments=_ARGUMENTS),
-                    )
-                ),
-            ),
-            logprobs=_CHAT_LOGPROBS,
-            finish_reason=nullable(_CHAT_FINISH),
-            stop_reason=_STOP_REASON,
-        )
+CHAT_CHUNK = _chunk(
+    "chat.completion.chunk",
+    delta=obj(
+        ("role", "content", "tool_calls"),
+        role=one_of("assistant"),
+        content=nullable(STRING),
+        tool_calls=array(
+            obj(
+                ("id", "type"),
+                index=COUNT,
+                id=described(STRING, "Only where the call begins."),
+                type=one_of("function"),
+                function=obj(("name",), name=STRING, arguments=_ARGUMENTS),
+            )
+        ),
     ),
-    usage=nullable(reference("Usage")),
-    splitpoint=_PLAN,
+    logprobs=_CHAT_LOGPROBS,
+    finish_reason=nullable(_CHAT_FINISH),
 )
 
 # -- /v1/responses --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from gateway_service.openai.answers import (
     error_frame,
     finish_reason_of,
     finite_logprob,
+    head_of,
     last_frames,
     plan_of,
     quoted,
@@ -28,14 +29,15 @@ CHUNK_NAME = "chat.completion.chunk"
 class AnsweredChat(Protocol):
     """What the rendering needs of a chat's job."""
 
+    id: str
+    created: int
+    model: str
     requests: Sequence[pb.GenerateRequest]
     has_usage: bool
     has_plan: bool
     has_logprobs: bool
     tools: ToolUse
     tool_call_format: str
-
-    def head(self, object_name: str) -> dict[str, Any]: ...
 
 
 def choice_of(job: AnsweredChat, index: int, answer: Answer) -> dict[str, Any]:
@@ -105,7 +107,7 @@ class ChatStream:
 
     def __init__(self, job: AnsweredChat) -> None:
         self._job = job
-        self._start = f"data: {dumped(job.head(CHUNK_NAME)).decode()[:-1]},"
+        self._start = f"data: {dumped(head_of(job, CHUNK_NAME)).decode()[:-1]},"
         self._end = ',"usage":null}\n\n' if job.has_usage else "}\n\n"
         self._heads = [
             f'{self._start}"choices":[{{"index":{index},"delta":'
@@ -148,7 +150,7 @@ class ChatStream:
         completes = [complete for complete in self._completes if complete is not None]
         usage = usage_of(completes, len(completes)) if job.has_usage else None
         plan = plan_of(completes) if job.has_plan else None
-        return last_frames(job.head(CHUNK_NAME), usage, plan)
+        return last_frames(head_of(job, CHUNK_NAME), usage, plan)
 
     def failed(self, error: Mapping[str, Any]) -> bytes:
         return error_frame(error)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from gateway_service.openai.answers import Answer, plan_of, usage_of
+from gateway_service.openai.answers import Answer, head_of, plan_of, usage_of
 from gateway_service.openai.chat.answers import ChatStream, choice_of
 from gateway_service.openai.chat.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
 from gateway_service.openai.chat.tools import (
     PARALLEL_TOOL_CALLS,
     TOOL_CHOICE,
     TOOLS,
+    CallingJob,
     ToolUse,
-    take_format,
     tool_use,
 )
 from gateway_service.openai.fields import Field, Table, Use
@@ -27,7 +27,6 @@ from gateway_service.openai.sampling import (
     stream_options,
 )
 from gateway_service.openai.values import BOOLEAN, integer, wrong
-from splitpoint.v1 import scheduler_pb2 as pb
 
 OBJECT_NAME = "chat.completion"
 
@@ -87,40 +86,17 @@ CHAT_FIELDS = Table(
 )
 
 
-@dataclass(slots=True)
-class ChatJob:
-    """A body of /v1/chat/completions (`answers.Job`).
+@dataclass(slots=True, kw_only=True)
+class ChatJob(CallingJob):
+    """A body of /v1/chat/completions (`answers.Job`)."""
 
-    Attributes:
-        needs_model: call `model_found` before the requests are sent.
-        tool_call_format: of the model; empty unless `needs_model`.
-    """
-
-    id: str
-    created: int
-    model: str
-    requests: Sequence[pb.GenerateRequest]
-    is_stream: bool
     has_usage: bool
-    has_plan: bool
-    has_logprobs: bool
-    tools: ToolUse
-    tool_call_format: str = ""
-    parameter_names: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def needs_model(self) -> bool:
-        return self.tools.choice == "auto"
-
-    def model_found(self, model: pb.Model) -> None:
-        """Take the form of its tool calls. Raises InvalidArgument if it has none."""
-        self.tool_call_format = take_format(self.requests, model)
 
     def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the answer's JSON object. Raises Internal, Unavailable if one is not whole."""
         completes = [answer.finished for answer in answers]
         found = {
-            **self.head(OBJECT_NAME),
+            **head_of(self, OBJECT_NAME),
             "choices": [choice_of(self, index, answer) for index, answer in enumerate(answers)],
             "usage": usage_of(completes, len(completes)),
         }
@@ -130,15 +106,6 @@ class ChatJob:
 
     def writer(self) -> ChatStream:
         return ChatStream(self)
-
-    def head(self, object_name: str) -> dict[str, Any]:
-        """Return the fields that every object of this answer begins with."""
-        return {
-            "id": self.id,
-            "object": object_name,
-            "created": self.created,
-            "model": self.model,
-        }
 
 
 def read_chat(body: Any, *, request_id: str, created: int) -> ChatJob:

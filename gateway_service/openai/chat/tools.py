@@ -6,7 +6,7 @@ import json
 import secrets
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gateway_service.openai.fields import Field, Table, nested
@@ -218,7 +218,7 @@ class ToolUse:
         return parser if self.is_parallel else OneCall(parser)
 
 
-def take_format(requests: Iterable[pb.GenerateRequest], model: pb.Model) -> str:
+def _take_format(requests: Iterable[pb.GenerateRequest], model: pb.Model) -> str:
     """Return a model's form of tool calls, and let the answers' texts keep what marks them.
 
     Raises InvalidArgument if its answers cannot be searched for calls.
@@ -236,6 +236,35 @@ def take_format(requests: Iterable[pb.GenerateRequest], model: pb.Model) -> str:
         for request in requests:
             request.sampling.keeps_special_tokens = True
     return form
+
+
+@dataclass(slots=True, kw_only=True)
+class CallingJob:
+    """What the jobs have in common whose answers may call tools (`answers.ModelJob`).
+
+    Attributes:
+        tool_call_format: of the model; empty unless `needs_model`.
+    """
+
+    id: str
+    created: int
+    model: str
+    requests: Sequence[pb.GenerateRequest]
+    is_stream: bool
+    has_plan: bool
+    has_logprobs: bool
+    tools: ToolUse
+    tool_call_format: str = ""
+    parameter_names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def needs_model(self) -> bool:
+        """True if `model_found` is to be called before the requests are sent."""
+        return self.tools.choice == "auto"
+
+    def model_found(self, model: pb.Model) -> None:
+        """Take the form of its tool calls. Raises InvalidArgument if it has none."""
+        self.tool_call_format = _take_format(self.requests, model)
 
 
 def tool_use(

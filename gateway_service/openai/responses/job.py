@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gateway_service.openai.answers import Answer
@@ -11,8 +11,8 @@ from gateway_service.openai.chat.messages import CHAT_PROMPT_FIELDS, chat_prompt
 from gateway_service.openai.chat.tools import (
     MOST_TOOLS,
     PARALLEL_TOOL_CALLS,
+    CallingJob,
     ToolUse,
-    take_format,
     tool_use,
 )
 from gateway_service.openai.fields import Field, Table, Use, nested
@@ -44,7 +44,6 @@ from gateway_service.openai.values import (
     wrong,
     wrong_type,
 )
-from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -146,35 +145,15 @@ RESPONSE_FIELDS = Table(
 )
 
 
-@dataclass(slots=True)
-class ResponseJob:
+@dataclass(slots=True, kw_only=True)
+class ResponseJob(CallingJob):
     """A body of /v1/responses (`answers.Job`).
 
     Attributes:
-        needs_model: call `model_found` before the requests are sent.
-        tool_call_format: of the model; empty unless `needs_model`.
         repeated: what the answer repeats of the body.
     """
 
-    id: str
-    created: int
-    model: str
-    requests: Sequence[pb.GenerateRequest]
-    is_stream: bool
-    has_plan: bool
-    has_logprobs: bool
-    tools: ToolUse
     repeated: Mapping[str, Any]
-    tool_call_format: str = ""
-    parameter_names: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def needs_model(self) -> bool:
-        return self.tools.choice == "auto"
-
-    def model_found(self, model: pb.Model) -> None:
-        """Take the form of its tool calls. Raises InvalidArgument if it has none."""
-        self.tool_call_format = take_format(self.requests, model)
 
     def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the answer's JSON object. Raises Internal, Unavailable if it is not whole."""
