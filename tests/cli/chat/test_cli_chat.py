@@ -210,20 +210,37 @@ class Terminal:
 
     def wait_for(self, text: str) -> str:
         """Return what is shown up to this text; the next call begins behind it."""
-        deadline = time.monotonic() + SECONDS
+        assert self._is_shown(text, SECONDS), f"no {text!r} in {self.shown!r}"
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+    def _is_shown(self, text: str, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
         while text not in self.shown:
             left = deadline - time.monotonic()
-            assert left > 0, f"no {text!r} in {self.shown!r}"
+            if left <= 0:
+                return False
             if select.select([self._own], [], [], left)[0]:
                 try:
                     self.shown += os.read(self._own, 4096).decode(errors="replace")
                 except OSError:
                     raise AssertionError(f"it ended without {text!r}: {self.shown!r}") from None
-        before, _, self.shown = self.shown.partition(text)
-        return before
+        return True
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
+
+    def interrupt_until(self, text: str) -> None:
+        """Press Ctrl-C, and again each two seconds, until this text is shown.
+
+        readline looks for signals before it waits for a key, not at once: Python notices a
+        signal between the two with the next key or signal only.
+        """
+        for _ in range(round(SECONDS / 2)):
+            self.interrupt()
+            if self._is_shown(text, 2.0):
+                return
+        raise AssertionError(f"no {text!r} in {self.shown!r}")
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -278,7 +295,7 @@ def test_ctrl_c_while_typing_drops_the_line(terminal: Terminal, script: Script) 
     terminal.wait_for("> ")
     terminal.type("half a mess")
     terminal.wait_for("half a mess")
-    terminal.interrupt()
+    terminal.interrupt_until("leaves")
     terminal.wait_for("leaves")
     terminal.wait_for("> ")
     terminal.type("whole\n")
