@@ -27,6 +27,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "store": (*_SERVICE, "numpy"),
     "worker": (*_SERVICE, "numpy", "pynvml", "safetensors", "tokenizers", "torch"),
     "gateway": (*_SERVICE, "httptools", "starlette", "uvicorn", "uvloop"),
+    "mooncake": (*_SERVICE, "mooncake", "numpy"),
     "plots": ("matplotlib",),
     "smg": (*_SERVICE, "httptools", "smg_grpc_proto", "starlette", "uvicorn", "uvloop"),
     "structured": ("llguidance",),

@@ -233,6 +233,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "numerics",
             "selection",
             "tasks",
+            "tiers",
         ),
         *(
             "limited",
@@ -261,6 +262,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "messages",
         "validation",
         "remote",
+        "mooncake",
+        "tiers.tier",
+        "tiers.disk",
+        "tiers",
     ),
     "worker_service": (
         *("checkpoint", "hardware", "lanes", "device", "kernels", "weights", "model", "graphs"),

@@ -8,6 +8,7 @@ from splitpoint.host.huge_pages import WISHES
 from splitpoint.options.option import RATE, SIZE, Option, Section
 from splitpoint.options.service import ADVERTISE, COMMON
 from splitpoint.shapes import DataType, Encoding, WeightFormat
+from splitpoint.tiers import Transfer
 
 # Distance of --evict-to below --evict-above if it is not given.
 WATERMARK_GAP = 0.05
@@ -139,6 +140,76 @@ SCRUB_RATE: Option[str] = Option(
     unit=RATE,
 )
 
+TIER_DISK: Option[Path | None] = Option(
+    "tier-disk",
+    Path,
+    None,
+    "Folder of the disk tier, of mode 0700, which keeps chunks that leave the arena; absent: none.",
+    unit="DIR",
+)
+TIER_DISK_SIZE: Option[str] = Option(
+    "tier-disk-size", str, "0", "Largest size of the disk tier's files in bytes.", unit=SIZE
+)
+TIER_MOONCAKE: Option[str | None] = Option(
+    "tier-mooncake",
+    str,
+    None,
+    "Address of a Mooncake master, whose pool of memory keeps chunks, too; absent: none.",
+    unit="HOST:PORT",
+)
+TIER_MOONCAKE_MEMORY: Option[str] = Option(
+    "tier-mooncake-memory",
+    str,
+    "0",
+    "Memory in bytes that this store gives to Mooncake's pool.",
+    unit=SIZE,
+)
+TIER_MOONCAKE_REPLICAS: Option[int] = Option(
+    "tier-mooncake-replicas",
+    int,
+    1,
+    "Copies of each chunk in Mooncake's pool.",
+    unit="N",
+    least=1,
+    most=8,
+)
+TIER_ADMISSION: Option[str] = Option(
+    "tier-admission",
+    str,
+    "eviction",
+    "When a chunk goes down to the tiers; second-use: when it is used again in the arena.",
+    choices=("eviction", "second-use"),
+)
+TIER_RATE: Option[str | None] = Option(
+    "tier-rate",
+    str,
+    None,
+    "Largest number of bytes per second that are loaded from tiers; absent: no limit.",
+    unit=RATE,
+)
+TRANSFER: Option[str] = Option(
+    "transfer",
+    str,
+    Transfer.GRPC.value,
+    "How chunks come from other hosts' stores; mooncake: by its Transfer Engine, which has neither "
+    "encryption nor authentication.",
+    choices=tuple(each.value for each in Transfer),
+)
+TRANSFER_INTERFACE: Option[str | None] = Option(
+    "transfer-interface",
+    str,
+    None,
+    "Network interface on which Mooncake listens, such as eth1.",
+    unit="NAME",
+)
+TRUSTED_NETWORK = Option(
+    "trusted-network",
+    bool,
+    False,
+    "Allow Mooncake beside --tokens: every host that reaches the interface can read and write "
+    "all chunks.",
+)
+
 HUGE_PAGES: Option[str] = Option(
     "huge-pages",
     str,
@@ -176,6 +247,21 @@ SECTIONS = (
     ),
     Section(
         "what stays in the arena (docs/memory.md)", (EVICTION, EVICT_ABOVE, EVICT_TO, ADMISSION)
+    ),
+    Section(
+        "tiers behind the arena (docs/tiers.md)",
+        (
+            TIER_DISK,
+            TIER_DISK_SIZE,
+            TIER_MOONCAKE,
+            TIER_MOONCAKE_MEMORY,
+            TIER_MOONCAKE_REPLICAS,
+            TIER_ADMISSION,
+            TIER_RATE,
+        ),
+    ),
+    Section(
+        "transfers between hosts (docs/tiers.md)", (TRANSFER, TRANSFER_INTERFACE, TRUSTED_NETWORK)
     ),
     Section("reading chunks back (docs/operations.md)", (SCRUB_SECONDS, SCRUB_RATE)),
     Section("memory of the arena (docs/memory.md)", (HUGE_PAGES, NUMA_NODE)),

@@ -1,0 +1,1 @@
+"""The disk tier: segment files of chunks, their format, and their recovery."""

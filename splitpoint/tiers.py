@@ -1,0 +1,47 @@
+"""Tiers: where a store keeps chunks; and the names of the sources that chunks come from. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """Where a store keeps chunks, fastest first."""
+
+    ARENA = "arena"
+    DISK = "disk"
+    MOONCAKE = "mooncake"  # a pool of several hosts' memory
+
+
+class Transfer(StrEnum):
+    """How chunks move between the stores of two hosts."""
+
+    GRPC = "grpc"
+    MOONCAKE = "mooncake"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSource:
+    """Where chunks come from into a worker's own arena.
+
+    Attributes:
+        address: another store. Empty: a tier of the own store.
+        tier: the tier of the own store; ARENA if the source is another store's arena.
+    """
+
+    address: str = ""
+    tier: Tier = Tier.ARENA
+
+    def __post_init__(self) -> None:
+        if bool(self.address) == (self.tier is not Tier.ARENA):
+            raise ValueError("a source is another store, or a tier of the own store")
+
+    def rate_key(self, transfer: Transfer = Transfer.GRPC) -> str:
+        """Return the source's key in `Profile.remote_bytes_per_second`."""
+        if not self.address:
+            return self.tier.value
+        return self.address if transfer is Transfer.GRPC else f"{self.address} {transfer.value}"
+
+    def __str__(self) -> str:
+        return self.address or f"the {self.tier.value} tier"
