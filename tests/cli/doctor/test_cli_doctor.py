@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -35,19 +34,28 @@ SMALL = ("--host-memory", "64MiB")
 HERE = {"CUDA_VISIBLE_DEVICES": ""}
 
 
+# Runs the rest of its arguments with a low limit of locked memory. A `preexec_fn` would run Python
+# in a fork of this process, which has threads.
+WITH_LOW_LIMIT = [
+    sys.executable,
+    "-c",
+    "import os, resource, sys; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536)); "
+    "os.execv(sys.argv[1], sys.argv[1:])",
+]
+
+
 def doctor(
     *arguments: str,
     environment: dict[str, str] | None = None,
-    before: Callable[[], None] | None = None,
+    under: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     settings = {"NO_COLOR": "1", "PYTHONUTF8": "1", **HERE}
     return subprocess.run(
-        [*COMMAND, *arguments],
+        [*under, *COMMAND, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         env=child_environment({**settings, **(environment or {})}),
-        preexec_fn=before,
         check=False,
     )
 
@@ -58,10 +66,10 @@ Findings = dict[str, dict[str, str]]
 def examine(
     *arguments: str,
     environment: dict[str, str] | None = None,
-    before: Callable[[], None] | None = None,
+    under: Sequence[str] = (),
 ) -> tuple[int, Findings]:
     """Exit code and the findings by name, of a process of its own."""
-    done = doctor(*arguments, "--json", environment=environment, before=before)
+    done = doctor(*arguments, "--json", environment=environment, under=under)
     assert done.stderr == ""
     return done.returncode, findings_in(done.stdout, done.returncode)
 
@@ -145,14 +153,14 @@ def test_an_arena_that_does_not_fit() -> None:
 
 
 def test_a_low_limit_of_locked_memory_matters_on_a_gpu_only() -> None:
-    def lower() -> None:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-
-    _, findings = examine(*free_listen(), *SMALL, "--device", "cpu", before=lower)
+    _, findings = examine(*free_listen(), *SMALL, "--device", "cpu", under=WITH_LOW_LIMIT)
     assert findings["locked memory"]["verdict"] == "ok"
     # As on a host with a GPU whose driver does not answer.
     code, findings = examine(
-        *free_listen(), *SMALL, environment={"CUDA_VISIBLE_DEVICES": "0"}, before=lower
+        *free_listen(),
+        *SMALL,
+        environment={"CUDA_VISIBLE_DEVICES": "0"},
+        under=WITH_LOW_LIMIT,
     )
     assert findings["locked memory"]["verdict"] == "warning"
     assert "ulimit -l unlimited" in findings["locked memory"]["advice"]
