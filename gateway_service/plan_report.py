@@ -48,6 +48,7 @@ def _plan(message: types_pb2.Plan) -> dict[str, object]:
         "split_tokens": plan.split_tokens,
         "device_tokens": plan.device_tokens,
         "fetched_tokens": plan.fetched_tokens,
+        "fetch_source": plan.fetch_source,
         "recomputed_tokens": plan.recomputed_tokens,
         "resident_tokens": plan.resident_tokens,
         "footprint_bytes": plan.footprint_bytes,

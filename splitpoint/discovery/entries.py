@@ -5,7 +5,8 @@ entry is read as None.
 
     sp:stores                            set of the hex instance ids of stores
     sp:store:<instance>                  StoreEntry, expires
-    sp:store:<instance>:<epoch>:chunks   hash: chunk key -> generation; expires
+    sp:store:<instance>:<epoch>:chunks   hash: chunk key -> generation (0: not in the arena), and
+                                         "d" if the store's disk tier holds it; expires
     sp:workers                           set of the hex instance ids of workers
     sp:worker:<instance>                 WorkerEntry, expires
 """
@@ -34,6 +35,7 @@ _FORMAT = 1
 _LONGEST_ENTRY_BYTES = 64 * 1024
 _INSTANCE_BYTES = 16
 _HASH_BYTES = 16
+_MOST_TIERS = 8
 
 
 def entry_key(index: str, instance_id: bytes) -> str:
@@ -58,8 +60,12 @@ class StoreEntry:
     # Full chunks in the catalog, and the name of the last write to it, for debugging.
     chunk_count: int = 0
     revision: str = ""
+    # Names of the tiers behind its arena.
+    tiers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        # JSON has lists.
+        object.__setattr__(self, "tiers", _check_names("tiers", self.tiers))
         _check_bytes("instance_id", self.instance_id, _INSTANCE_BYTES)
         _check_bytes("layout_hash", self.layout_hash, _HASH_BYTES)
         _check_count("epoch", self.epoch, 1 << 62)
@@ -168,6 +174,12 @@ def _check_bytes(name: str, value: Any, size: int) -> None:
 def _check_count(name: str, value: Any, limit: int) -> None:
     if type(value) is not int or not 0 <= value < limit:
         raise InvalidArgument(f"{name} is no count", field=name)
+
+
+def _check_names(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or len(value) > _MOST_TIERS:
+        raise InvalidArgument(f"{name} is no list of at most {_MOST_TIERS} names", field=name)
+    return tuple(_check_text(name, each, 16) for each in value)
 
 
 def _check_text(name: str, value: Any, limit: int) -> str:

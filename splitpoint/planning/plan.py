@@ -147,8 +147,8 @@ class Plan:
     split_slope: float = 0.0
     split_intercept: float = 0.0
     split_cap: int = 0
-    # Cached tokens that are fetched from another host's store first, and the predicted
-    # seconds of that (part of predicted_ttft_seconds).
+    # Cached tokens that are fetched from another host's store or a tier first, and the
+    # predicted seconds of that (part of predicted_ttft_seconds).
     fetched_tokens: int = 0
     predicted_fetch_seconds: float = 0.0
     schedule: Schedule = Schedule.SERIAL
@@ -164,6 +164,8 @@ class Plan:
     objective: Objective = Objective.LATENCY
     # Leading cached tokens that are on the device already, so that they are not restored.
     device_tokens: int = 0
+    # Where fetched tokens come from: another store's address, or the name of a tier.
+    fetch_source: str = ""
 
     @property
     def kappa_ratio(self) -> float:

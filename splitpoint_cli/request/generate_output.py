@@ -19,7 +19,10 @@ def summary(completion: Completion) -> str:
     """Return what was done and its time, in one line."""
     usage = completion.usage
     plan = completion.plan
-    fetched, here = (plan.fetched_tokens, plan.device_tokens) if plan is not None else (0, 0)
+    fetched = ""
+    if plan is not None and plan.fetched_tokens:
+        fetched = f" ({plan.fetched_tokens:,} fetched from {plan.fetch_source or 'another store'})"
+    here = plan.device_tokens if plan is not None else 0
     restored = ""
     is_restored = usage.cached_tokens > here and completion.restore_seconds
     if plan is not None and is_restored:
@@ -39,7 +42,7 @@ def summary(completion: Completion) -> str:
     return (
         f"{counted(usage.completion_tokens, 'token')} ({_ending(completion)}), "
         f"{usage.cached_tokens:,} of {counted(usage.prompt_tokens, 'prompt token')} cached"
-        f"{f' ({fetched:,} fetched from another store)' if fetched else ''}"
+        f"{fetched}"
         f"{f' ({here:,} on the device)' if here else ''}, "
         f"{restored}{steps}{_drafts(usage.speculation)}"
         f"{_selected(usage.selection)}worker {completion.worker}, "
@@ -179,6 +182,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "schedule": plan.schedule.value,
         "reason": plan.reason,
         "fetched_tokens": plan.fetched_tokens,
+        "fetch_source": plan.fetch_source,
         "device_tokens": plan.device_tokens,
         "recomputed_tokens": plan.recomputed_tokens,
         "resident_tokens": plan.resident_tokens,

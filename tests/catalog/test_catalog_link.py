@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import ipaddress
+import json
 import logging
 import re
 import ssl
@@ -40,7 +41,7 @@ from splitpoint.options.service import REDIS_SECTION
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "c0rrect-horse"
-STORE = StoreEntry(b"a" * 16, 3, "10.0.0.1:5", b"l" * 16, 10, 4, "life:7")
+STORE = StoreEntry(b"a" * 16, 3, "10.0.0.1:5", b"l" * 16, 10, 4, "life:7", ("disk",))
 WORKER = WorkerEntry(
     b"w" * 16, "0", "10.0.0.2:5", ModelName(1, 2, 3, 4), b"l" * 16, store_address="unix:/kv"
 )
@@ -129,6 +130,11 @@ def test_entries_survive_the_way_and_nothing_else_does() -> None:
         assert bad != good
         assert StoreEntry.from_json(bad.encode()) is None
     assert StoreEntry.from_json(b"\xff\xfe") is None
+    older = {name: value for name, value in json.loads(good).items() if name != "tiers"}
+    assert StoreEntry.from_json(json.dumps(older).encode()) == replace(STORE, tiers=())
+    for tiers in ("disk", [1], ["x" * 17], ["disk"] * 9):
+        bad = json.dumps({**older, "tiers": tiers})
+        assert StoreEntry.from_json(bad.encode()) is None
     worker = WORKER.to_json()
     for bad in (
         worker.replace('"profile": {}', '"profile": {"link_bytes_per_second": 1}'),

@@ -135,7 +135,7 @@ function details(report) {
     if (report.drafted_tokens) {
       rows.push(["drafts accepted", `${count(report.accepted_tokens)} of ${counted(report.drafted_tokens, "token")}`]);
     }
-    if (plan.fetched_tokens) rows.push(["fetched from another store", counted(plan.fetched_tokens, "token")]);
+    if (plan.fetched_tokens) rows.push([`fetched from ${plan.fetch_source || "another store"}`, counted(plan.fetched_tokens, "token")]);
   }
   const list = el("dl", { class: "table" });
   for (const [name, value] of rows) list.append(el("dt", {}, name), el("dd", {}, value));

@@ -28,6 +28,7 @@ PLAN = Plan(
     split_intercept=-3.0,
     split_cap=1024,
     fetched_tokens=128,
+    fetch_source="disk",
     predicted_fetch_seconds=0.125,
     schedule=Schedule.PIPELINED,
     recomputed_tokens=896,
