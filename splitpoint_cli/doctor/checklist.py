@@ -21,6 +21,7 @@ from splitpoint.options.speculation import read_speculative_config
 from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import ArenaLayout, ModelShape, WeightFormat
 from splitpoint_cli.checks import (
+    disk,
     gpu,
     gpu_facts,
     kernel,
@@ -112,6 +113,12 @@ def _stack(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[C
         weights = _weight_bytes(options, shape) + draft_bytes
         yield Check("device memory", lambda: _device_memory(options, weights, driver))
     yield Check("memory", lambda: _memory(options, shape, draft_bytes, has_gpu=has_gpu, own=own))
+    if options.tier_disk is not None:
+        folder = Path(options.tier_disk)
+        yield Check(
+            "disk tier",
+            lambda: disk.check_tier_disk(folder, options.tier_disk_size, options.places),
+        )
     yield Check("huge pages", lambda: memory.check_huge_pages(options.huge_pages, options.places))
     yield Check(
         "arenas",

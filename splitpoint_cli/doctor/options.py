@@ -35,6 +35,8 @@ class DoctorOptions:
     huge_pages: str = of(store.HUGE_PAGES)
     numa_node: str = of(store.NUMA_NODE)
     pin_limit: str | None = of(worker.PIN_LIMIT)
+    tier_disk: str | None = of(up.TIER_DISK)
+    tier_disk_size: str = of(store.TIER_DISK_SIZE)
     listen: str = of(up.LISTEN)
     schedulers: int = of(up.SCHEDULERS)
     http: str | None = of(up.HTTP)

@@ -12,6 +12,7 @@ from splitpoint_cli.options import of
 # Groups of --help.
 _SERVING = "Serving"
 _ARENA = "Arena"
+_TIERS = "Tiers behind the arena, and other hosts (docs/tiers.md)"
 _LIMITS = "Limits of workers and scheduler"
 _SECURITY = "Security"
 _LANES = "Copies beside compute (docs/pipeline.md)"
@@ -93,6 +94,15 @@ INSTANCE: Option[str | None] = Option(
     "Name of this stack's sockets and arena; absent: derived from the port.",
     unit="NAME",
 )
+TIER_DISK: Option[str | None] = Option(
+    store.TIER_DISK.name, str, None, store.TIER_DISK.help, unit=store.TIER_DISK.unit
+)
+SERVER_KEY_FILE: Option[str | None] = replace(
+    scheduler.SERVER_KEY_FILE,
+    help="Secret behind the chunk keys, a file that is made if it is missing. Stacks that share a "
+    "pool or fetch from each other need the same. Absent: `server.key` in the folder of the disk "
+    "tier, else one that goes with the arena.",
+)
 GRACE: Option[float] = replace(
     service.GRACE_SECONDS,
     name="grace",
@@ -169,6 +179,18 @@ class StackOptions:
     huge_pages: str = of(store.HUGE_PAGES, _ARENA)
     numa_node: str = of(store.NUMA_NODE, _ARENA)
     pin_limit: str | None = of(worker.PIN_LIMIT, _ARENA)
+
+    tier_disk: str | None = of(TIER_DISK, _TIERS)
+    tier_disk_size: str = of(store.TIER_DISK_SIZE, _TIERS)
+    tier_mooncake: str | None = of(store.TIER_MOONCAKE, _TIERS)
+    tier_mooncake_memory: str = of(store.TIER_MOONCAKE_MEMORY, _TIERS)
+    tier_mooncake_replicas: int = of(store.TIER_MOONCAKE_REPLICAS, _TIERS)
+    tier_admission: str = of(store.TIER_ADMISSION, _TIERS)
+    tier_rate: str | None = of(store.TIER_RATE, _TIERS)
+    transfer: str = of(store.TRANSFER, _TIERS)
+    transfer_interface: str | None = of(store.TRANSFER_INTERFACE, _TIERS)
+    trusted_network: bool = of(store.TRUSTED_NETWORK, _TIERS)
+    server_key_file: str | None = of(SERVER_KEY_FILE, _TIERS)
 
     device_memory: str | None = of(worker.DEVICE_MEMORY, _LIMITS)
     threads: int | None = of(worker.THREADS, _LIMITS)

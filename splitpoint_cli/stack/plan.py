@@ -29,6 +29,7 @@ from splitpoint.options.cpu_kernels import check_cpu_kernels, with_panels
 from splitpoint.options.option import Option
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
 from splitpoint.shapes import Encoding, ModelShape, WeightFormat
+from splitpoint.tiers import Transfer
 from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity
 from splitpoint_cli.checks.ports import (
@@ -67,6 +68,10 @@ class Stack:
     runtime: Path
     arena: Path
     keep_arena: bool
+    # Folder of the disk tier and its largest size in bytes; None: there is none.
+    tier_disk: tuple[Path, int] | None
+    # Address of the Mooncake master; None: there is none.
+    tier_mooncake: str | None
     store_address: str
     worker_addresses: tuple[str, ...]
     # Where the schedulers listen, in order.
@@ -137,6 +142,8 @@ def plan_stack(options: StackOptions) -> Stack:
     if options.http is not None:
         need("a gateway (--http)", "gateway")
     identity = _check(options)
+    if options.tier_disk is not None:
+        options = replace(options, tier_disk=str(Path(options.tier_disk).absolute()))
     folder = resolve_model(options.model)
     model = _Model(folder, model_shape(folder, options.dtype))
     devices = choose_devices(options.device, options.workers)
@@ -180,6 +187,8 @@ def plan_stack(options: StackOptions) -> Stack:
         runtime=places.runtime,
         arena=places.arena,
         keep_arena=options.keep_arena,
+        tier_disk=_tier_disk(options),
+        tier_mooncake=options.tier_mooncake,
         store_address=places.store,
         worker_addresses=places.workers,
         listens=places.listens,
@@ -214,6 +223,7 @@ def _check(options: StackOptions) -> Identity:
     page_tokens_of(options.page_tokens)
     check_cpu_kernels(options.cpu_kernels)
     _check_numerics(options)
+    _check_mooncake(options)
     read_redis_options(
         options.redis, password_file=options.redis_password_file, ca_file=options.redis_ca
     )
@@ -236,9 +246,6 @@ def _places_of(options: StackOptions, worker_count: int) -> _Places:
     instance = config.check_instance(options.instance or instance_of(options.listen))
     runtime = config.runtime_path(instance)
     arena = config.arena_path(instance)
-    key = arena.parent / "key"
-    if not options.keep_arena and not key.exists():
-        key = runtime / "key"
     # Socket names differ between two starts: a gRPC server unlinks its path as it ends, even
     # if the socket there is another server's by then.
     start = secrets.token_hex(3)
@@ -247,7 +254,7 @@ def _places_of(options: StackOptions, worker_count: int) -> _Places:
         instance=instance,
         runtime=runtime,
         arena=arena,
-        key=key,
+        key=_key_file(options, arena, runtime),
         store=config.check_address(f"unix:{runtime}/store-{start}.sock"),
         workers=tuple(
             config.check_address(f"unix:{runtime}/worker-{i}-{start}.sock")
@@ -255,6 +262,27 @@ def _places_of(options: StackOptions, worker_count: int) -> _Places:
         ),
         http=options.http,
         metrics=metrics,
+    )
+
+
+def _key_file(options: StackOptions, arena: Path, runtime: Path) -> Path:
+    """Return the file of the secret behind the chunk keys.
+
+    It lives as long as the chunks whose keys it made: without it they are never found again.
+    """
+    if options.server_key_file is not None:
+        return Path(options.server_key_file).absolute()
+    if options.tier_disk is not None:
+        return Path(options.tier_disk) / "server.key"
+    beside = arena.parent / "key"
+    return beside if options.keep_arena or beside.exists() else runtime / "key"
+
+
+def _tier_disk(options: StackOptions) -> tuple[Path, int] | None:
+    if options.tier_disk is None:
+        return None
+    return Path(options.tier_disk), config.parse_size(
+        options.tier_disk_size, field="tier_disk_size"
     )
 
 
@@ -277,6 +305,16 @@ _STORE: tuple[Option[object], ...] = (
     store.SCRUB_RATE,
     store.HUGE_PAGES,
     store.NUMA_NODE,
+    store.TIER_DISK,
+    store.TIER_DISK_SIZE,
+    store.TIER_MOONCAKE,
+    store.TIER_MOONCAKE_MEMORY,
+    store.TIER_MOONCAKE_REPLICAS,
+    store.TIER_ADMISSION,
+    store.TIER_RATE,
+    store.TRANSFER,
+    store.TRANSFER_INTERFACE,
+    store.TRUSTED_NETWORK,
     *_COMMON,
 )
 _WORKER: tuple[Option[object], ...] = (
@@ -475,6 +513,21 @@ def _check_numerics(options: StackOptions) -> None:
             f"--numerics invariant needs --kv-encoding native: with {encoding.value}, what is "
             "reused differs from what was computed",
             field="numerics",
+        )
+
+
+def _check_mooncake(options: StackOptions) -> None:
+    """Raise InvalidArgument for Mooncake beside tokens, unless its network is trusted.
+
+    The store of a stack is private and gets no tokens, so it cannot refuse this by itself.
+    """
+    uses_mooncake = options.transfer == Transfer.MOONCAKE or options.tier_mooncake is not None
+    if uses_mooncake and options.tokens is not None and not options.trusted_network:
+        raise InvalidArgument(
+            "Mooncake has neither encryption nor authentication, which --tokens would be for: "
+            "give --trusted-network if no stranger reaches --transfer-interface, or leave "
+            "Mooncake off (docs/tiers.md)",
+            field="trusted_network",
         )
 
 

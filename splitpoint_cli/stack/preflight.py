@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from splitpoint import config
-from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError, Unavailable
+from splitpoint.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    SplitpointError,
+    Unavailable,
+)
 from splitpoint.host.memory import memory_facts
 from splitpoint.planning.weight_placement import WeightSizes
-from splitpoint_cli.checks import memory, ports
-from splitpoint_cli.checks.finding import Finding
+from splitpoint_cli.checks import disk, memory, ports
+from splitpoint_cli.checks.finding import Finding, Places
 from splitpoint_cli.stack.plan import Stack, arena_bytes
 
 Say = Callable[[str, str], None]
@@ -31,8 +37,8 @@ def check_store_arguments(stack: Stack) -> None:
 def check_machine(stack: Stack, say: Say) -> None:
     """Check that this machine and the checkpoint are fit for the stack; warnings go to `say`.
 
-    Raises Unavailable (a port is taken), ResourceExhausted (memory), InvalidArgument (weights,
-    tokenizer or chat template).
+    Raises Unavailable (a port is taken), FailedPrecondition (the disk tier's folder),
+    ResourceExhausted (memory), InvalidArgument (weights, tokenizer or chat template).
     """
     from splitpoint_cli.checks import model  # loads what extras of the installation bring
 
@@ -44,6 +50,9 @@ def check_machine(stack: Stack, say: Say) -> None:
         _judge(listen, Unavailable, say)
     if stack.http is not None:
         _judge(ports.check_free("http", stack.http, "--http"), Unavailable, say)
+    if stack.tier_disk is not None:
+        folder, size = stack.tier_disk
+        _judge(disk.check_tier_disk(folder, str(size), Places()), FailedPrecondition, say)
     for finding in _memory(stack):
         _judge(finding, ResourceExhausted, say)
     _judge(model.check_weights(stack.model), InvalidArgument, say)

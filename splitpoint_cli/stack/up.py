@@ -34,8 +34,9 @@ def up(
 
     Running requests may finish first, for --grace seconds; a second Ctrl-C ends
     everything at once.
-    Nothing is left behind: no process, no socket, no shared memory. A service
-    that dies is started again after a pause; when it dies while starting for
+    Nothing is left behind: no process, no socket, no shared memory; files of
+    --tier-disk and an arena of --keep-arena are for the next start.
+    A service that dies is started again after a pause; when it dies while starting for
     the first time, or 5 times within 2 minutes, everything stops, with its reason
     in the last line and its exit code: 2 wrong input, 3 a port is taken, 4 not ready
     in time, 5 memory or another resource is short, 1 anything else.

@@ -16,6 +16,7 @@ from splitpoint.config import remove_tree, runtime_directory
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import MemoryFacts
 from splitpoint_cli.checks import (
+    disk,
     gpu,
     kernel,
     limits,
@@ -393,3 +394,80 @@ def test_a_redis_that_is_slow_or_old() -> None:
 )
 def test_names_of_a_certificate(names: list[str], host: str, verdict: str) -> None:
     assert security.judge_hosts(names, host).verdict == verdict
+
+
+# -- the disk tier ----------------------------------------------------------------------------
+
+
+def places_on(tmp_path: Path, folder: Path, kind: str, rotational: str = "0") -> Places:
+    """A machine on which `folder` lies on a file system of this kind and disk."""
+    number = folder.stat().st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    write(
+        tmp_path,
+        **{
+            "proc/self/mountinfo": f"36 1 1:99 / /other rw - xfs /dev/b rw\n"
+            f"37 1 {device} / / rw,relatime shared:1 - {kind} /dev/a rw\n",
+            # A partition: its disk, the folder above, has the queue.
+            f"sys/dev/block/{device}/partition": "1",
+            "sys/dev/block/queue/rotational": rotational,
+        },
+    )
+    return Places(proc=tmp_path / "proc", sys=tmp_path / "sys")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rotational", "verdict", "words"),
+    [
+        ("ext4", "0", "ok", "on ext4"),
+        ("ext4", "1", "warning", "the disk rotates"),
+        ("tmpfs", "0", "warning", "that is memory"),
+        ("nfs4", "0", "warning", "network's file system"),
+        ("overlay", "0", "note", "goes with the container"),
+    ],
+)
+def test_file_systems_of_a_disk_tier(
+    tmp_path: Path, kind: str, rotational: str, verdict: str, words: str
+) -> None:
+    folder = tmp_path / "tier"
+    folder.mkdir(mode=0o700)
+    found = disk.check_tier_disk(folder, "1MiB", places_on(tmp_path, folder, kind, rotational))
+    assert found.verdict == verdict, found
+    assert words in found.found
+    # One that is still to be made lies where its parent does.
+    found = disk.check_tier_disk(folder / "new", "1MiB", places_on(tmp_path, folder, kind))
+    assert f"on {kind}" in found.found
+
+
+def test_a_disk_tier_that_does_not_fit_is_told_before_it_is_full(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    folder.mkdir(mode=0o700)
+    places = places_on(tmp_path, folder, "ext4")
+    found = disk.check_tier_disk(folder, "1000000GiB", places)
+    assert found.verdict == "warning"
+    assert "will be full before its bound" in found.found
+    # What its own files have already is no loss of room.
+    room = os.statvfs(folder)
+    (folder / "segment").write_bytes(bytes(1 << 20))
+    used = (folder / "segment").stat().st_blocks * 512
+    after = os.statvfs(folder)
+    assert room.f_bavail >= after.f_bavail
+    assert f"have {used >> 20} MiB so far" in disk.check_tier_disk(folder, "1000TiB", places).found
+
+
+def test_folders_that_a_disk_tier_cannot_use(tmp_path: Path) -> None:
+    def words(folder: Path, size: str = "1GiB") -> str:
+        found = disk.check_tier_disk(folder, size, Places())
+        assert found.verdict == "problem", found
+        return f"{found.found}: {found.advice}"
+
+    folder = tmp_path / "tier"
+    assert "needs --tier-disk-size" in words(folder, "0")
+    assert "No such file" in words(tmp_path / "no" / "tier")
+    (tmp_path / "file").touch()
+    assert "is no folder" in words(tmp_path / "file")
+    folder.mkdir()
+    folder.chmod(0o750)
+    assert f"chmod 0700 {folder}" in words(folder)
+    with pytest.raises(InvalidArgument, match="--tier-disk-size: 'much' is not a size"):
+        disk.check_tier_disk(folder, "much", Places())

@@ -21,7 +21,7 @@ from kvstore_service.eviction.policies import POLICIES
 from scheduler_service.__main__ import parse_arguments as parse_scheduler
 from scheduler_service.limits import Limits
 from splitpoint.checkpoint.resolve import resolve_model
-from splitpoint.config import remove_tree, runtime_directory
+from splitpoint.config import arena_path, remove_tree, runtime_directory, runtime_path
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
 from splitpoint.host.compiler import compiler
 from splitpoint.host.memory import MemoryFacts
@@ -409,3 +409,65 @@ def test_ports_of_schedulers_that_cannot_be_are_refused() -> None:
         scheduler_addresses("127.0.0.1:65535", 2)
     with pytest.raises(InvalidArgument, match="clients connect to 50051"):
         metrics_addresses(50051, scheduler_addresses("127.0.0.1:50050", 2), 1)
+
+
+# -- tiers ----------------------------------------------------------------------------------
+
+
+def planned_with(**options: Any) -> Stack:
+    """Return the plan of these options, without the checks that the store has of its own."""
+    return plan_stack(StackOptions(device="cpu", instance=INSTANCE, **options))
+
+
+def test_the_store_gets_its_tiers_and_transfers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stack = planned_with(
+        tier_disk="chunks",
+        tier_disk_size="1GiB",
+        tier_rate="2GB",
+        tier_admission="second-use",
+        tier_mooncake="pool:50051",
+        tier_mooncake_memory="512MiB",
+        tier_mooncake_replicas=2,
+        transfer="mooncake",
+        transfer_interface="lo",
+        trusted_network=True,
+    )
+    store = parse_store(list(stack.store.arguments[2:]))
+    assert (store.tier_disk, store.tier_disk_size) == (tmp_path / "chunks", "1GiB")
+    assert (store.tier_rate, store.tier_admission) == ("2GB", "second-use")
+    assert (store.tier_mooncake, store.tier_mooncake_memory) == ("pool:50051", "512MiB")
+    assert store.tier_mooncake_replicas == 2
+    assert (store.transfer, store.transfer_interface) == ("mooncake", "lo")
+    assert store.trusted_network
+    assert (stack.tier_disk, stack.tier_mooncake) == ((tmp_path / "chunks", 1 << 30), "pool:50051")
+
+
+def test_the_secret_of_the_keys_lives_as_long_as_the_chunks(tmp_path: Path) -> None:
+    """A disk tier that is opened again finds nothing under the keys of another secret."""
+
+    def key_of(**options: Any) -> Path:
+        words = list(planned_with(**options).schedulers[0].arguments)
+        return Path(words[words.index("--server-key-file") + 1])
+
+    disk: dict[str, Any] = {"tier_disk": str(tmp_path / "chunks"), "tier_disk_size": "1GiB"}
+    assert key_of() == runtime_path(INSTANCE) / "key"
+    assert key_of(keep_arena=True) == arena_path(INSTANCE).parent / "key"
+    assert key_of(**disk) == tmp_path / "chunks/server.key"
+    assert key_of(**disk, keep_arena=True) == tmp_path / "chunks/server.key"
+    shared = tmp_path / "shared.key"
+    assert key_of(**disk, server_key_file=str(shared)) == shared
+
+
+@pytest.mark.parametrize("mooncake", [{"transfer": "mooncake"}, {"tier_mooncake": "pool:50051"}])
+def test_mooncake_beside_tokens_needs_a_trusted_network(
+    mooncake: dict[str, Any], tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens.toml"
+    add_token(tokens, Caller("a", Role.CLIENT))
+    given = {**mooncake, "tokens": str(tokens), "transfer_interface": "lo"}
+    with pytest.raises(InvalidArgument, match="neither encryption nor authentication"):
+        planned_with(**given)
+    assert planned_with(**given, trusted_network=True).has_tokens
