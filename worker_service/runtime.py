@@ -85,7 +85,7 @@ class Runtime:
         self.write_back: WriteBack | None = None
         self.fetcher: PrefixFetcher | None = None
         self._prefixes: PrefixLookup | None = None
-        # Bytes per second from other hosts' stores, by address.
+        # Bytes per second from tiers and other stores, by `ChunkSource.rate_key`.
         self._remote_rates: Mapping[str, float] = {}
         self._lookups: dict[SequenceKey, asyncio.Task[None]] = {}
         # Fetches under way, and results that are not reported yet.
@@ -158,14 +158,14 @@ class Runtime:
 
     @property
     def profile(self) -> Profile:
-        """The engine's costs, and the measured rates of other hosts' stores."""
+        """The engine's costs, and the measured rates of tiers and other stores."""
         return self._with_rates(self.engine.profile)
 
     def _with_rates(self, profile: Profile) -> Profile:
         return replace(profile, remote_bytes_per_second=dict(self._remote_rates))
 
     def _on_rates(self, rates: Mapping[str, float]) -> None:
-        """Report how fast other hosts' stores are; called by the fetcher."""
+        """Report how fast tiers and other stores are; called by the fetcher."""
         self._remote_rates = rates
         self.emit(StepOutput(profile=self.profile))
 
@@ -388,13 +388,13 @@ class Runtime:
         return matcher
 
     async def _fetch(self, admission: Admission, tokens: list[int]) -> None:
-        """Fetch the chunks that this worker's store lacks from the source store."""
+        """Fetch the chunks that the arena of this worker's store lacks from the source."""
         source, key = admission.source, admission.key
         if source is None or self.fetcher is None or self.store is None:
             return
-        if source.address == self.store.address:
+        if source.place.address == self.store.address:
             return
-        span = self._span_of(key).begin("fetch", source=source.address)
+        span = self._span_of(key).begin("fetch", source=str(source.place))
         # A task of its own: a cancelled request need not wait for it.
         work = self.fetcher.fetch(source, admission.salt, tokens)
         with span.current():

@@ -13,6 +13,7 @@ from splitpoint.selection import check_served, speculation_beside
 from splitpoint.shapes import ModelShape
 from splitpoint.speculation import PLAIN, Speculation
 from splitpoint.structured.grammar import grammar_from_proto
+from splitpoint.tiers import ChunkSource, Tier
 from splitpoint.transport.convert import (
     draft_method_to_proto,
     plan_from_proto,
@@ -20,6 +21,7 @@ from splitpoint.transport.convert import (
     selection_from_proto,
     selection_usage_to_proto,
     speculation_from_proto,
+    tier_from_proto,
     to_message,
 )
 from splitpoint.v1 import types_pb2, worker_pb2
@@ -153,16 +155,20 @@ def _check_method(plan: Plan, *, forces_split: bool) -> None:
 
 
 def _source_of(command: worker_pb2.AdmitCommand) -> FetchSource | None:
-    """Return the store to fetch from; None if there is none. Raises InvalidArgument."""
-    address = command.source_store_address
-    if not address:
+    """Return what to fetch from; None if nothing is. Raises InvalidArgument."""
+    address, tier = command.source_store_address, command.source_tier
+    if not address and not tier:
         return None
     if len(address) > ADDRESS_LIMIT:
         raise InvalidArgument(
             f"more than {ADDRESS_LIMIT} characters", field="admit.source_store_address"
         )
     _check_not_negative(command.source_cached_tokens, "source_cached_tokens")
-    return FetchSource(address, command.source_cached_tokens, command.plan.predicted_fetch_seconds)
+    try:
+        place = ChunkSource(address, tier_from_proto(tier) if tier else Tier.ARENA)
+    except ValueError as error:
+        raise InvalidArgument(str(error), field="admit.source_tier") from error
+    return FetchSource(place, command.source_cached_tokens, command.plan.predicted_fetch_seconds)
 
 
 def response_from(

@@ -25,7 +25,7 @@ class Profile:
     rebuild_overhead_seconds: float
     prefill_flops_per_second: float
     description: str = ""
-    # Measured rates of chunks from other hosts' stores, by the store's address.
+    # Measured rates of chunks from tiers and other stores, by `ChunkSource.rate_key`.
     remote_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     # Of one piece of a prefill, besides its FLOP.
     prefill_overhead_seconds: float = 0.0

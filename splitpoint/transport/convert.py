@@ -27,6 +27,7 @@ from splitpoint.selection import (
 )
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, WeightFormat
 from splitpoint.speculation import DraftMethod, Speculation
+from splitpoint.tiers import Tier
 from splitpoint.v1 import types_pb2 as pb
 
 _Member = TypeVar("_Member", bound=Enum)
@@ -84,6 +85,7 @@ _WEIGHT_FORMAT = _Enumeration(WeightFormat, pb.WeightFormat, "weight_format", We
 _NUMERICS = _Enumeration(Numerics, pb.Numerics, "numerics", Numerics.FAST)
 _DRAFT_METHOD = _Enumeration(DraftMethod, pb.DraftMethod, "method", DraftMethod.OFF)
 _SELECTION_METHOD = _Enumeration(SelectionMethod, pb.SelectionMethod, "selection.method")
+_TIER = _Enumeration(Tier, pb.Tier, "tier")
 # By the name of the enumeration on the wire.
 _ENUMERATIONS: dict[str, _Enumeration[Any, Any]] = {
     "DataType": _DATA_TYPE,
@@ -111,6 +113,7 @@ draft_method_to_proto = _DRAFT_METHOD.to_proto
 draft_method_from_proto = _DRAFT_METHOD.from_proto
 selection_method_to_proto = _SELECTION_METHOD.to_proto
 selection_method_from_proto = _SELECTION_METHOD.from_proto
+tier_to_proto, tier_from_proto = _TIER.to_proto, _TIER.from_proto
 
 
 def to_message(kind: type[_Message], value: object) -> _Message:

@@ -135,7 +135,7 @@ class RestoreEvent:
     """What a restore did; `RestoreReport` of worker.proto has the same fields.
 
     Attributes:
-        fetched_tokens: tokens fetched before from another host's store.
+        fetched_tokens: tokens fetched before, from a tier or another host's store.
         recomputed_tokens: tokens computed from their ids, from the front.
         predicted_restore_seconds: 0 if there was no prediction, or other requests used the
             lanes meanwhile.

@@ -9,9 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from splitpoint.keys import chunk_key
+from splitpoint.observe import tracing
 from splitpoint.shapes import ArenaLayout
+from splitpoint.tiers import ChunkSource
+from splitpoint.transport.convert import tier_to_proto
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
@@ -143,6 +147,22 @@ class StoreClient:
                 tenant_salt=salt,
                 token_ids=token_ids,
             ),
+        )
+
+    def load_chunks(
+        self, connection: Connection, salt: bytes, token_ids: Sequence[int], source: ChunkSource
+    ) -> Any:
+        """Have the store load chunks into its arena. Return the stream of LoadChunksResponse."""
+        return self._session.stub.LoadChunks(
+            pb.LoadChunksRequest(
+                session_id=connection.session_id,
+                request_id=self._request_id(),
+                tenant_salt=salt,
+                token_ids=token_ids,
+                tier=types_pb2.TIER_UNSPECIFIED if source.address else tier_to_proto(source.tier),
+                source_address=source.address,
+            ),
+            metadata=tracing.metadata(),
         )
 
     async def reserve(

@@ -1,4 +1,7 @@
-"""Fetches a prefix from another host's store into the worker's own store, before its match.
+"""Fetches a prefix into the worker's own store, before its match.
+
+It comes from a tier of the own store or, by its transfer engine, from another host's store: the own
+store loads it then. Or it comes from another store's gRPC stream, through this process.
 
 A failed fetch costs reuse, never a request: chunks that were sealed before it failed stay, and
 the rest is computed. Fetches run on the event loop. Copies run on a lane.
@@ -16,11 +19,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from splitpoint.arena.payload import Payload
-from splitpoint.errors import DataLoss, SplitpointError, Unavailable
+from splitpoint.costs.fetching import measured_rate
+from splitpoint.errors import DataLoss, FailedPrecondition, SplitpointError, Unavailable
 from splitpoint.keys import chunk_key
 from splitpoint.observe import tracing
 from splitpoint.observe.tracing import NO_SPAN
 from splitpoint.shapes import ArenaLayout
+from splitpoint.tiers import ChunkSource, Transfer
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 from worker_service.lanes.cpu import passed
@@ -29,6 +34,7 @@ from worker_service.store.arena_tensors import ArenaTensors
 from worker_service.store.chunk_streams import BATCH_BYTES, ReadTarget, read_chunks
 from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import Match, StoreClient, written_chunks
+from worker_service.store.loads import load_chunks
 from worker_service.store.remote_session import RemoteSession, remote_session
 from worker_service.store.session import Connection
 
@@ -39,15 +45,17 @@ MEASURABLE_BYTES = 1 << 20
 # Weight of a new rate in the moving average.
 NEW_RATE_SHARE = 0.3
 LONGEST_SECONDS = 30.0
+# A store from which the own store could not load is streamed from for so long.
+RETRY_TRANSFER_SECONDS = 30.0
 # Time for releases when the worker stops. The end of its session releases the rest.
 CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class FetchSource:
-    """A store that holds more of a prefix. `predicted_seconds` is 0 if unknown."""
+    """What holds more of a prefix. `predicted_seconds` is 0 if unknown."""
 
-    address: str
+    place: ChunkSource
     cached_tokens: int
     predicted_seconds: float = 0.0
 
@@ -60,17 +68,26 @@ class FetchSource:
 
 @dataclass(slots=True)
 class FetchResult:
-    """What a fetch has brought so far."""
+    """What a fetch has brought so far.
+
+    Attributes:
+        rate: measured bytes per second; 0: too little came to measure one.
+        transfer: how it came from another store.
+    """
 
     tokens: int = 0
     seconds: float = 0.0
     bytes: int = 0
-    streaming_seconds: float = 0.0
+    rate: float = 0.0
+    transfer: Transfer = Transfer.GRPC
 
 
 @dataclass(slots=True)
 class _Fetch:
-    """One fetch under way. `parent` is the key of the chunk before the next batch."""
+    """One stream under way. `parent` is the key of the chunk before the next batch.
+
+    `bytes` came in `seconds`, waits for slots and seals excluded.
+    """
 
     session: RemoteSession
     found: pb.MatchResponse
@@ -79,6 +96,8 @@ class _Fetch:
     lease_ids: list[int]
     result: FetchResult
     parent: bytes = b""
+    bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -93,7 +112,7 @@ class PrefixFetcher:
     """All fetches of one worker.
 
     Attributes:
-        rates: measured bytes per second by source address.
+        rates: measured bytes per second by source (`ChunkSource.rate_key`).
         totals: updated on the event loop.
     """
 
@@ -114,6 +133,8 @@ class PrefixFetcher:
         # Fetches of sequences with the same first chunk take turns: the second one finds the
         # chunks of the first one in the own store.
         self._turns: dict[bytes, tuple[asyncio.Lock, list[None]]] = {}
+        # Stores from which the own store could not load, until these times.
+        self._not_loaded_from: dict[str, float] = {}
 
     async def fetch(self, source: FetchSource, salt: bytes, tokens: Sequence[int]) -> FetchResult:
         """Fetch what the source has more of. Raises only CancelledError."""
@@ -123,17 +144,17 @@ class PrefixFetcher:
             async with asyncio.timeout(source.time_limit):
                 await self._fetch(source, salt, tokens, result)
         except TimeoutError:
-            log.warning("fetching from %s took too long", source.address)
+            log.warning("fetching from %s took too long", source.place)
         except SplitpointError as error:
-            log.warning("not fetched from %s: %s", source.address, error.message)
+            log.warning("not fetched from %s: %s", source.place, error.message)
         except Exception:
             # The request can run without its prefix.
-            log.exception("fetching from %s failed", source.address)
+            log.exception("fetching from %s failed", source.place)
         finally:
             result.seconds = time.monotonic() - began
             self.totals.tokens += result.tokens
             self.totals.seconds += result.seconds
-        self._measure(source.address, result)
+        self._measure(source.place, result)
         return result
 
     async def quiesce(self) -> None:
@@ -153,31 +174,78 @@ class PrefixFetcher:
         chunk_tokens = self._layout.chunk_tokens
         first = chunk_key(self._layout.layout_hash, salt, b"", tokens[:chunk_tokens])
         async with self._turn(first):
-            own = await self._cleanups.obtain(
-                self._store.match(salt, tokens),
-                lambda match: self._store.release(match.connection, lease_ids=[match.lease_id]),
-            )
-            lease_ids = [own.lease_id]
-            try:
-                if own.cached_tokens >= min(source.cached_tokens, len(tokens) - 1):
-                    return
-                name = self._store.client_name
-                async with remote_session(
-                    source.address, name, self._layout.layout_hash, self._store.identity
-                ) as session:
-                    found = await session.match(salt, tokens)
-                    if found.cached_tokens > own.cached_tokens:
-                        fetch = _Fetch(session, found, own.connection, salt, lease_ids, result)
-                        await self._fetch_chunks(fetch, own, tokens)
-            finally:
-                await self._cleanups.finish(
-                    self._store.release(own.connection, lease_ids=lease_ids)
-                )
+            if not source.place.address:
+                await self._load(source, salt, tokens, result)
+            elif not await self._loaded_from_store(source, salt, tokens, result):
+                await self._stream(source, salt, tokens, result)
+
+    async def _loaded_from_store(
+        self, source: FetchSource, salt: bytes, tokens: Sequence[int], result: FetchResult
+    ) -> bool:
+        """Have the own store load from another one. Return False if it cannot for now."""
+        address, connection = source.place.address, self._store.connection
+        if connection is None or not connection.loads_from_stores:
+            return False
+        if time.monotonic() < self._not_loaded_from.get(address, 0.0):
+            return False
+        result.transfer = Transfer.MOONCAKE
+        try:
+            await self._load(source, salt, tokens, result)
+        except (FailedPrecondition, Unavailable) as error:
+            log.warning("the own store did not load from %s: %s", address, error.message)
+            self._not_loaded_from[address] = time.monotonic() + RETRY_TRANSFER_SECONDS
+            if self.rates.pop(source.place.rate_key(Transfer.MOONCAKE), None) is not None:
+                self._rate_changed(self.rates)
+            result.transfer, result.rate = Transfer.GRPC, 0.0
+            return False
+        return True
+
+    async def _load(
+        self, source: FetchSource, salt: bytes, tokens: Sequence[int], result: FetchResult
+    ) -> None:
+        """Have the own store load full chunks."""
+        size = self._layout.chunk_tokens
+        wanted = min(source.cached_tokens, len(tokens)) // size * size
+        if not wanted:
+            return
+        began = time.monotonic()
+
+        def loaded(response: pb.LoadChunksResponse) -> None:
+            result.bytes = response.loaded_bytes
+            result.tokens = response.loaded_bytes // self._layout.chunk_bytes * size
+            seconds = time.monotonic() - began
+            result.rate = measured_rate(result.bytes, seconds, response.transfer_seconds)
+
+        await load_chunks(self._store, self._cleanups, source.place, salt, tokens[:wanted], loaded)
+
+    async def _stream(
+        self, source: FetchSource, salt: bytes, tokens: Sequence[int], result: FetchResult
+    ) -> None:
+        """Copy what another store's gRPC stream brings into slots of the own store."""
+        own = await self._cleanups.obtain(
+            self._store.match(salt, tokens),
+            lambda match: self._store.release(match.connection, lease_ids=[match.lease_id]),
+        )
+        lease_ids = [own.lease_id]
+        try:
+            if own.cached_tokens >= min(source.cached_tokens, len(tokens) - 1):
+                return
+            name = self._store.client_name
+            async with remote_session(
+                source.place.address, name, self._layout.layout_hash, self._store.identity
+            ) as session:
+                found = await session.match(salt, tokens)
+                if found.cached_tokens > own.cached_tokens:
+                    fetch = _Fetch(session, found, own.connection, salt, lease_ids, result)
+                    await self._fetch_chunks(fetch, own, tokens)
+        finally:
+            await self._cleanups.finish(self._store.release(own.connection, lease_ids=lease_ids))
 
     async def _fetch_chunks(self, fetch: _Fetch, own: Match, tokens: Sequence[int]) -> None:
         """Fetch the chunks after the own full ones, batch by batch."""
         size = self._layout.chunk_tokens
         found = fetch.found
+        before = fetch.result.tokens
         start = own.cached_tokens // size
         fetch.parent = own.chunks[start - 1].key if start else b""
         batch = max(1, BATCH_BYTES // self._layout.chunk_bytes)
@@ -192,7 +260,7 @@ class PrefixFetcher:
             ]
             with next(spans).current():
                 await self._fetch_batch(fetch, found.chunks[start:end], pieces)
-            fetch.result.tokens = last - own.cached_tokens
+            fetch.result.tokens = before + last - own.cached_tokens
             start = end
 
     async def _fetch_batch(
@@ -239,8 +307,11 @@ class PrefixFetcher:
         payload = Payload(connection.tensors.arena)
         target = ReadTarget(payload, slots, self._lane, lambda: self._check_session(connection))
         await read_chunks(session.stub, session.session_id, handles, target)
-        fetch.result.streaming_seconds += time.monotonic() - began
-        fetch.result.bytes += len(slots) * payload.size_bytes
+        size = len(slots) * payload.size_bytes
+        fetch.seconds += time.monotonic() - began
+        fetch.bytes += size
+        fetch.result.bytes += size
+        fetch.result.rate = fetch.bytes / fetch.seconds
         checksums = [handle.checksum for handle in handles]
         if len(pieces[-1]) < handles[-1].token_count:
             # Keep only the beginning: the rest belongs to another sequence.
@@ -271,12 +342,12 @@ class PrefixFetcher:
             if not users:
                 del self._turns[key]
 
-    def _measure(self, address: str, result: FetchResult) -> None:
-        if result.bytes < MEASURABLE_BYTES or result.streaming_seconds <= 0:
+    def _measure(self, place: ChunkSource, result: FetchResult) -> None:
+        if result.bytes < MEASURABLE_BYTES or result.rate <= 0:
             return
-        rate = result.bytes / result.streaming_seconds
-        before = self.rates.get(address, rate)
-        self.rates[address] = before + NEW_RATE_SHARE * (rate - before)
+        key = place.rate_key(result.transfer)
+        before = self.rates.get(key, result.rate)
+        self.rates[key] = before + NEW_RATE_SHARE * (result.rate - before)
         self._rate_changed(self.rates)
 
 

@@ -58,12 +58,17 @@ GOODBYE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One session and the arena mapped for it. Chunk handles are valid within it only."""
+    """One session and the arena mapped for it. Chunk handles are valid within it only.
+
+    Attributes:
+        loads_from_stores: the store itself can load chunks from other stores.
+    """
 
     session_id: bytes
     epoch: int
     lease_seconds: float
     tensors: ArenaTensors
+    loads_from_stores: bool = False
 
 
 class ArenaAccess(Protocol):
@@ -214,6 +219,7 @@ class StoreSession:
             epoch=answer.epoch,
             lease_seconds=answer.lease_duration.ToTimedelta().total_seconds(),
             tensors=self._arena.tensors(answer),
+            loads_from_stores=answer.loads_from_stores,
         )
 
     async def _keep(self) -> None:
