@@ -15,6 +15,7 @@ from splitpoint.transport.statuses import NO_ANSWER
 from splitpoint.v1 import kvstore_pb2
 from splitpoint.words import counted
 from splitpoint_cli.output import duration_text, plain_reason
+from splitpoint_cli.request import tiers
 from splitpoint_cli.request.observed import Status, Store
 from splitpoint_cli.stack.given_up import GivenUpWorker
 
@@ -292,6 +293,8 @@ def _store(store: Store, attached: Sequence[str]) -> Iterator[Finding]:
         yield from _room(store.address, store.stats)
         yield from _former_arena(store.address, store.stats)
         yield from _damage(store.address, store.stats)
+        for what, why, do in tiers.problems(store.address, store.stats):
+            yield Finding(Severity.WARNING, what, why, do)
 
 
 def _room(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Finding]:

@@ -25,6 +25,7 @@ from splitpoint_cli.output import out, plain_reason
 from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 from splitpoint_cli.request.findings import Finding, Severity, findings_of
 from splitpoint_cli.request.observed import Status, Store, read_status
+from splitpoint_cli.request.tiers import tier_lines, tiers_json
 
 _POLL_SECONDS = 0.2
 # Waiting requests that are listed in text.
@@ -170,6 +171,7 @@ def _store_json(store: Store) -> dict[str, object]:
         **{name: getattr(store.stats, name) for name in _STORE_FIELDS},
         "evicted_by_use_count": list(store.stats.evicted_by_use_count),
         "integrity_violations": list(store.stats.integrity_violations),
+        **tiers_json(store.stats),
     }
 
 
@@ -202,6 +204,8 @@ def _print_tables(found: Status, wide: bool) -> None:
         _print_text(_store_line(store))
         if store.stats is not None:
             _print_text(memory_line(store.stats))
+            for line in tier_lines(store.stats):
+                _print_text(line)
     for line in tenant_lines(found.scheduler.tenants):
         _print_text(line)
     waiting = counted(len(found.queue.requests), "request waits", "requests wait")

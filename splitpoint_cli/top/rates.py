@@ -183,6 +183,14 @@ class StoreRates:
     sealed_per_second: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class TierRates:
+    """Bytes per second over the interval, as above."""
+
+    read: float | None = None
+    written: float | None = None
+
+
 def scheduler_rates(window: Window[SchedulerStatus]) -> SchedulerRates:
     before, after = window.before, window.after
     if before is None:
@@ -270,6 +278,20 @@ def store_rates(window: Window[StoreTelling]) -> StoreRates:
     )
 
 
+def tier_rates(window: Window[StoreTelling], tier: int) -> TierRates:
+    """Return the rates of one tier of a store, by its number in the protocol."""
+    if window.before is None:
+        return TierRates()
+    before = next((each for each in window.before.stats.tiers if each.tier == tier), None)
+    after = next((each for each in window.after.stats.tiers if each.tier == tier), None)
+    if before is None or after is None:
+        return TierRates()
+    return TierRates(
+        read=_rate(after.read_bytes - before.read_bytes, window.seconds),
+        written=_rate(after.written_bytes - before.written_bytes, window.seconds),
+    )
+
+
 def link_limit(worker: Worker) -> tuple[float | None, str]:
     """Return the limit of a link's rate and its kind; None if it is not known."""
     if worker.emulated_link_bytes_per_second is not None:
@@ -289,6 +311,11 @@ def rates_of(readings: Readings, worker: str) -> WorkerRates:
 def rates_of_store(readings: Readings, store: Store) -> StoreRates:
     window = readings.stores.get(store.address)
     return StoreRates(None, None, None) if window is None else store_rates(window)
+
+
+def rates_of_tier(readings: Readings, store: Store, tier: int) -> TierRates:
+    window = readings.stores.get(store.address)
+    return TierRates() if window is None else tier_rates(window, tier)
 
 
 def _rate(amount: float, seconds: float) -> float | None:

@@ -10,10 +10,12 @@ from rich.text import Text
 from splitpoint.client.answers import Queue, Worker
 from splitpoint.client.telemetry import Telemetry
 from splitpoint.config import format_rate, format_size
+from splitpoint.v1.kvstore_pb2 import TierStats
 from splitpoint_cli.output import duration_text, plain_reason, seconds_text
 from splitpoint_cli.request.findings import findings_of
 from splitpoint_cli.request.observed import Status, Store
 from splitpoint_cli.request.status import COLOURS
+from splitpoint_cli.request.tiers import tier_title
 from splitpoint_cli.top.bars import (
     FANCY,
     NOTHING,
@@ -28,9 +30,11 @@ from splitpoint_cli.top.bars import (
 )
 from splitpoint_cli.top.rates import (
     Readings,
+    TierRates,
     link_limit,
     rates_of,
     rates_of_store,
+    rates_of_tier,
     scheduler_rates,
 )
 
@@ -294,7 +298,31 @@ def _store(readings: Readings, store: Store, width: int, glyphs: Glyphs) -> list
         cell("refused", f"{stats.refused_reservation_count:,}", 12),
     ]
     lines = [slots, *flow(legend, width - 2), *flow(cells, width - 2)]
+    for tier in stats.tiers:
+        lines += flow(_tier(tier, rates_of_tier(readings, store, tier.tier), glyphs), width - 2)
     return [*_wrapped_text(head, width), *(Text("  ").append_text(line) for line in lines)]
+
+
+def _tier(tier: TierStats, rates: TierRates, glyphs: Glyphs) -> list[Text]:
+    """Return the cells of one tier behind the arena."""
+    title = tier_title(tier)
+    if tier.capacity_bytes:
+        words = f"{format_size(tier.used_bytes)} of {format_size(tier.capacity_bytes)}"
+        cells = [
+            cell(title, _of_bar(tier.used_bytes, tier.capacity_bytes, words, "cyan", glyphs), 40)
+        ]
+    else:
+        state = Text("up", style="green") if tier.is_up else Text("away", style="bold red")
+        cells = [cell(title, state, 20)]
+    if tier.capacity_bytes and not tier.is_up:
+        cells.append(cell("state", Text("away", style="bold red"), 10))
+    cells += [
+        cell("loaded", _rate_text(rates.read), 18),
+        cell("written", _rate_text(rates.written), 19),
+        cell("chunks", f"{tier.chunk_count:,}", 14),
+        cell("dropped", f"{tier.dropped_chunk_count:,}", 12),
+    ]
+    return cells
 
 
 def _short(address: str) -> str:

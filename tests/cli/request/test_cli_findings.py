@@ -356,6 +356,14 @@ def test_a_damaged_file_of_given_up_workers_says_nothing(tmp_path: Path, content
     assert read_given_up([address]) == {}
 
 
+def test_a_tier_that_is_away_is_a_warning() -> None:
+    tier = kvstore_pb2.TierStats(tier=types_pb2.TIER_DISK, location="/t", message="it is read-only")
+    finding = the_only(status(store=stats(tiers=[tier])))
+    assert finding.severity is Severity.WARNING
+    assert finding.what == "the disk tier of store unix:/kv is away"
+    assert finding.why == "it is read-only"
+
+
 def test_the_stores_line_says_why_its_chunks_have_their_size() -> None:
     assert "chunks of" not in memory_line(stats())
     message = stats(page_reason="auto: a page costs 4.0 rows")

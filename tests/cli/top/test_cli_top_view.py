@@ -14,10 +14,11 @@ from splitpoint.client.answers import Queue, QueuedRequest, WorkerSpeculation
 from splitpoint.client.telemetry import RedisStatus
 from splitpoint.speculation import PLAIN as NO_DRAFTS
 from splitpoint.speculation import DraftMethod
+from splitpoint.v1.types_pb2 import TIER_DISK, TIER_MOONCAKE
 from splitpoint_cli.output import duration_text
 from splitpoint_cli.request.observed import Store
 from splitpoint_cli.top.bars import FANCY, PLAIN, amount, bar, cell, flow, stacked_bar
-from splitpoint_cli.top.rates import Readings, first, following
+from splitpoint_cli.top.rates import Reading, Readings, first, following
 from splitpoint_cli.top.view import Frame
 
 
@@ -116,6 +117,43 @@ def test_everything_is_there_whole_at_every_width(readings: Readings, width: int
     assert max(map(len, text.splitlines())) <= width
     assert ("…" in text) == (width < 160)  # reasons of the queue, nothing else
     assert all("request-" in line for line in text.splitlines() if "…" in line)
+
+
+def test_tiers_behind_the_arena(readings: Readings) -> None:
+    def seen(seconds: float, scale: int, *, is_up: bool) -> Reading:
+        told = stats(scale)
+        told.tiers.add(
+            tier=TIER_DISK,
+            is_up=is_up,
+            capacity_bytes=4 << 20,
+            used_bytes=1 << 20,
+            chunk_count=12,
+            read_bytes=100_000_000 * scale,
+            written_bytes=10_000_000 * scale,
+            dropped_chunk_count=3,
+        )
+        told.tiers.add(tier=TIER_MOONCAKE, is_up=is_up)
+        return reading(seconds, store=told)
+
+    both = following(first(seen(10.0, 1, is_up=True)), seen(12.0, 2, is_up=True))
+    for width in (72, 100, 200):
+        text = shown(Frame("a:1", both), width)
+        for part in (
+            "disk tier ███░░░░░░░░░ 1 MiB of 4 MiB",
+            "loaded 50 MB/s",
+            "written 5 MB/s",
+            "chunks 12",
+            "dropped 3",
+            "Mooncake pool up",
+        ):
+            assert part in text, text
+        assert max(map(len, text.splitlines())) <= width
+    away = shown(Frame("a:1", following(both, seen(14.0, 3, is_up=False))), 200)
+    assert "Mooncake pool away" in away
+    assert "state away" in away
+    # The first reading has no rates; a store without tiers no line.
+    assert "loaded -" in shown(Frame("a:1", first(seen(10.0, 1, is_up=True))), 200)
+    assert "tier" not in shown(Frame("a:1", readings), 200)
 
 
 def test_wider_is_shorter(readings: Readings) -> None:
