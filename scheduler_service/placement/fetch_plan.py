@@ -1,56 +1,66 @@
-"""Decides whether to fetch a prefix from another host's store. Pure arithmetic.
+"""Decides whether to fetch a prefix into the worker's own arena, from where, and how much of it.
 
-The worker first copies the missing chunks into its own store, then restores the longer
-prefix from there. That pays if copying F tokens and restoring them takes less time than
+Sources are the tiers of the worker's own store and the arenas of other hosts' stores. The missing
+chunks are copied first; then the longer prefix is restored from the arena, in the way that the
+planner chooses for it. That pays if copying F tokens and restoring them takes less time than
 computing them in the prefill:
 
     round trip + chunks * chunk bytes / rate + restore(K + F) - restore(K)
         < prefill(T | K) - prefill(T - F | K + F)
 
-Only full chunks are fetched: keys of partial last chunks are known to their own store alone.
+A later token costs more to compute than an earlier one and as much to copy, so mostly all of a
+source pays or nothing. Parts pay where the prefill comes in few long pieces, or where the restore
+of a longer prefix is limited by another rate; some are compared.
+
+Only full chunks are fetched: keys of partial last chunks are known to their own store alone. Pure
+arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from scheduler_service.prefixes.lookup import FetchSource
+from splitpoint.costs.fetching import rate_of
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Plan
+from splitpoint.tiers import Transfer
 from splitpoint.words import counted
 
-# Until a worker has measured the rate: 10 Gbit/s Ethernet, without its overhead.
-ASSUMED_BYTES_PER_SECOND = 1e9
-# Asking for the prefix there, opening the stream, sealing here.
-ROUND_TRIP_SECONDS = 5e-3
-
-
-def remote_rate(profile: Profile, address: str) -> float:
-    """Return the bytes per second from another host's store; assumed until it was measured."""
-    return profile.remote_bytes_per_second.get(address, ASSUMED_BYTES_PER_SECOND)
-
-
-def copy_seconds(size: int, rate: float) -> float:
-    """Return the seconds of copying so many bytes from another host's store."""
-    return ROUND_TRIP_SECONDS + size / rate
+# Parts of what the best source holds, besides all of it.
+_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedAttempt:
-    """The plan, and the store to fetch from before it. None: fetch nothing."""
+    """The plan, and the source to fetch from before it. None: fetch nothing."""
 
     plan: Plan
     source: FetchSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkSizes:
+    """Tokens and payload bytes of one chunk over all planes, and most tokens of a prefill's piece.
+
+    `piece_tokens`: 0 for no bound.
+    """
+
+    tokens: int
+    bytes: int
+    piece_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class _Option:
-    """A fetch from one source, compared with the plan without it."""
+    """A fetch of all that a source holds, or a part of it, compared with the plan without it."""
 
     attempt: PlannedAttempt
+    source: FetchSource
     # Time to the first token that it saves; negative: it costs.
     saved_seconds: float
+    verb: str
     words: str
 
 
@@ -59,31 +69,50 @@ def best_fetch(
     replan: Callable[[int], Plan],
     profile: Profile,
     sources: Iterable[FetchSource],
-    *,
-    chunk_tokens: int,
-    chunk_bytes: int,
+    sizes: ChunkSizes,
 ) -> PlannedAttempt:
     """Return the best fetch, or the plan without one; its reason says why.
 
     Args:
-        plan: for what the worker's own store holds.
+        plan: for what the arena of the worker's own store holds.
         replan: returns the plan for another number of cached tokens.
         profile: the worker's; `remote_bytes_per_second` has the rates.
-        sources: other stores of the same layout.
-        chunk_bytes: payload of one chunk over all planes.
+        sources: tiers of the own store, and other stores of the same layout.
     """
-    by_size = sorted(sources, key=lambda source: (-source.cached_tokens, source.address))
+    by_size = sorted(sources, key=lambda each: (-each.cached_tokens, each.address))
     options = [
-        option
-        for source in by_size
-        if (option := _option(plan, replan, profile, source, chunk_tokens, chunk_bytes))
+        option for source in by_size if (option := _option(plan, replan, profile, source, sizes))
     ]
     if not options:
         return PlannedAttempt(plan)
-    best = max(options, key=lambda option: option.saved_seconds)
+    whole = max(options, key=_saved)
+    parts = (
+        _option(plan, replan, profile, part, sizes) for part in _parts(plan, whole.source, sizes)
+    )
+    best = max((whole, *(part for part in parts if part)), key=_saved)
     if best.saved_seconds > 0:
         return best.attempt
-    return PlannedAttempt(replace(plan, reason=f"{plan.reason}; not fetched: {best.words}"))
+    reason = f"{plan.reason}; not {whole.verb}ed: {whole.words}"
+    return PlannedAttempt(replace(plan, reason=reason))
+
+
+def _saved(option: _Option) -> float:
+    return option.saved_seconds
+
+
+def _parts(plan: Plan, whole: FetchSource, sizes: ChunkSizes) -> Iterator[FetchSource]:
+    """Yield beginnings of what a source holds beyond the arena."""
+    own, size = plan.cached_tokens // sizes.tokens, sizes.tokens
+    total = plan.cached_tokens + plan.new_tokens
+    most = min(whole.cached_tokens, total) // size
+    chunks = {own + (most - own) * part // _PARTS for part in range(1, _PARTS)}
+    if sizes.piece_tokens:
+        # So many that the rest is a whole number of pieces: the last piece is as long as others.
+        pieces = -(-(total - most * size) // sizes.piece_tokens)
+        chunks.add(-(-(total - pieces * sizes.piece_tokens) // size))
+    for count in sorted(chunks, reverse=True):
+        if own < count < most:
+            yield replace(whole, cached_tokens=count * size)
 
 
 def _option(
@@ -91,29 +120,29 @@ def _option(
     replan: Callable[[int], Plan],
     profile: Profile,
     source: FetchSource,
-    chunk_tokens: int,
-    chunk_bytes: int,
+    sizes: ChunkSizes,
 ) -> _Option | None:
-    """Return a fetch from this source; None if it holds no full chunk more."""
-    own_chunks = plan.cached_tokens // chunk_tokens
+    """Return a fetch of all that a source holds; None if it holds no full chunk more."""
+    own_chunks = plan.cached_tokens // sizes.tokens
     total = plan.cached_tokens + plan.new_tokens
-    chunks = min(source.cached_tokens, total) // chunk_tokens
+    chunks = min(source.cached_tokens, total) // sizes.tokens
     # The last token is always computed: its logits are needed.
-    cached = min(chunks * chunk_tokens, total - 1)
-    fetched = cached - own_chunks * chunk_tokens
+    cached = min(chunks * sizes.tokens, total - 1)
+    fetched = cached - own_chunks * sizes.tokens
     if fetched <= 0 or cached <= plan.cached_tokens:
         return None
-    rate = remote_rate(profile, source.address)
-    is_measured = source.address in profile.remote_bytes_per_second
-    seconds = copy_seconds((chunks - own_chunks) * chunk_bytes, rate)
+    rate = rate_of(profile, source.place)
+    seconds = rate.seconds((chunks - own_chunks) * sizes.bytes)
     longer = replan(cached)
     ttft = longer.predicted_ttft_seconds + seconds
     saved = plan.predicted_ttft_seconds - ttft
     takes = seconds + longer.predicted_restore_seconds - plan.predicted_restore_seconds
+    verb = "fetch" if source.address else "load"
     words = (
-        f"fetching {counted(fetched, 'token')} from {source.address} at {rate / 1e9:.3g} GB/s"
-        f"{'' if is_measured else ' (assumed)'}: {_seconds(max(takes, 0.0))}, "
-        f"recomputing them: {_seconds(takes + saved)}"
+        f"{verb}ing {counted(fetched, 'token')} from {source.place}"
+        f"{' by Mooncake' if source.address and rate.transfer is Transfer.MOONCAKE else ''} "
+        f"at {rate.bytes_per_second / 1e9:.3g} GB/s{'' if rate.is_measured else ' (assumed)'}: "
+        f"{_seconds(max(takes, 0.0))}, recomputing them: {_seconds(takes + saved)}"
     )
     with_fetch = replace(
         longer,
@@ -121,9 +150,10 @@ def _option(
         predicted_ttft_seconds=ttft,
         fetched_tokens=fetched,
         predicted_fetch_seconds=seconds,
+        fetch_source=source.address or source.tier.value,
     )
-    attempt = PlannedAttempt(with_fetch, FetchSource(source.address, chunks * chunk_tokens))
-    return _Option(attempt, saved, words)
+    part = replace(source, cached_tokens=chunks * sizes.tokens)
+    return _Option(PlannedAttempt(with_fetch, part), source, saved, verb, words)
 
 
 def _seconds(value: float) -> str:

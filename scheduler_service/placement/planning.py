@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from scheduler_service.placement.fetch_plan import PlannedAttempt, best_fetch
+from scheduler_service.placement.fetch_plan import ChunkSizes, PlannedAttempt, best_fetch
 from scheduler_service.placement.footprint import Grant, NeverFits, footprint_of, grant_of
 from scheduler_service.prefixes.lookup import FetchSource
 from scheduler_service.worker_facts import WorkerFacts
@@ -46,8 +46,9 @@ def plan_attempt(
 
     Args:
         token_count: tokens known now: the prompt, and those already delivered.
-        cached_tokens: how many of them the worker's store holds, as far as is known.
-        sources: other stores that hold the sequence's beginning, as far as is known.
+        cached_tokens: how many of them the arena of the worker's store holds, as far as is known.
+        sources: tiers of that store, and other stores, that hold the sequence's beginning, as far
+            as is known.
 
     Raises InvalidArgument for a forced split or method that is not possible.
     """
@@ -76,8 +77,7 @@ def plan_attempt(
         plan,
         worker.profile,
         sources,
-        chunk_tokens=worker.chunk_tokens,
-        chunk_bytes=worker.slot_bytes,
+        ChunkSizes(worker.chunk_tokens, worker.slot_bytes, worker.max_batched_tokens),
     )
 
 

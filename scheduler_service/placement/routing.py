@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from scheduler_service.api.request import Request
 from scheduler_service.api.selection import followed_by
 from scheduler_service.placement.charging import cached_tokens, device_tokens
-from scheduler_service.placement.fetch_plan import copy_seconds, remote_rate
 from scheduler_service.placement.footprint import Fits
 from scheduler_service.placement.ledger import Ledger
 from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.costs.fetching import rate_of
 from splitpoint.costs.first_token import IDLE, Backlog
 from splitpoint.transport.convert import draft_method_from_proto
 from splitpoint.v1 import types_pb2
@@ -106,7 +106,7 @@ def first_token_seconds(
 ) -> float:
     """Return the predicted seconds to the first token of a request of these numbers.
 
-    Arguments as of `Way.of`; what stores of other hosts hold is not counted.
+    Arguments as of `Way.of`; what tiers and stores of other hosts hold is not counted.
     """
     cached = cached_tokens(known, stored, device)
     return ledger.first_token.seconds(
@@ -126,7 +126,7 @@ def _seconds_there(request: Request, ledger: Ledger, device: int, backlog: Backl
             continue
         chunks = longer // worker.chunk_tokens - cached // worker.chunk_tokens
         size = chunks * worker.slot_bytes
-        fetch_seconds = copy_seconds(size, remote_rate(worker.profile, source.address))
+        fetch_seconds = rate_of(worker.profile, source.place).seconds(size)
         if fetch_seconds >= best:
             continue
         with_fetch = ledger.first_token.seconds(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from splitpoint.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,22 @@ class PrefixQuery:
     keys: Mapping[bytes, Sequence[bytes]]
 
 
+@dataclass(frozen=True, slots=True)
+class StoreTokens:
+    """Leading tokens of a sequence that one store holds.
+
+    Attributes:
+        arena: in its arena; the last chunk may match in part.
+        tiers: in its arena or in this tier behind it, in full chunks.
+    """
+
+    arena: int = 0
+    tiers: Mapping[Tier, int] = field(default_factory=dict)
+
+
 class PrefixCatalog(Protocol):
-    async def cached_tokens(self, query: PrefixQuery) -> dict[str, int]:
-        """Return cached leading tokens by store address; a missing store has none.
+    async def cached_tokens(self, query: PrefixQuery) -> dict[str, StoreTokens]:
+        """Return what each store holds, by its address; a missing store holds nothing.
 
         A store or a Redis that does not answer gives an empty result, not an error.
         """
@@ -51,9 +66,9 @@ class JoinedCatalogs:
     def __init__(self, catalogs: Collection[PrefixCatalog]) -> None:
         self._catalogs = tuple(catalogs)
 
-    async def cached_tokens(self, query: PrefixQuery) -> dict[str, int]:
+    async def cached_tokens(self, query: PrefixQuery) -> dict[str, StoreTokens]:
         answers = await asyncio.gather(*(c.cached_tokens(query) for c in self._catalogs))
-        joined: dict[str, int] = {}
+        joined: dict[str, StoreTokens] = {}
         for answer in reversed(answers):
             joined |= answer
         return joined

@@ -7,35 +7,48 @@ advertises. Its instance id tells that they are one store.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from scheduler_service.prefixes.catalog import LayoutName, PrefixCatalog, PrefixQuery
+from scheduler_service.prefixes.catalog import (
+    LayoutName,
+    PrefixCatalog,
+    PrefixQuery,
+    StoreTokens,
+)
 from scheduler_service.prefixes.marks import ChunkMarks, hash_chunks
 from scheduler_service.worker_facts import KeySpace, WorkerFacts
 from splitpoint.config import is_local_address
 from splitpoint.discovery.entries import StoreEntry
 from splitpoint.keys import numerics_salt
+from splitpoint.tiers import ChunkSource, Tier
 
-# Sources that a plan compares: those that hold most tokens.
+# Other stores that a plan compares: those that hold most tokens.
 _MOST_SOURCES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class FetchSource:
-    """Another store, and the leading tokens of the sequence that it probably holds."""
+    """Another store, or a tier of the worker's own (no address), and the leading tokens of the
+    sequence that are probably there: in a tier or in the arena before it.
+    """
 
     address: str
     cached_tokens: int
+    tier: Tier = Tier.ARENA
+
+    @property
+    def place(self) -> ChunkSource:
+        return ChunkSource(self.address, self.tier)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
     """Where the leading tokens of one sequence are cached, by worker id."""
 
-    # Tokens in the worker's own store.
+    # Tokens in the arena of the worker's own store.
     own: Mapping[str, int] = field(default_factory=dict)
-    # Stores from which the worker could fetch tokens.
+    # Tiers of that store, and other stores, from which the worker could fetch tokens.
     sources: Mapping[str, tuple[FetchSource, ...]] = field(default_factory=dict)
     # Marks of the full chunks.
     marks: Mapping[KeySpace, ChunkMarks] = field(default_factory=dict)
@@ -99,7 +112,7 @@ async def _find_alike(
 
 
 def by_worker(
-    counts: Mapping[str, int],
+    found: Mapping[str, StoreTokens],
     workers: Sequence[WorkerFacts],
     advertised: Sequence[StoreEntry],
     known: Sequence[WorkerFacts],
@@ -109,27 +122,51 @@ def by_worker(
     Stores are those that the `known` workers named, `workers` among them, and the advertised ones.
 
     Three kinds of stores are no source: the worker's own store under any of its
-    addresses, a store of another layout, and a local address of another host.
+    addresses, a store of another layout, and a local address of another host. Of tiers, those of
+    the own store are; what its pool holds another store of the pool may say.
     """
     instances = {w.kvstore_address: w.store_instance_id for w in known}
     instances |= {store.address: store.instance_id for store in advertised}
     layouts = {w.kvstore_address: w.layout_hash for w in known}
     layouts |= {store.address: store.layout_hash for store in advertised}
+    pooled = {store.address for store in advertised if Tier.MOONCAKE.value in store.tiers}
     own: dict[str, int] = {}
     sources: dict[str, tuple[FetchSource, ...]] = {}
     for worker in workers:
         own_addresses = {worker.kvstore_address}
         if worker.store_instance_id:
             own_addresses |= {a for a, i in instances.items() if i == worker.store_instance_id}
-        own[worker.worker_id] = max(counts.get(address, 0) for address in own_addresses)
+        here = [found[address] for address in own_addresses if address in found]
+        own[worker.worker_id] = max((store.arena for store in here), default=0)
+        alike = {a: t for a, t in found.items() if layouts.get(a) == worker.layout_hash}
+        pool = alike.values() if own_addresses & pooled else ()
         others = [
-            FetchSource(address, tokens)
-            for address, tokens in counts.items()
-            if tokens > 0
+            FetchSource(address, tokens.arena)
+            for address, tokens in alike.items()
+            if tokens.arena > 0
             and address not in own_addresses
-            and layouts.get(address) == worker.layout_hash
             and (is_local_address(worker.address) or not is_local_address(address))
         ]
         others.sort(key=lambda source: (-source.cached_tokens, source.address))
-        sources[worker.worker_id] = tuple(others[:_MOST_SOURCES])
+        tiers = _tiers(here, pool, own[worker.worker_id])
+        sources[worker.worker_id] = (*tiers, *others[:_MOST_SOURCES])
     return CachedPrefix(own, sources)
+
+
+def _tiers(
+    here: Iterable[StoreTokens], pool: Iterable[StoreTokens], arena_tokens: int
+) -> list[FetchSource]:
+    """Return the tiers of a store that hold more than its arena, fastest kind first.
+
+    Args:
+        here: what is known of the store; it may be known under several addresses.
+        pool: what is known of stores that share its pool.
+    """
+    held: dict[Tier, int] = {}
+    for store in here:
+        for tier, tokens in store.tiers.items():
+            held[tier] = max(tokens, held.get(tier, 0))
+    for store in pool:
+        tokens = store.tiers.get(Tier.MOONCAKE, 0)
+        held[Tier.MOONCAKE] = max(tokens, held.get(Tier.MOONCAKE, 0))
+    return [FetchSource("", held[tier], tier) for tier in Tier if held.get(tier, 0) > arena_tokens]

@@ -10,13 +10,18 @@ import logging
 
 import grpc
 
-from scheduler_service.prefixes.catalog import PrefixQuery
+from scheduler_service.prefixes.catalog import PrefixQuery, StoreTokens
 from splitpoint.observe import tracing
+from splitpoint.tiers import Tier
 from splitpoint.transport import channels, statuses
+from splitpoint.transport.convert import tier_to_proto
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 _log = logging.getLogger(__name__)
+
+# Those behind an arena, by their numbers on the wire; a newer store may have others.
+_TIERS = {int(tier_to_proto(tier)): tier for tier in Tier if tier is not Tier.ARENA}
 
 
 class StoreCatalog:
@@ -29,13 +34,15 @@ class StoreCatalog:
         # Stores whose silence was logged, until they answer again.
         self._silent: set[str] = set()
 
-    async def cached_tokens(self, query: PrefixQuery) -> dict[str, int]:
-        """Return the tokens of the longest cached prefix in each named store, by address.
+    async def cached_tokens(self, query: PrefixQuery) -> dict[str, StoreTokens]:
+        """Return what each named store and its tiers hold, by address.
 
-        A partially matched last chunk counts, too.
+        A partially matched last chunk of an arena counts, too.
         """
         addresses = sorted(address for address in query.stores if address)
-        request = kvstore_pb2.MatchRequest(tenant_salt=query.tenant_salt, token_ids=query.token_ids)
+        request = kvstore_pb2.MatchRequest(
+            tenant_salt=query.tenant_salt, token_ids=query.token_ids, asks_tiers=True
+        )
         counts = await asyncio.gather(*(self._match(address, request) for address in addresses))
         found = zip(addresses, counts, strict=True)
         return {address: count for address, count in found if count is not None}
@@ -57,7 +64,7 @@ class StoreCatalog:
             await channel.close()
         self._channels.clear()
 
-    async def _match(self, address: str, request: kvstore_pb2.MatchRequest) -> int | None:
+    async def _match(self, address: str, request: kvstore_pb2.MatchRequest) -> StoreTokens | None:
         try:
             found = await self._stub(address).Match(
                 request, timeout=self._timeout_seconds, metadata=tracing.metadata()
@@ -68,7 +75,10 @@ class StoreCatalog:
         if address in self._silent:
             self._silent.discard(address)
             _log.info("the store at %s answers again", address)
-        return int(found.cached_tokens)
+        return StoreTokens(
+            found.cached_tokens,
+            {_TIERS[each.tier]: each.cached_tokens for each in found.tiers if each.tier in _TIERS},
+        )
 
     def _stub(self, address: str) -> kvstore_pb2_grpc.KvStoreServiceStub:
         if address not in self._channels:

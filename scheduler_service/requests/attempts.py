@@ -25,6 +25,7 @@ from splitpoint.transport.convert import (
     plan_to_proto,
     selection_to_proto,
     speculation_from_proto,
+    tier_to_proto,
 )
 from splitpoint.v1 import worker_pb2
 
@@ -209,6 +210,8 @@ def _admit_command(attempt: Attempt, planned: PlannedAttempt) -> worker_pb2.Admi
         command.selection.CopyFrom(selection_to_proto(attempt.selection))
     if planned.source is not None:
         command.source_store_address = planned.source.address
+        if not planned.source.address:
+            command.source_tier = tier_to_proto(planned.source.tier)
         command.source_cached_tokens = planned.source.cached_tokens
     if request.split_tokens is not None:
         command.forced_split_tokens = request.split_tokens

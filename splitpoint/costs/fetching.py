@@ -18,10 +18,11 @@ ROUND_TRIP_SECONDS = 5e-3
 
 @dataclass(frozen=True, slots=True)
 class SourceRate:
-    """How fast chunks come from a source."""
+    """How fast chunks come from a source, and how from another store."""
 
     bytes_per_second: float
     is_measured: bool
+    transfer: Transfer = Transfer.GRPC
 
     def seconds(self, size: int) -> float:
         """Return the seconds of copying so many bytes."""
@@ -36,7 +37,7 @@ def rate_of(profile: Profile, source: ChunkSource) -> SourceRate:
     for transfer in (Transfer.MOONCAKE, Transfer.GRPC):
         measured = profile.remote_bytes_per_second.get(source.rate_key(transfer))
         if measured is not None:
-            return SourceRate(measured, is_measured=True)
+            return SourceRate(measured, is_measured=True, transfer=transfer)
     return SourceRate(ASSUMED_BYTES_PER_SECOND, is_measured=False)
 
 

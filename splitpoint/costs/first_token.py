@@ -110,7 +110,7 @@ class FirstToken:
             cached: tokens that are not computed anew, those on the device included.
             new: tokens to prefill, at least 1.
             device: leading tokens that are on the device.
-            fetch_seconds: of copying the prefix from another host's store before.
+            fetch_seconds: of copying the prefix from a tier or another host's store before.
         """
         link = backlog.link_bytes / self.link_bytes_per_second + fetch_seconds
         computes = self._pieces_seconds(backlog.new_tokens, backlog.new_tokens * self.linear)

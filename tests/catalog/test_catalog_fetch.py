@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,17 +15,21 @@ from scheduler_doubles import (
     worker_facts,
 )
 
-from scheduler_service.placement.fetch_plan import ROUND_TRIP_SECONDS, PlannedAttempt
+from scheduler_service.placement.fetch_plan import PlannedAttempt
 from scheduler_service.placement.footprint import Grant
 from scheduler_service.placement.plan_report import actual_plan
 from scheduler_service.placement.planning import plan_attempt
+from scheduler_service.prefixes.catalog import StoreTokens
 from scheduler_service.prefixes.lookup import FetchSource, by_worker
+from scheduler_service.prefixes.redis import leading_counts
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import is_local_address
+from splitpoint.costs.fetching import ROUND_TRIP_SECONDS, rate_of
 from splitpoint.costs.profile import Profile
 from splitpoint.discovery.entries import StoreEntry
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Residency
+from splitpoint.tiers import Tier
 from splitpoint.transport.convert import (
     plan_from_proto,
     plan_to_proto,
@@ -140,6 +146,76 @@ def test_remote_rates_travel_and_are_checked() -> None:
         Profile.from_json(PROFILE.to_json().replace("{}", "[1]"))
 
 
+# -- tiers --------------------------------------------------------------------------------
+
+
+def on_disk(tokens: int) -> FetchSource:
+    return FetchSource("", tokens, Tier.DISK)
+
+
+def test_a_tier_continues_what_the_arena_holds() -> None:
+    profile = replace(PROFILE, prefill_flops_per_second=1e6, remote_bytes_per_second={"disk": 8e8})
+    fetch = attempt(on_disk(100), own=20, profile=profile)
+    assert fetch.source == on_disk(96)
+    assert (fetch.plan.fetched_tokens, fetch.plan.fetch_source) == (80, "disk")
+    seconds = ROUND_TRIP_SECONDS + 5 * LAYOUT.chunk_bytes / 8e8
+    assert fetch.plan.predicted_fetch_seconds == pytest.approx(seconds)
+    assert "loading 80 tokens from the disk tier at 0.8 GB/s: " in fetch.plan.reason
+    slow = replace(PROFILE, remote_bytes_per_second={"disk": 1e4})
+    nothing = attempt(on_disk(100), own=20, profile=slow)
+    assert nothing.source is None
+    assert "not loaded: loading 80 tokens from the disk tier at 1e-05 GB/s" in nothing.plan.reason
+
+
+def test_the_best_of_all_sources_and_transfers() -> None:
+    slow = replace(PROFILE, prefill_flops_per_second=1e6)
+    sources = (FetchSource(B, 96), on_disk(96), FetchSource("", 96, Tier.MOONCAKE))
+    rates = {B: 1e9, f"{B} mooncake": 3e9, "disk": 2e9, "mooncake": 1e9}
+    fetch = attempt(*sources, profile=replace(slow, remote_bytes_per_second=rates))
+    assert fetch.source == sources[0]
+    assert f"from {B} by Mooncake at 3 GB/s" in fetch.plan.reason
+    # Without Mooncake's rate its gRPC stream counts, which the disk beats.
+    del rates[f"{B} mooncake"]
+    fetch = attempt(*sources, profile=replace(slow, remote_bytes_per_second=rates))
+    assert fetch.source == sources[1]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_length_of_no_source_is_much_better(seed: int) -> None:
+    """Compared with every length of every source, one by one."""
+    rng = random.Random(seed)
+
+    def rate(low: float, high: float) -> float:
+        return low * math.exp(rng.random() * math.log(high / low))
+
+    profile = replace(
+        PROFILE,
+        link_bytes_per_second=rate(1e6, 1e10),
+        prefill_flops_per_second=rate(1e7, 1e11),
+        prefill_overhead_seconds=rate(1e-5, 1e-1),
+        remote_bytes_per_second={"disk": rate(1e5, 1e9), "mooncake": rate(1e5, 1e9)},
+    )
+    worker = replace(FACTS, profile=profile, max_batched_tokens=rng.choice((32, 64, 256)))
+    total, own = rng.randrange(64, 400), rng.randrange(0, 40)
+    tiers = (Tier.DISK, Tier.MOONCAKE)
+    sources = [FetchSource("", rng.randrange(0, total), tier) for tier in tiers]
+
+    def seconds(cached: int) -> float:
+        found = plan_attempt(worker, GRANT, token_count=total, cached_tokens=cached)
+        return found.plan.predicted_ttft_seconds
+
+    size, best = LAYOUT.chunk_tokens, seconds(own)
+    for source in sources:
+        for chunks in range(own // size + 1, source.cached_tokens // size + 1):
+            copied = (chunks - own // size) * LAYOUT.chunk_bytes
+            copying = rate_of(profile, source.place).seconds(copied)
+            best = min(best, copying + seconds(chunks * size))
+    found = plan_attempt(
+        worker, GRANT, token_count=total, cached_tokens=own, sources=sources
+    ).plan.predicted_ttft_seconds
+    assert found <= 1.05 * best
+
+
 # -- whose store, which sources -----------------------------------------------------------
 
 
@@ -159,24 +235,75 @@ def entry(address: str, instance: bytes, layout_hash: bytes = LAYOUT.layout_hash
 
 def test_each_worker_has_its_own_store_and_the_others_as_sources() -> None:
     workers = [worker("0", A, "10.0.0.1:5"), worker("1", B, "10.0.0.2:5")]
-    found = by_worker({A: 48, B: 64}, workers, [], workers)
+    found = by_worker({A: StoreTokens(48), B: StoreTokens(64)}, workers, [], workers)
     assert found.own == {"0": 48, "1": 64}
     assert found.sources == {"0": (FetchSource(B, 64),), "1": (FetchSource(A, 48),)}
 
 
 def test_one_store_under_two_addresses_is_one() -> None:
     here = worker("0", "unix:/kv", "10.0.0.1:5", b"a" * 16)
-    found = by_worker({A: 64}, [here], [entry(A, b"a" * 16)], [here])
+    found = by_worker({A: StoreTokens(64)}, [here], [entry(A, b"a" * 16)], [here])
     assert found.own == {"0": 64}
     assert found.sources == {"0": ()}
 
 
 def test_other_layouts_and_other_hosts_sockets_are_no_sources() -> None:
     here, there = worker("0", "unix:/a", "unix:/w"), worker("1", B, "10.0.0.2:5")
-    counts = {"unix:/a": 16, B: 32, "10.0.0.3:1": 64, "10.0.0.4:1": 0}
+    tokens = {"unix:/a": 16, B: 32, "10.0.0.3:1": 64, "10.0.0.4:1": 0}
+    counts = {address: StoreTokens(count) for address, count in tokens.items()}
     others = [entry("10.0.0.3:1", b"c" * 16, b"x" * 16), entry("10.0.0.4:1", b"d" * 16)]
     found = by_worker(counts, [here, there], others, [here, there])
     assert found.sources == {"0": (FetchSource(B, 32),), "1": ()}
+
+
+def test_tiers_are_sources_of_their_own_stores_workers() -> None:
+    workers = [worker("0", A, "10.0.0.1:5", b"a" * 16), worker("1", B, "10.0.0.2:5")]
+    found = by_worker(
+        {
+            A: StoreTokens(16, {Tier.DISK: 64, Tier.MOONCAKE: 16}),
+            B: StoreTokens(48, {Tier.DISK: 48}),
+        },
+        workers,
+        [],
+        workers,
+    )
+    assert found.own == {"0": 16, "1": 48}
+    # The pool holds no more than the arena, and another store's disk is out of reach.
+    assert found.sources == {"0": (on_disk(64), FetchSource(B, 48)), "1": (FetchSource(A, 16),)}
+
+
+def test_a_pool_is_that_of_all_its_stores() -> None:
+    """The worker's store is known from Redis alone; another one of the pool answered."""
+    here, there = worker("0", "unix:/a", "10.0.0.1:5", b"a" * 16), worker("1", B, "10.0.0.2:5")
+    pooled = replace(entry(A, b"a" * 16), tiers=("disk", "mooncake"))
+    counts = {
+        A: StoreTokens(16, {Tier.DISK: 32}),
+        B: StoreTokens(0, {Tier.MOONCAKE: 96}),
+    }
+    found = by_worker(counts, [here, there], [pooled], [here, there])
+    pool = FetchSource("", 96, Tier.MOONCAKE)
+    assert found.sources == {"0": (on_disk(32), pool), "1": (pool, FetchSource(A, 16))}
+    # A store without the pool does not get there.
+    alone = by_worker(counts, [here], [replace(pooled, tiers=("disk",))], [here, there])
+    assert alone.sources["0"] == (on_disk(32),)
+
+
+@pytest.mark.parametrize(
+    ("values", "arena", "disk"),
+    [
+        ([b"3", b"17", None], 2, 2),
+        ([b"3d", b"17d", b"0d", b"0d", None], 2, 4),
+        ([b"0d", b"4", b"0"], 0, 2),
+        ([b"5", b"d", b"5"], 1, 1),
+        ([b"5", b"5dd", b"5"], 1, 1),
+        ([b"5", b"1" * 21], 1, 1),
+        ([b"5", "5"], 1, 1),
+        ([], 0, 0),
+        ("wrong type", 0, 0),
+    ],
+)
+def test_values_of_the_catalog(values: object, arena: int, disk: int) -> None:
+    assert leading_counts(values) == (arena, disk)
 
 
 def test_local_addresses() -> None:

@@ -24,6 +24,7 @@ from redis_server import RedisServer
 
 from kvstore_service.catalog import CatalogPublisher
 from scheduler_service.cluster.directory import Directory
+from scheduler_service.prefixes.catalog import StoreTokens
 from scheduler_service.prefixes.redis import RedisCatalog
 from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.breaker import State
@@ -257,9 +258,13 @@ async def test_the_documented_users_can_do_their_work_and_nothing_else(
         await until(lambda: publisher.rebuild_count > 0)
         store.seal(prompt)
         await until(lambda: len(directory.stores) == 1)
-        await until_equal(lambda: catalog.cached_tokens(query(prompt)), {store.address: 3 * SIZE})
+        await until_equal(
+            lambda: catalog.cached_tokens(query(prompt)), {store.address: StoreTokens(3 * SIZE)}
+        )
         store.seal([token + 50 for token in prompt])  # evicts
-        await until_equal(lambda: catalog.cached_tokens(query(prompt)), {store.address: SIZE})
+        await until_equal(
+            lambda: catalog.cached_tokens(query(prompt)), {store.address: StoreTokens(SIZE)}
+        )
         with redis_server.client() as client:
             client.sadd(STORES, "00" * 16)
         await prune(writer, STORES)

@@ -27,6 +27,7 @@ from redis_server import RedisServer
 
 from kvstore_service import catalog as publisher_module
 from kvstore_service.catalog import CatalogPublisher
+from scheduler_service.prefixes.catalog import StoreTokens
 from splitpoint.discovery.entries import REVISION_FIELD, STORES, chunks_key, entry_key
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.discovery.redis_options import parse_redis_url
@@ -170,11 +171,13 @@ async def test_a_frozen_server_holds_nobody_up(tmp_path: Path, redis_server: Red
             for _ in range(5):
                 async with asyncio.timeout(30):
                     found = await catalog.cached_tokens(query(PROMPT))
-                assert found == {store.address: 6 * SIZE}
+                assert found == {store.address: StoreTokens(6 * SIZE)}
         finally:
             redis_server.thaw()
         await whole_again(publisher, redis_server, store, publisher.beat_count)
-        await until_equal(lambda: catalog.cached_tokens(query(PROMPT)), {store.address: 6 * SIZE})
+        await until_equal(
+            lambda: catalog.cached_tokens(query(PROMPT)), {store.address: StoreTokens(6 * SIZE)}
+        )
 
 
 async def test_a_paused_server_too(tmp_path: Path, redis_server: RedisServer) -> None:
@@ -248,7 +251,9 @@ async def test_foreign_values_are_misses(tmp_path: Path, redis_server: RedisServ
         catalog_of("redis", [store], redis_server) as catalog,
     ):
         store.seal(PROMPT)
-        await until_equal(lambda: catalog.cached_tokens(query(PROMPT)), {store.address: 6 * SIZE})
+        await until_equal(
+            lambda: catalog.cached_tokens(query(PROMPT)), {store.address: StoreTokens(6 * SIZE)}
+        )
         superblock = store.bench.arena.superblock
         key = chunks_key(superblock.instance_id, superblock.epoch)
         third = list(chunk_keys(store.bench.arena.layout.layout_hash, b"s", PROMPT, SIZE))[2]
@@ -257,9 +262,11 @@ async def test_foreign_values_are_misses(tmp_path: Path, redis_server: RedisServ
                 client.hset(key, third, value)
                 found = await catalog.cached_tokens(query(PROMPT))
                 # Or the heartbeat came in between and set it right.
-                assert found[store.address] in (2 * SIZE, 6 * SIZE)
+                assert found[store.address].arena in (2 * SIZE, 6 * SIZE)
             client.delete(key)
             client.set(key, "a string")
             found = await catalog.cached_tokens(query(PROMPT))
-            assert found[store.address] in (0, 6 * SIZE)
-        await until_equal(lambda: catalog.cached_tokens(query(PROMPT)), {store.address: 6 * SIZE})
+            assert found[store.address].arena in (0, 6 * SIZE)
+        await until_equal(
+            lambda: catalog.cached_tokens(query(PROMPT)), {store.address: StoreTokens(6 * SIZE)}
+        )

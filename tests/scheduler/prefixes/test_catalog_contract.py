@@ -20,7 +20,7 @@ async def settles(catalog: PrefixCatalog, question: PrefixQuery, wanted: dict[St
 
     async def ask() -> dict[str, int]:
         found = await catalog.cached_tokens(question)
-        return {address: tokens for address, tokens in found.items() if tokens}
+        return {address: tokens.arena for address, tokens in found.items() if tokens.arena}
 
     await until_equal(ask, {s.address: n for s, n in wanted.items() if n})
 
