@@ -26,6 +26,7 @@ from splitpoint.observe import tracing
 from splitpoint.observe.tracing import NO_SPAN
 from splitpoint.shapes import ArenaLayout
 from splitpoint.tiers import ChunkSource, Transfer
+from splitpoint.transport.store_session import RemoteSession, remote_session
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 from worker_service.lanes.cpu import passed
@@ -35,7 +36,6 @@ from worker_service.store.chunk_streams import BATCH_BYTES, ReadTarget, read_chu
 from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import Match, StoreClient, written_chunks
 from worker_service.store.loads import load_chunks
-from worker_service.store.remote_session import RemoteSession, remote_session
 from worker_service.store.session import Connection
 
 log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from splitpoint.arena.payload import Payload
 from splitpoint.errors import ResourceExhausted, SplitpointError
 from splitpoint.shapes import ArenaLayout
+from splitpoint.transport.store_session import CALL_SECONDS
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
@@ -36,7 +37,6 @@ from worker_service.store.client import (
 )
 from worker_service.store.mirror_cache import MirrorCache, name_of
 from worker_service.store.session import (
-    CALL_SECONDS,
     GOODBYE_SECONDS,
     ArenaAccess,
     Connection,

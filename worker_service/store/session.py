@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -29,11 +29,11 @@ from splitpoint.errors import (
     SplitpointError,
     Unavailable,
 )
-from splitpoint.observe import tracing
 from splitpoint.shapes import ArenaLayout
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.convert import layout_from_proto
 from splitpoint.transport.statuses import error_of
+from splitpoint.transport.store_session import call_once, heartbeats
 from splitpoint.transport.tls import Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
-CALL_SECONDS = 10.0
 # Mean pauses before the attempts to attach again. A request that comes meanwhile starts the
 # next attempt at once, but not within the first of these.
 REATTACH_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
@@ -345,27 +344,6 @@ class StoreSession:
             except (DeadlineExceeded, Unavailable):
                 self._give_up(connection)
                 raise
-
-
-async def call_once(
-    method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
-) -> Response:
-    """Call a store within CALL_SECONDS. Raises what it answers, as a SplitpointError."""
-    try:
-        return await method(request, timeout=CALL_SECONDS, metadata=tracing.metadata())
-    except grpc.RpcError as error:
-        raise error_of(error) from error
-
-
-async def heartbeats(
-    session_id: bytes, interval_seconds: float, ended: asyncio.Event
-) -> AsyncIterator[pb.KeepAliveRequest]:
-    """Yield a KeepAlive request every `interval_seconds` until `ended` is set."""
-    while not ended.is_set():
-        yield pb.KeepAliveRequest(session_id=session_id)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(interval_seconds):
-                await ended.wait()
 
 
 def process_start_ticks() -> int:

@@ -173,7 +173,7 @@ async def store_one(client: StoreClient, **options: Any) -> None:
 async def test_a_session_whose_grants_are_not_known_is_given_up(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker_service.store.session.CALL_SECONDS", 0.2)
+    monkeypatch.setattr("splitpoint.transport.store_session.CALL_SECONDS", 0.2)
     async with setup.client() as client:
         before = client.connection
         assert before is not None
