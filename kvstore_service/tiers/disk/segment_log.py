@@ -1,0 +1,362 @@
+"""The chunks of one layout in a folder: an index in memory over segments on the disk.
+
+Its calls block, and may come from several threads: `append` from one at a time. The lock protects
+the index, and is never held during I/O.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvstore_service.pool.prefix_index import Entry
+from kvstore_service.tiers.disk.files import Files, Part
+from kvstore_service.tiers.disk.folder import (
+    FoundSegment,
+    TierFolder,
+    find_segments,
+    segment_path,
+)
+from kvstore_service.tiers.disk.format import FOLDER_BYTES, Division, record_offset, segment_size
+from kvstore_service.tiers.disk.index import Segment, SegmentIndex
+from kvstore_service.tiers.disk.segment_file import (
+    LoadedSegment,
+    Miss,
+    SegmentWriter,
+    Wanted,
+    load_segment,
+    read_records,
+    zero_header,
+)
+from splitpoint.arena.format import ArenaFormatError
+from splitpoint.shapes import ArenaLayout, align
+
+_log = logging.getLogger(__name__)
+
+# The disk has no room for this process, whatever the bound is.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Seconds for which a disk that was full is used no further than it could be.
+_SQUEEZE_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class LogCounts:
+    """Counts since the log was made."""
+
+    written_chunks: int = 0
+    read_chunks: int = 0
+    missed_chunks: int = 0
+    damaged_chunks: int = 0
+    evicted_chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """How many chunks `append` wrote, and the error that ended it, if one did."""
+
+    count: int
+    error: OSError | None = None
+
+
+class SegmentLog:
+    """All segments of one layout, and those of other layouts as far as they use up the bound.
+
+    Raises InvalidArgument if the bound is too small.
+
+    Attributes:
+        counts: changed under the lock.
+    """
+
+    def __init__(
+        self,
+        folder: TierFolder,
+        layout: ArenaLayout,
+        size_bytes: int,
+        *,
+        files: Files,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder
+        self.counts = LogCounts()
+        self._layout = layout
+        self._size_bytes = size_bytes
+        self._division = Division.of(layout, size_bytes)
+        self._files = files
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._index = SegmentIndex()
+        self._changed: list[bytes] = []
+        # Segments that cannot be read with this layout, the oldest last.
+        self._foreign: list[FoundSegment] = []
+        self._active: tuple[SegmentWriter, Segment] | None = None
+        self._next_number = 1
+        # Less than the bound while the disk is full of other files; and until when.
+        self._squeezed: tuple[int, float] = (size_bytes, 0.0)
+
+    # -- opening and closing --------------------------------------------------------------
+
+    def open(self) -> None:
+        """Read all segments, and remove what is beyond the bound. Raises OSError."""
+        own: list[LoadedSegment] = []
+        name = self._layout.layout_hash.hex()
+        self._layout_folder = self.folder.layout_folder(self._layout)
+        for found in sorted(find_segments(self.folder.path), key=lambda each: each.number):
+            if found.layout_name == name:
+                self._next_number = max(self._next_number, found.number + 1)
+                try:
+                    own.append(load_segment(self._files, found.path, self._layout, found.number))
+                    continue
+                except ArenaFormatError as error:
+                    _log.warning("%s is not used: %s", found.path, error.message)
+            self._foreign.append(found)
+        self._foreign.sort(key=lambda each: -each.changed_at)
+        for loaded in own:
+            self._adopt(loaded, is_last=loaded is own[-1])
+        self._make_room(0)
+
+    def _adopt(self, loaded: LoadedSegment, *, is_last: bool) -> None:
+        segment = Segment(loaded.number, loaded.path, align(loaded.size_bytes), loaded.keys)
+        with self._lock:
+            self._index.add_segment(segment)
+            self._changed += [key for key in loaded.keys if key is not None]
+            self.counts.damaged_chunks += loaded.damaged_count
+        has_room = len(loaded.headers) < self._division.record_count
+        if is_last and has_room and not loaded.is_finished:
+            writer = SegmentWriter.reopen(self._files, loaded, self._layout)
+            self._active = (writer, segment)
+
+    def close(self) -> None:
+        """Bring what is written to the disk. The next store continues the last segment."""
+        if self._active is not None:
+            with suppress(OSError):
+                self._active[0].sync()
+            self._leave()
+
+    # -- asking ---------------------------------------------------------------------------
+
+    def __contains__(self, key: bytes) -> bool:
+        with self._lock:
+            return key in self._index
+
+    def touch(self, key: bytes) -> bool:
+        """Return True if the chunk is held, and count that as a use."""
+        with self._lock:
+            place = self._index.find(key)
+            if place is not None:
+                self._index.use(place[0])
+            return place is not None
+
+    def keys(self) -> list[bytes]:
+        with self._lock:
+            return list(self._index.keys())
+
+    def leading(self, keys: Iterable[bytes]) -> int:
+        """Return how many leading keys are held."""
+        count = 0
+        with self._lock:
+            for key in keys:
+                if key not in self._index:
+                    break
+                count += 1
+        return count
+
+    @property
+    def chunk_count(self) -> int:
+        return len(self._index)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all segments on the disk, in whole pages, those of other layouts included."""
+        with self._lock:
+            own = sum(each.size_bytes for each in self._index.segments.values())
+            return own + sum(each.disk_bytes for each in self._foreign)
+
+    def take_changed(self) -> list[bytes]:
+        """Return the keys of chunks that came or went since the last call."""
+        with self._lock:
+            changed, self._changed = self._changed, []
+            return changed
+
+    # -- reading --------------------------------------------------------------------------
+
+    def locate(self, key: bytes) -> tuple[Segment, int] | None:
+        """Return the chunk's segment and record, and count the use."""
+        with self._lock:
+            place = self._index.find(key)
+            if place is None:
+                self.counts.missed_chunks += 1
+            else:
+                self._index.use(place[0])
+            return place
+
+    def read(self, segment: Segment, wanted: Sequence[Wanted]) -> list[int | None]:
+        """Read records of one segment. Return the recorded checksums; None for a lost chunk.
+
+        Raises OSError if the segment cannot be opened, though it is there, and FolderLost.
+        """
+        with self._lock:
+            segment.reader_count += 1
+        try:
+            found = read_records(self._files, segment.path, self._layout, segment.number, wanted)
+        except FileNotFoundError:
+            self.folder.check_there()
+            self._lose(segment)
+            found = [Miss.GONE] * len(wanted)
+        finally:
+            with self._lock:
+                segment.reader_count -= 1
+        damaged = [
+            each.key for each, what in zip(wanted, found, strict=True) if what is Miss.DAMAGED
+        ]
+        gone = [each.key for each, what in zip(wanted, found, strict=True) if what is Miss.GONE]
+        self.drop(damaged)
+        with self._lock:
+            self.counts.missed_chunks += len(gone)
+            self.counts.read_chunks += len(wanted) - len(gone) - len(damaged)
+            for key in gone:
+                self._forget(key)
+        return [what if isinstance(what, int) else None for what in found]
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Forget damaged chunks, also for later starts. Raises nothing."""
+        places = []
+        with self._lock:
+            for key in keys:
+                place = self._forget(key)
+                if place is not None:
+                    self.counts.damaged_chunks += 1
+                    places.append(place)
+        for segment, index in places:
+            with suppress(OSError):
+                zero_header(self._files, segment.path, self._layout, index)
+
+    def _forget(self, key: bytes) -> tuple[Segment, int] | None:
+        place = self._index.find(key)
+        if place is not None:
+            self._index.forget(key)
+            self._changed.append(key)
+        return place
+
+    def _lose(self, segment: Segment) -> None:
+        """Forget a segment whose file is gone."""
+        with self._lock:
+            if self._index.segments.get(segment.number) is segment:
+                _log.warning("%s was removed from outside", segment.path)
+                self._changed += self._index.remove_segment(segment)
+
+    # -- writing --------------------------------------------------------------------------
+
+    def append(self, chunks: Sequence[tuple[Entry, Sequence[Part]]]) -> Appended:
+        """Write chunks that the index does not hold, each with the parts of its payload.
+
+        A full disk is used no further than it can be: older segments make room, once a call.
+        Raises FolderLost.
+        """
+        count, has_squeezed = 0, False
+        while count < len(chunks):
+            self.folder.check_there()
+            try:
+                writer, segment = self._ready()
+                self._append(writer, segment, *chunks[count])
+                count += 1
+            except OSError as error:
+                self._abandon_broken()
+                if error.errno not in _FULL or has_squeezed or not self._squeeze():
+                    return Appended(count, error)
+                has_squeezed = True
+        return Appended(count)
+
+    def _ready(self) -> tuple[SegmentWriter, Segment]:
+        """Return a segment with room for a record. Raises OSError."""
+        if self._active is not None and not self._active[0].is_at(self._active[1].path):
+            self._lose(self._active[1])
+            self._leave()
+        if self._active is not None:
+            writer, segment = self._active
+            if writer.record_count < self._division.record_count:
+                writer.sync_if_due()
+            else:
+                self._active = None
+                segment.size_bytes = segment_size(self._layout, len(segment.keys))
+                writer.finish()
+        if self._active is None:
+            self._make_room(self._division.segment_bytes)
+            number = self._next_number
+            self._next_number += 1
+            path = segment_path(self._layout_folder, number)
+            writer = SegmentWriter.create(self._files, path, self._layout, number)
+            segment = Segment(number, path, align(record_offset(self._layout, 0)))
+            with self._lock:
+                self._index.add_segment(segment)
+            self._active = (writer, segment)
+        return self._active
+
+    def _append(
+        self, writer: SegmentWriter, segment: Segment, entry: Entry, parts: Sequence[Part]
+    ) -> None:
+        """Write one record. Raises OSError."""
+        writer.append(entry, parts)
+        with self._lock:
+            self._index.append(segment, entry.key)
+            segment.size_bytes = align(record_offset(self._layout, len(segment.keys)))
+            self._changed.append(entry.key)
+            self.counts.written_chunks += 1
+
+    def _leave(self) -> None:
+        if self._active is not None:
+            self._active[0].close()
+            self._active = None
+
+    def _abandon_broken(self) -> None:
+        """Leave a segment whose end an error left in an unknown state."""
+        if self._active is not None and self._active[0].is_broken:
+            self._leave()
+
+    # -- the bound ------------------------------------------------------------------------
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Remove segments until so many more bytes are within the bound. Raises OSError."""
+        limit, until = self._squeezed
+        bound = limit if self._clock() < until else self._size_bytes
+        while self._reserved_bytes + size_bytes > bound:
+            if not self._remove_oldest():
+                return
+
+    @property
+    def _reserved_bytes(self) -> int:
+        """Bytes used, with all that the active segment may grow to."""
+        growth = 0
+        if self._active is not None:
+            growth = self._division.segment_bytes - self._active[1].size_bytes
+        return self.used_bytes + growth + FOLDER_BYTES
+
+    def _squeeze(self) -> bool:
+        """Remove one segment from a full disk, and use no more of it for a while."""
+        with suppress(OSError):
+            if self._remove_oldest():
+                self._squeezed = (self._reserved_bytes, self._clock() + _SQUEEZE_SECONDS)
+                return True
+        return False
+
+    def _remove_oldest(self) -> bool:
+        """Remove the oldest foreign segment, or the least recently used one. Raises OSError."""
+        if self._foreign:
+            self._foreign[-1].path.unlink(missing_ok=True)
+            with self._lock:
+                self._foreign.pop()
+            return True
+        with self._lock:
+            victim = self._index.victim(None if self._active is None else self._active[1])
+        if victim is None:
+            return False
+        victim.path.unlink(missing_ok=True)
+        with self._lock:
+            keys = self._index.remove_segment(victim)
+            self._changed += keys
+            self.counts.evicted_chunks += len(keys)
+        return True
