@@ -2,7 +2,8 @@
 
     control.lock   what the image without torch has: scheduler, store, gateway, structured
     worker.lock    what the extra worker has beyond that
-    dev.lock       what `make setup` has beyond both
+    mooncake.lock  what the extra mooncake has beyond control: for the image of stores that use it
+    dev.lock       what `make setup` has beyond control and worker
     build.lock     what the wheel is built with, complete
 
 Each entry has a version and the hashes of all its files, for every supported Python on
@@ -54,12 +55,14 @@ def main() -> None:
     pins = "".join(everything.values())
     control = _resolve(uv, pins, (), extras=("scheduler", "store", "gateway", "structured")).keys()
     worker = _resolve(uv, pins, (), extras=("worker",)).keys() - control
+    mooncake = _resolve(uv, pins, (), extras=("mooncake",)).keys() - control
     built = _resolve(uv, pins, (), more=building).keys()
     of_torch = {name for name in everything if _OF_TORCH.fullmatch(name)}
     # A test runs Triton's interpreter beside any build of torch.
     dev = everything.keys() - control - worker | {"triton"}
     _write("control", everything, control)
     _write("worker", everything, worker - of_torch)
+    _write("mooncake", everything, mooncake)
     _write("dev", everything, dev - (of_torch - {"triton"}))
     _write("build", everything, built)
 

@@ -16,7 +16,9 @@ STAGES = {
         r"^FROM (\S+) AS (\S+)$(.*?)(?=^FROM |\Z)", TEXT, re.M | re.S
     )
 }
-TARGETS = ("control", "cpu", "cuda")
+TARGETS = ("control", "mooncake", "cpu", "cuda")
+# Where a stage installs what its image has beyond control.
+ADDED = {"mooncake": "/mooncake", "cpu": "/torch", "cuda": "/torch"}
 SOURCE = "COPY --from=source /installed /opt/splitpoint"
 
 
@@ -45,14 +47,15 @@ def test_a_change_of_the_source_ships_the_last_layer_alone(target: str) -> None:
         assert "--from=source" not in instruction
     dependencies = "COPY --from=dependencies /opt/splitpoint /opt/splitpoint"
     assert dependencies in made
-    if target != "control":
-        assert f"COPY --from={target}-dependencies /torch /opt/splitpoint" in made
+    if target in ADDED:
+        assert f"COPY --from={target}-dependencies {ADDED[target]} /opt/splitpoint" in made
     # A stage that dependencies come from sees locks, and no source.
-    for stage in ("dependencies", "cpu-dependencies", "cuda-dependencies"):
+    for stage in ("dependencies", *(f"{target}-dependencies" for target in ADDED)):
         for instruction in layers(stage):
             if instruction.startswith("COPY"):
                 assert set(instruction.split()[1:-1]) <= {
                     "requirements/control.lock",
+                    "requirements/mooncake.lock",
                     "requirements/worker.lock",
                     "constraints.txt",
                 }

@@ -49,6 +49,7 @@ def test_each_lock_holds_what_its_extras_bring() -> None:
     without_torch = {name for name in closure("dev") if not OF_TORCH.fullmatch(name)}
     control = set[str]().union(*map(closure, ("scheduler", "store", "gateway", "structured")))
     assert control <= NAMES["control"]
+    assert closure("mooncake") <= NAMES["control"] | NAMES["mooncake"]
     assert closure("worker") & without_torch <= NAMES["control"] | NAMES["worker"]
     assert without_torch <= NAMES["control"] | NAMES["worker"] | NAMES["dev"]
     system = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
@@ -56,7 +57,7 @@ def test_each_lock_holds_what_its_extras_bring() -> None:
 
 
 def test_nothing_is_in_two_locks_that_are_installed_together() -> None:
-    assert not NAMES["control"] & NAMES["worker"]
+    assert not NAMES["control"] & (NAMES["worker"] | NAMES["mooncake"])
     assert not (NAMES["control"] | NAMES["worker"]) & NAMES["dev"]
     assert not NAMES["control"] & {"torch", "safetensors", "sympy"}
 

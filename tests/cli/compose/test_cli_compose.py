@@ -26,6 +26,7 @@ from splitpoint_cli.main import app
 ROOT = Path(__file__).resolve().parents[3]
 OWN = ("kvstore", "worker-0", "worker-1", "worker-gpu-0", "scheduler")
 ONCE = ("setup",)
+CLUSTER = ("store-a", "store-b", "worker-a", "worker-b", "cluster-scheduler")
 _VARIABLE = re.compile(r"\$\$|\$\{(\w+)(?:(:?-)([^}]*))?\}")
 
 
@@ -66,7 +67,7 @@ def parsed(command: str) -> Any:
 def mounts(service: dict[str, Any]) -> dict[str, bool]:
     """Where something is mounted, and whether it can be written."""
     found = {}
-    for entry in service["volumes"]:
+    for entry in service.get("volumes", ()):
         if isinstance(entry, dict):
             found[entry["target"]] = not entry.get("read_only", False)
         else:
@@ -142,11 +143,8 @@ def test_the_commands_agree_with_each_other() -> None:
             assert command.kvstore == commands["kvstore"].listen
     # Only Redis's network and Prometheus's: no other network reaches the open metrics.
     assert all(base()["networks"][name] == {"internal": True} for name in ("control", "metrics"))
-    assert [name for name in services if "/etc/splitpoint" in mounts(services[name])] == [
-        "setup",
-        "scheduler",
-        "gateway",
-    ]
+    with_secrets = {name for name in services if "/etc/splitpoint" in mounts(services[name])}
+    assert with_secrets == {"setup", "scheduler", "gateway", *CLUSTER}
 
 
 def test_the_arena_fits_its_file_system() -> None:
@@ -180,8 +178,78 @@ def test_the_files_version_is_one_that_compose_v1_reads() -> None:
 def test_ports_are_published_on_loopback_only() -> None:
     services = base()["services"]
     published = {name: s["ports"] for name, s in services.items() if "ports" in s}
-    assert sorted(published) == ["gateway", "grafana", "prometheus", "scheduler"]
+    assert sorted(published) == [
+        *("cluster-scheduler", "gateway", "grafana", "prometheus", "scheduler")
+    ]
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+
+
+# -- the profile cluster ----------------------------------------------------------------
+
+
+def test_the_profile_cluster_starts_what_it_needs_and_nothing_else() -> None:
+    services = base()["services"]
+    started = {name for name, each in services.items() if "cluster" in each["profiles"]}
+    assert started == {*CLUSTER, "setup", "redis", "mooncake-master"}
+    for name in started:
+        needed = services[name].get("depends_on", {})
+        assert set(needed) <= started, name
+    # Nothing else reaches what Mooncake trusts, and nothing gets out.
+    assert base()["networks"]["cluster"] == {"internal": True}
+    assert {name for name, each in services.items() if "cluster" in each.get("networks", ())} == {
+        *started - {"setup"}
+    }
+
+
+@pytest.mark.parametrize("host", ["a", "b"])
+def test_each_host_of_the_cluster_has_its_store_and_its_worker(host: str) -> None:
+    content = base(SPLITPOINT_HOST_MEMORY="512m")
+    services = content["services"]
+    store, worker = (parsed(services[f"{name}-{host}"]["command"]) for name in ("store", "worker"))
+    assert store.advertise == worker.kvstore == f"store-{host}:50060"
+    assert (worker.advertise, worker.worker_id) == (f"worker-{host}:50070", f"worker-{host}")
+    # Mapped by both, and by no other host.
+    arena = f"arena-{host}:{store.arena.parent}"
+    assert arena in services[f"store-{host}"]["volumes"]
+    assert arena in services[f"worker-{host}"]["volumes"]
+    assert "size=512m" in content["volumes"][f"arena-{host}"]["driver_opts"]["o"].split(",")
+    assert f"tier-{host}:{store.tier_disk}" in services[f"store-{host}"]["volumes"]
+    assert parse_size(store.tier_disk_size) == 4 << 30
+    # By the only network of its container, which is therefore eth0.
+    assert services[f"store-{host}"]["networks"] == ["cluster"]
+    assert (store.transfer, store.transfer_interface) == ("mooncake", "eth0")
+    assert store.trusted_network
+    master, _, port = store.tier_mooncake.rpartition(":")
+    assert f"--rpc_port={port}" in services[master]["command"]
+    assert "image" in services[master]
+    assert services[master]["image"] == services[f"store-{host}"]["image"]
+    # The folder is in the image, so that a new volume belongs to the services' user.
+    assert str(store.tier_disk) in (ROOT / "deploy" / "Dockerfile").read_text()
+    memory = parse_size(store.host_memory) + parse_size(store.tier_mooncake_memory)
+    assert parse_size(services[f"store-{host}"]["mem_limit"]) >= memory + (2 << 30)
+
+
+def test_the_services_of_the_cluster_prove_who_they_are() -> None:
+    setup = (ROOT / "deploy" / "setup").read_text()
+    for name in CLUSTER:
+        service = base()["services"][name]
+        command = parsed(service["command"])
+        environment = service["environment"]
+        assert environment == {
+            "SPLITPOINT_CA": command.tls_ca,
+            "SPLITPOINT_CERT": command.tls_cert,
+            "SPLITPOINT_KEY": command.tls_key,
+            "SPLITPOINT_SERVER_NAME": command.tls_server_name,
+        }
+        assert f"for host in {command.tls_server_name} " in setup
+        assert command.tokens == "/etc/splitpoint/tokens.toml"
+        assert f"> {command.token_file.removeprefix('/etc/splitpoint/')}" in setup
+        _, python, flag, module, address, *_ = service["healthcheck"]["test"]
+        assert (python, flag, module) == ("python", "-m", "splitpoint_cli.request.probe")
+        assert address == command.listen.replace("0.0.0.0", "127.0.0.1")
+        assert command.redis == "redis://splitpoint@redis:6379"
+        # No Prometheus is in that network.
+        assert command.metrics is None
 
 
 def test_further_arguments_come_last_and_win() -> None:
@@ -305,7 +373,7 @@ def test_the_images_end_without_rights() -> None:
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     stages = re.findall(r"^FROM (\S+) AS (\S+)$(.*?)(?=^FROM |\Z)", text, re.M | re.S)
     bodies = {name: (parent, body) for parent, name, body in stages}
-    for target in ("control", "cpu", "cuda"):
+    for target in ("control", "mooncake", "cpu", "cuda"):
         parent, body = bodies[target]
         assert parent == "runtime"
         users = re.findall(r"^USER (\S+)$", body, re.M)
