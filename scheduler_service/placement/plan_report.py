@@ -107,6 +107,7 @@ def _fetched(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
     return replace(
         plan,
         fetched_tokens=report.fetched_tokens,
+        fetch_source=plan.fetch_source if report.fetched_tokens else "",
         reason=f"{plan.reason}; fetched {fetched if report.fetched_tokens else 'nothing'}",
     )
 

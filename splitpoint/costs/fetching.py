@@ -48,4 +48,5 @@ def measured_rate(size: int, seconds: float, transfer_seconds: float) -> float:
         seconds: of the whole copy, of which `SourceRate.seconds` adds a part again.
         transfer_seconds: of moving bytes alone, a part of them.
     """
-    return size / max(transfer_seconds, seconds - ROUND_TRIP_SECONDS)
+    # A short copy may have taken less than the round trip that is assumed.
+    return size / max(transfer_seconds, seconds - min(ROUND_TRIP_SECONDS, seconds / 2))

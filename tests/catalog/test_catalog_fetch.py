@@ -132,6 +132,7 @@ def test_what_was_fetched_corrects_the_plan() -> None:
     report.method = types_pb2.RESTORE_METHOD_NONE
     nothing = actual_plan(fetch.plan, report)
     assert (nothing.cached_tokens, nothing.fetched_tokens, nothing.new_tokens) == (0, 0, 160)
+    assert (happened.fetch_source, nothing.fetch_source) == (B, "")
     assert "fetched nothing" in nothing.reason
 
 

@@ -1,4 +1,4 @@
-"""Speculation and selection on the worker's side of the Run stream, in and out. About 2 s."""
+"""Sources, speculation and selection on the worker's side of the Run stream. About 2 s."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from splitpoint.keys import SALT_LIMIT, numerics_salt
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.selection import FULL, Selection, SelectionUsage
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
+from splitpoint.tiers import ChunkSource, Tier
 from splitpoint.transport.convert import (
     method_to_proto,
     selection_to_proto,
@@ -33,6 +34,7 @@ from worker_service.engine.sampling import Choice
 from worker_service.engine.sequence import Admission
 from worker_service.lanes.timeline import StepTimes
 from worker_service.metrics import selection_readings
+from worker_service.store.fetch import FetchSource
 from worker_service.wire import admission_from, response_from
 
 ONE, TWO = ("one", 1, 7), ("two", 4, 7)
@@ -79,6 +81,44 @@ def test_the_salt_of_chunk_keys_depends_on_the_numerics() -> None:
     }
     assert salts == {digest: numerics_salt(b"s" * 128, digest) for digest in salts}
     assert all(len(salt) <= SALT_LIMIT for salt in salts.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({}, None),
+        ({"source_store_address": "b:1"}, ChunkSource("b:1")),
+        ({"source_tier": types_pb2.TIER_DISK}, ChunkSource(tier=Tier.DISK)),
+        ({"source_tier": types_pb2.TIER_MOONCAKE}, ChunkSource(tier=Tier.MOONCAKE)),
+    ],
+)
+def test_a_source_is_another_store_or_a_tier(
+    fields: dict[str, Any], place: ChunkSource | None
+) -> None:
+    command = worker_pb2.AdmitCommand(
+        request_id="one",
+        prompt_token_ids=[5, 6],
+        sampling=types_pb2.SamplingParams(max_tokens=4),
+        plan=types_pb2.Plan(
+            residency=types_pb2.RESIDENCY_RESIDENT,
+            method=method_to_proto(RestoreMethod.NONE),
+            predicted_fetch_seconds=2.5,
+        ),
+        source_cached_tokens=48,
+        **fields,
+    )
+    source = admission_from(command, SHAPE, has_activations=True).source
+    assert source == (None if place is None else FetchSource(place, 48, 2.5))
+    # Both, the arena itself, or a tier that this worker does not know.
+    command.source_store_address = "b:1"
+    unknown: Any = 9
+    for tier in (types_pb2.TIER_DISK, unknown):
+        command.source_tier = tier
+        with pytest.raises(InvalidArgument):
+            admission_from(command, SHAPE, has_activations=True)
+    command.source_store_address, command.source_tier = "", types_pb2.TIER_ARENA
+    with pytest.raises(InvalidArgument):
+        admission_from(command, SHAPE, has_activations=True)
 
 
 def test_the_worker_fills_in_what_a_request_leaves_open() -> None:
