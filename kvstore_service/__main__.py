@@ -11,6 +11,7 @@ import asyncio
 import logging
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore_service.eviction.cache_admission import SecondUseFilter
@@ -21,6 +22,7 @@ from kvstore_service.metrics import readings
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
 from kvstore_service.stats import StoreInfo
 from kvstore_service.store import KvStore
+from kvstore_service.tiers.opening import TierSettings, tier_settings, tiers_of
 from splitpoint.arena.format import Geometry
 from splitpoint.arena.loss import ArenaLost
 from splitpoint.arena.owner import OpenedArena, open_or_create_arena
@@ -100,14 +102,24 @@ def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
     )
 
 
-def check_arguments(
-    arguments: argparse.Namespace,
-) -> tuple[Geometry, Watermarks | None, Scrubbing | None]:
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """What the arguments mean, checked before anything is created."""
+
+    geometry: Geometry
+    watermarks: Watermarks | None
+    scrubbing: Scrubbing | None
+    tiers: TierSettings
+
+
+def check_arguments(arguments: argparse.Namespace) -> StoreSettings:
     """Check the arguments before anything is created. Raises InvalidArgument."""
     watermarks, scrubbing = watermarks_of(arguments), scrubbing_of(arguments)
+    tiers = tier_settings(arguments)
     choose_node(arguments.numa_node)
     size = parse_size(arguments.host_memory, field="host-memory")
-    return Geometry.fitting(layout_of(arguments), size), watermarks, scrubbing
+    geometry = Geometry.fitting(layout_of(arguments), size)
+    return StoreSettings(geometry, watermarks, scrubbing, tiers)
 
 
 async def serve(arguments: argparse.Namespace) -> None:
@@ -117,14 +129,15 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) -> None:
     """Create the arena, serve until `setup.stop` is set, and clean up."""
-    geometry, watermarks, scrubbing = check_arguments(arguments)
+    settings = check_arguments(arguments)
     meters = Meters(Service.KVSTORE)
     # First, so that a port in use is reported before many GiB are allocated.
     async with metrics_served(arguments, meters):
-        opened, servicer = await _open_store(arguments, geometry, watermarks, scrubbing)
+        opened, servicer = await _open_store(arguments, settings)
         superblock = opened.arena.superblock
         is_lost = False
         try:
+            await servicer.tiers.start()
             with meters.reading(lambda: readings(servicer)):
                 await _serve_store(servicer, opened, meters, arguments, setup, on_ready)
         except ArenaLost as error:
@@ -133,6 +146,7 @@ async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) ->
             opened.owner.abandon(error.loss)
             raise
         finally:
+            await servicer.tiers.close()
             if not is_lost:
                 servicer.store.close()
                 if arguments.keep_arena:
@@ -142,10 +156,7 @@ async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) ->
 
 
 async def _open_store(
-    arguments: argparse.Namespace,
-    geometry: Geometry,
-    watermarks: Watermarks | None,
-    scrubbing: Scrubbing | None,
+    arguments: argparse.Namespace, settings: StoreSettings
 ) -> tuple[OpenedArena, KvStoreServicer]:
     """Create or adopt the arena, and open the store on it."""
     node = choose_node(arguments.numa_node)
@@ -155,8 +166,8 @@ async def _open_store(
         with bound_to(node):
             return open_or_create_arena(
                 arguments.arena.absolute(),
-                geometry.layout,
-                geometry.slot_count,
+                settings.geometry.layout,
+                settings.geometry.slot_count,
                 replace_other=arguments.replace_arena,
                 backing=backing,
             )
@@ -195,12 +206,17 @@ async def _open_store(
         memory_description=memory,
         page_reason=arguments.page_reason,
         former_loss=opened.former_loss,
-        evictor=None if watermarks is None else WatermarkEvictor(store.pool, watermarks),
+        evictor=(
+            None
+            if settings.watermarks is None
+            else WatermarkEvictor(store.pool, settings.watermarks)
+        ),
     )
     if opened.former_loss is not None:
         log.info("the arena before this one was %s: the cache begins anew", opened.former_loss)
     log.info("memory: %s", memory)
-    return opened, KvStoreServicer(store, info=info, scrubbing=scrubbing)
+    tiers = tiers_of(settings.tiers, store.pool)
+    return opened, KvStoreServicer(store, info=info, scrubbing=settings.scrubbing, tiers=tiers)
 
 
 def _report_recovery(store: KvStore) -> None:
@@ -244,6 +260,8 @@ async def _serve_store(
         asyncio.create_task(servicer.maintenance.run()),
         asyncio.create_task(_watch_arena(opened)),
     }
+    if servicer.tiers.tiers:
+        maintenance.add(asyncio.create_task(servicer.tiers.run()))
     if servicer.info.evictor is not None:
         maintenance.add(asyncio.create_task(servicer.info.evictor.run()))
     stopping = asyncio.create_task(setup.stop.wait())
@@ -268,6 +286,7 @@ async def _serve_store(
         stopping.cancel()
         for task in maintenance:
             task.cancel()
+        await asyncio.wait({stopping, *maintenance})  # until their I/O in the arena has ended
 
 
 async def _watch_arena(opened: OpenedArena) -> None:

@@ -50,12 +50,13 @@ class Sealer:
         """Seal each chunk whose payload has its checksum. Raises what `KvStore.seal` raises."""
         with self._store.protect_parents(chunks):
             await self._maintenance.verify(lambda: self._store.recovered.in_seal(salt, chunks))
-            damages = await self._read_back(chunks)
+            damages = await self.read_back(chunks)
             return self._store.seal(
                 session_id, salt, chunks, damages, lease_id=lease_id, keep_leased=keep_leased
             )
 
-    async def _read_back(self, chunks: Sequence[WrittenChunk]) -> Sequence[ArenaFormatError | None]:
+    async def read_back(self, chunks: Sequence[WrittenChunk]) -> Sequence[ArenaFormatError | None]:
+        """Compare each payload with its checksum. Return None for an intact one."""
         if len(chunks) * self._store.arena.layout.chunk_bytes <= self._read_at_once_bytes:
             return self._store.verify(chunks)
         loop = asyncio.get_running_loop()

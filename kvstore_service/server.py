@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -25,12 +26,18 @@ from kvstore_service.pool.slot_grants import GrantedRun, Preparation
 from kvstore_service.remote.reader import ChunkReader
 from kvstore_service.remote.turns import StreamTurns
 from kvstore_service.remote.writer import ChunkWriter
+from kvstore_service.reserver import Reserver
 from kvstore_service.sealer import READ_AT_ONCE_BYTES, Sealer
 from kvstore_service.stats import StoreInfo, stats_response
 from kvstore_service.store import KvStore, Matched
+from kvstore_service.tiers.loader import ChunkLoader
+from kvstore_service.tiers.manager import TierManager
+from kvstore_service.tiers.report import endpoint_message
+from kvstore_service.tiers.transfer import ChunkTransfer
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
+from splitpoint.keys import chunk_keys
 from splitpoint.observe import tracing
-from splitpoint.transport.convert import layout_to_proto
+from splitpoint.transport.convert import layout_to_proto, tier_to_proto
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
@@ -52,6 +59,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         threads: zero slots and read payloads back. `close` shuts them down.
         read_at_once_bytes: see `Sealer`.
         scrubbing: how often sealed chunks are read back. None: never.
+        tiers: keep chunks that leave the arena. None: there are none.
+        transfer: reads other stores' arenas. None: without a transfer engine.
     """
 
     def __init__(
@@ -62,8 +71,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         info: StoreInfo | None = None,
         read_at_once_bytes: int = READ_AT_ONCE_BYTES,
         scrubbing: Scrubbing | None = None,
+        tiers: TierManager | None = None,
+        transfer: ChunkTransfer | None = None,
     ) -> None:
         self.store = store
+        self.tiers = TierManager(store.pool) if tiers is None else tiers
+        self.transfer = transfer
         self.info = StoreInfo() if info is None else info
         self._threads = threads or ThreadPoolExecutor(_THREADS, thread_name_prefix="payload")
         self.maintenance = Maintenance(store, self._threads, scrubbing=scrubbing)
@@ -71,9 +84,13 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._stopping = asyncio.Event()
         self._started = time.monotonic()
         self._sealer = Sealer(store, self.maintenance, self._threads, read_at_once_bytes)
+        self._reserver = Reserver(store, self._threads, self.tiers if self.tiers.tiers else None)
+        self._loader = ChunkLoader(
+            store, self.maintenance, self._reserver, self._sealer, self.tiers, transfer
+        )
         turns = StreamTurns(store, self._stopping)
         self._reader = ChunkReader(store, turns)
-        self._writer = ChunkWriter(store, turns, self._sealer, self._calls, self._threads)
+        self._writer = ChunkWriter(store, turns, self._sealer, self._calls, self._reserver)
 
     def stop(self) -> None:
         """End the KeepAlive streams, which would not end within the grace period."""
@@ -110,6 +127,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             layout=layout_to_proto(arena.layout),
             slot_count=arena.slot_count,
             lease_duration=_duration(self.store.sessions.seconds_left(session)),
+            transfer=endpoint_message(self.transfer),
+            tiers=[tier_to_proto(tier) for tier in self.tiers.tiers],
+            loads_from_stores=self.transfer is not None,
         )
 
     async def KeepAlive(
@@ -170,7 +190,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         arena = self.store.arena
         tokens = validation.check_match(request, arena.slot_count * arena.layout.chunk_tokens)
         if not request.session_id:
-            return self._matched(self.store.peek(request.tenant_salt, tokens))
+            found = self.store.peek(request.tenant_salt, tokens)
+            held = await self._held(request, found, tokens) if request.asks_tiers else ()
+            return self._matched(found, held)
         validation.check_session(request.session_id, request.request_id)
         self.maintenance.called()
         call = self._call(request, pb.MatchResponse)
@@ -181,7 +203,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         if self.store.recovered.in_match(salt, tokens):
             work = self._verify_and_match(request, tokens)
             return await self._calls.run(call, work, keep_errors=False)
-        found = self.store.match(request.session_id, salt, tokens)
+        found = self._leased_match(request, tokens)
         return self._calls.answered(call, self._matched(found))
 
     async def _verify_and_match(
@@ -189,9 +211,29 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     ) -> pb.MatchResponse:
         salt = request.tenant_salt
         await self.maintenance.verify(lambda: self.store.recovered.in_match(salt, tokens))
-        return self._matched(self.store.match(request.session_id, salt, tokens))
+        return self._matched(self._leased_match(request, tokens))
 
-    def _matched(self, found: Matched) -> pb.MatchResponse:
+    def _leased_match(self, request: pb.MatchRequest, tokens: Sequence[int]) -> Matched:
+        found = self.store.match(request.session_id, request.tenant_salt, tokens)
+        self.tiers.used(found.entries)
+        return found
+
+    async def _held(
+        self, request: pb.MatchRequest, found: Matched, tokens: Sequence[int]
+    ) -> list[pb.TierPrefix]:
+        """Return the tiers that continue the arena's full chunks of a sequence."""
+        layout = self.store.arena.layout
+        size = layout.chunk_tokens
+        keys = list(chunk_keys(layout.layout_hash, request.tenant_salt, tokens, size))
+        cached = sum(entry.key == key for entry, key in zip(found.entries, keys, strict=False))
+        held = await self.tiers.held(keys[cached:])
+        return [
+            pb.TierPrefix(tier=tier_to_proto(tier), cached_tokens=(cached + count) * size)
+            for tier, count in held.items()
+            if count
+        ]
+
+    def _matched(self, found: Matched, tiers: Sequence[pb.TierPrefix] = ()) -> pb.MatchResponse:
         return pb.MatchResponse(
             cached_tokens=found.cached_tokens,
             chunks=[handle_of(entry) for entry in found.entries],
@@ -199,6 +241,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             lease_id=found.lease_id,
             epoch=self.store.epoch,
             storable_tokens=found.storable_tokens,
+            tiers=tiers,
         )
 
     async def ReadChunks(self, request: pb.ReadChunksRequest, context: _Context) -> None:
@@ -238,21 +281,24 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         known = await self._calls.known(call)
         if known is not None:
             return known
-        session_id = request.session_id
-        prepared = self.store.prepare(session_id, request.slot_count, request.tenant_salt)
+        session_id, salt = request.session_id, request.tenant_salt
+        if self._reserver.must_wait(request.slot_count):
+            return await self._calls.run(call, self._reserve_slowly(request), keep_errors=False)
+        prepared = self.store.prepare(session_id, request.slot_count, salt)
         if prepared.dirty_slots:
-            work = self._zero_and_grant(session_id, prepared)
+            work = self._grant(session_id, prepared)
             return await self._calls.run(call, work, keep_errors=False)
         return self._calls.answered(call, self._reserved(self.store.grant(session_id, prepared)))
 
-    async def _zero_and_grant(self, session_id: bytes, prepared: Preparation) -> pb.ReserveResponse:
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._threads, self.store.zero, prepared)
-        except BaseException:
-            self.store.pool.grants.abandon(prepared)
-            raise
-        return self._reserved(self.store.grant(session_id, prepared))
+    async def _reserve_slowly(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
+        return self._reserved(
+            await self._reserver.reserve(
+                request.session_id, request.slot_count, request.tenant_salt
+            )
+        )
+
+    async def _grant(self, session_id: bytes, prepared: Preparation) -> pb.ReserveResponse:
+        return self._reserved(await self._reserver.grant(session_id, prepared))
 
     def _reserved(self, runs: Sequence[GrantedRun]) -> pb.ReserveResponse:
         return pb.ReserveResponse(
@@ -307,6 +353,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self.maintenance.called()
         return await self._writer.write(requests)
 
+    async def LoadChunks(self, request: pb.LoadChunksRequest, context: _Context) -> None:
+        self.maintenance.called()
+        async with aclosing(self._loader.load(request)) as answers:
+            async for answer in answers:
+                await context.write(answer)
+
     def _check_maps(self, session_id: bytes) -> None:
         """Raise FailedPrecondition for a remote session: Reserve and Seal need a mapped arena."""
         if self.store.sessions.live(session_id).is_remote:
@@ -345,7 +397,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         if request.check_integrity:
             self.maintenance.check_integrity()
         uptime = time.monotonic() - self._started
-        return stats_response(self.store, self.maintenance, self.info, uptime)
+        return stats_response(
+            self.store, self.maintenance, self.info, uptime, self.tiers, self.transfer
+        )
 
 
 def _duration(seconds: float) -> Duration:

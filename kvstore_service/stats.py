@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from kvstore_service.eviction.watermarks import WatermarkEvictor
 from kvstore_service.maintenance import Maintenance
 from kvstore_service.store import KvStore
+from kvstore_service.tiers.manager import TierManager
+from kvstore_service.tiers.report import tier_stats, transfer_stats
+from kvstore_service.tiers.transfer import ChunkTransfer
 from splitpoint.arena.loss import Loss
 from splitpoint.arena.records import SlotState
 from splitpoint.options.store import EVICTION
@@ -38,7 +41,12 @@ class StoreInfo:
 
 
 def stats_response(
-    store: KvStore, maintenance: Maintenance, info: StoreInfo, uptime_seconds: float
+    store: KvStore,
+    maintenance: Maintenance,
+    info: StoreInfo,
+    uptime_seconds: float,
+    tiers: TierManager,
+    transfer: ChunkTransfer | None,
 ) -> pb.GetStatsResponse:
     pool, counters, recovered = store.pool, store.counters, store.recovered_state
     scrubber = maintenance.scrubber
@@ -92,4 +100,6 @@ def stats_response(
         scrub_pass_count=scrubber.pass_count if scrubber is not None else 0,
         last_scrub_pass_seconds=scrubber.last_pass_seconds if scrubber is not None else None,
         last_damage_seconds_ago=store.inspection.seconds_since_damage(),
+        tiers=tier_stats(tiers),
+        transfer=transfer_stats(transfer),
     )

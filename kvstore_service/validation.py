@@ -11,8 +11,11 @@ from collections.abc import Iterable, Sequence
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.sessions import ProcessIdentity
 from splitpoint.arena.format import ID_BYTES
+from splitpoint.config import check_address
 from splitpoint.errors import InvalidArgument
 from splitpoint.keys import KEY_BYTES, SALT_LIMIT
+from splitpoint.tiers import ChunkSource, Tier
+from splitpoint.transport.convert import tier_from_proto
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 
@@ -53,7 +56,24 @@ def check_match(request: pb.MatchRequest, capacity_tokens: int) -> Sequence[int]
     """Return the tokens that an arena of this capacity can hold."""
     _check_length(request.tenant_salt, 0, SALT_LIMIT, "tenant_salt")
     _check_tokens(request.token_ids, "token_ids")
+    if request.asks_tiers and request.session_id:
+        raise InvalidArgument("only a peek asks the tiers", field="asks_tiers")
     return request.token_ids[:capacity_tokens]
+
+
+def check_load(request: pb.LoadChunksRequest) -> ChunkSource:
+    """Return the source: another store, or a tier of the own store."""
+    check_session(request.session_id, request.request_id)
+    _check_length(request.tenant_salt, 0, SALT_LIMIT, "tenant_salt")
+    _check_tokens(request.token_ids, "token_ids")
+    if bool(request.tier) == bool(request.source_address):
+        raise InvalidArgument("name either a tier or another store", field="tier")
+    if request.source_address:
+        return ChunkSource(check_address(request.source_address))
+    tier = tier_from_proto(request.tier)
+    if tier is None or tier is Tier.ARENA:
+        raise InvalidArgument("chunks are loaded from the disk or the Mooncake tier", field="tier")
+    return ChunkSource(tier=tier)
 
 
 def check_reserve(request: pb.ReserveRequest) -> None:

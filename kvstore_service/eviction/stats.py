@@ -48,6 +48,27 @@ class InstrumentedPolicy:
             self._count(self._uses[slot], self._clock() - self._since[slot])
         return slot
 
+    def upcoming(
+        self,
+        limit: int,
+        is_next: Callable[[int], bool],
+        leave: Callable[[int], int | None],
+    ) -> list[int]:
+        """Return up to `limit` slots in the order in which `choose` would return them.
+
+        `is_next` judges a slot as if those passed to `leave` were evicted. `leave` returns the
+        slot that becomes a candidate then. Nothing changes and nothing is counted.
+        """
+        slots: list[int] = []
+        while len(slots) < limit and (slot := self._policy.choose(is_next)) is not None:
+            slots.append(slot)
+            candidate = leave(slot)
+            if candidate is not None:
+                self._policy.offer(candidate)
+        for slot in slots:
+            self._policy.offer(slot)
+        return slots
+
     def _count(self, uses: int, age_seconds: float) -> None:
         place = min(uses.bit_length(), _MOST_CLASSES - 1)
         self.by_use_count += [0] * (place + 1 - len(self.by_use_count))

@@ -53,7 +53,7 @@ class EvictablePool(Protocol):
     def slot_count(self) -> int: ...
 
     @property
-    def free_count(self) -> int: ...
+    def soon_free_count(self) -> int: ...
 
     def evict(self, limit: int) -> int:
         """Evict up to `limit` chunks. Return how many were evicted."""
@@ -79,7 +79,7 @@ class WatermarkEvictor:
         """Evict a batch if needed. Return True if there may be more to evict at once."""
         pool = self._pool
         wanted = self._watermarks.chunks_to_evict(
-            pool.slot_count, pool.free_count, is_evicting=self._is_evicting
+            pool.slot_count, pool.soon_free_count, is_evicting=self._is_evicting
         )
         evicted = pool.evict(wanted)
         self.evicted_total += evicted

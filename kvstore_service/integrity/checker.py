@@ -52,10 +52,12 @@ class IntegrityChecker:
             in_runs.update(run)
             end_before = run.first + run.count
         free = set(pool.slots.in_state(SlotState.FREE))
-        if in_runs | pool.grants.prepared != free or in_runs & pool.grants.prepared:
+        prepared, set_aside = pool.grants.prepared, pool.grants.set_aside
+        counted = len(in_runs) + len(prepared) + len(set_aside)
+        if in_runs | prepared | set_aside != free or counted != len(free):
             violations.append(
-                f"free runs, prepared slots and free slots differ: "
-                f"{sorted(in_runs ^ free ^ pool.grants.prepared)}"
+                f"free runs, prepared slots, slots set aside and free slots differ: "
+                f"{sorted(in_runs ^ free ^ prepared ^ set_aside)}"
             )
         if pool.grants.allocator.free_count != len(in_runs):
             violations.append("the allocator's count differs from its runs")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore_service.eviction.policies import EvictionPolicy
+from kvstore_service.eviction.stats import InstrumentedPolicy
 from kvstore_service.pool.chunk_identity import ChunkIdentity
 from kvstore_service.pool.leases import Lease, LeaseTable
 from kvstore_service.pool.prefix_index import Entry, PrefixIndex, PrefixMatch
@@ -48,6 +48,20 @@ class PoolListener(Protocol):
     def removed(self, entry: Entry) -> None: ...
 
 
+class Demotions(Protocol):
+    """Takes chunks that are being evicted to the tiers. Its methods return at once."""
+
+    def has_room(self) -> bool:
+        """Return False if eviction should wait until a tier has copied earlier chunks."""
+
+    def evicting(self, entry: Entry, *, may_wait: bool) -> None:
+        """Note that a chunk is about to leave its slot.
+
+        A slot for which `SlotGrants.begin_copy` is called here keeps its bytes until `end_copy`.
+        Without `may_wait` the slot is needed at once.
+        """
+
+
 class ChunkPool:
     """All slots of one arena.
 
@@ -56,6 +70,7 @@ class ChunkPool:
 
     Attributes:
         listener: is told about every chunk that is published or removed.
+        demotions: is told about every chunk before it is evicted. None without tiers.
         slots, index, leases: for reading and for integrity checks.
         grants: free and granted slots.
         unverified: slots of recovered chunks whose payload was not verified yet.
@@ -66,7 +81,7 @@ class ChunkPool:
     def __init__(
         self,
         arena: Arena,
-        policy: EvictionPolicy,
+        policy: InstrumentedPolicy,
         recovered: RecoveredState,
         *,
         writer: MetadataWriter | None = None,
@@ -82,6 +97,7 @@ class ChunkPool:
         self.sealed_total = 0
         self.evicted_total = 0
         self.listener: PoolListener | None = None
+        self.demotions: Demotions | None = None
         self._policy = policy
         self._chunks: dict[int, Entry] = {}  # slot -> sealed chunk
         self._guarded: Counter[bytes] = Counter()  # keys of chunks about to get children
@@ -249,7 +265,8 @@ class ChunkPool:
                 slot_count=self.slot_count,
             )
         missing = count - self.free_count
-        if missing > 0 and missing > (reclaimable := self.reclaimable_count()):
+        reclaimable = self._reclaimable_at_once() if missing > 0 else 0
+        if missing > reclaimable:
             raise ResourceExhausted(
                 f"{count} slots were asked for; {self.free_count} are free and "
                 f"{reclaimable} can be evicted, the rest is leased or being written",
@@ -262,10 +279,20 @@ class ChunkPool:
             slot = self._policy.choose(self._is_evictable)
             if slot is None:
                 raise RuntimeError("the eviction policy lost sight of an evictable chunk")
+            if self.demotions is not None:
+                self.demotions.evicting(self._chunks[slot], may_wait=False)
             self._evict(slot)
 
     def reclaimable_count(self) -> int:
         """Count the chunks that eviction could free: nothing at or below them is protected."""
+        return len(self._chunks) - len(self._kept())
+
+    def _reclaimable_at_once(self) -> int:
+        """Count the same chunks without those whose slots a tier copies."""
+        return len(self._chunks.keys() - self._kept() - self.grants.copied.keys())
+
+    def _kept(self) -> set[int]:
+        """Return the slots of chunks that eviction cannot remove."""
         kept: set[int] = set()
         guarded = (self.index.get(key) for key in self._guarded)
         slots = [*self.leases.leased_slots, *(entry.slot for entry in guarded if entry)]
@@ -274,7 +301,7 @@ class ChunkPool:
             while entry is not None and entry.slot not in kept:
                 kept.add(entry.slot)
                 entry = self.index.get(entry.parent_key)
-        return len(self._chunks) - len(kept)
+        return kept
 
     def _is_evictable(self, slot: int) -> bool:
         entry = self._chunks.get(slot)
@@ -285,6 +312,27 @@ class ChunkPool:
             and entry.key not in self._guarded
         )
 
+    def next_victims(self, limit: int) -> list[Entry]:
+        """Return up to `limit` chunks that eviction would remove next, in order."""
+        passed: set[bytes] = set()
+
+        def is_next(slot: int) -> bool:
+            entry = self._chunks.get(slot)
+            return (
+                entry is not None
+                and not self.leases.is_leased(slot)
+                and entry.key not in self._guarded
+                and passed.issuperset(self.index.children(entry.key))
+            )
+
+        def leave(slot: int) -> int | None:
+            entry = self._chunks[slot]
+            passed.add(entry.key)
+            parent = self.index.get(entry.parent_key)
+            return None if parent is None else parent.slot
+
+        return [self._chunks[slot] for slot in self._policy.upcoming(limit, is_next, leave)]
+
     def _offer(self, slot: int) -> None:
         # The policy asks `_is_evictable` before it chooses a slot. A slot is offered again
         # whenever something that protected it is gone.
@@ -292,15 +340,27 @@ class ChunkPool:
             self._policy.offer(slot)
 
     def evict_all(self) -> int:
-        """Evict every unprotected chunk. Return their number."""
-        return self.evict(self.slot_count)
-
-    def evict(self, limit: int) -> int:
-        """Evict up to `limit` unprotected chunks. Return their number."""
-        for count in range(limit):
+        """Evict every unprotected chunk, without a copy in a tier. Return their number."""
+        for count in range(self.slot_count):
             slot = self._policy.choose(self._is_evictable)
             if slot is None:
                 return count
+            self._evict(slot)
+        return self.slot_count
+
+    def evict(self, limit: int) -> int:
+        """Evict up to `limit` unprotected chunks. Return their number.
+
+        Slots that a tier copies become free later. Fewer are evicted if the tiers are busy.
+        """
+        for count in range(limit):
+            if self.demotions is not None and not self.demotions.has_room():
+                return count
+            slot = self._policy.choose(self._is_evictable)
+            if slot is None:
+                return count
+            if self.demotions is not None:
+                self.demotions.evicting(self._chunks[slot], may_wait=True)
             self._evict(slot)
         return limit
 
@@ -342,7 +402,13 @@ class ChunkPool:
 
     @property
     def free_count(self) -> int:
+        """Slots that can be granted at once."""
         return self.grants.allocator.free_count
+
+    @property
+    def soon_free_count(self) -> int:
+        """Free slots, and evicted ones whose bytes a tier still copies."""
+        return self.free_count + len(self.grants.set_aside)
 
     def find(self, slot: int) -> Entry | None:
         """Return the sealed chunk in a slot, if there is one."""

@@ -92,6 +92,10 @@ class PrefixIndex:
     def has_children(self, key: bytes) -> bool:
         return key in self._children
 
+    def children(self, key: bytes) -> Iterator[bytes]:
+        """Yield the keys of a chunk's children."""
+        return (child for _, child in self._children.get(key, ()))
+
     def add(self, entry: Entry) -> None:
         """Add a chunk. Raises ValueError if its key is in the index or its parent is not."""
         if entry.key in self._by_key:

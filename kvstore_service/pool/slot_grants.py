@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore_service.pool.allocator import Run, RunAllocator
@@ -43,11 +46,15 @@ class SlotGrants:
     Attributes:
         allocator: the free slots.
         prepared: slots between `prepare` and `grant` or `abandon`.
+        copied: slots between `begin_copy` and `end_copy`, with the number of copies.
+        set_aside: free slots among them, which are granted after their last copy.
     """
 
     def __init__(self, slots: SlotTable, recovered: RecoveredState) -> None:
         self.allocator = RunAllocator(len(recovered.states), slots.in_state(SlotState.FREE))
         self.prepared: set[int] = set()
+        self.set_aside: set[int] = set()
+        self.copied: Counter[int] = Counter()
         self._slots = slots
         # Salt tag of the tenant that last wrote a slot. Slots without a tag are all zeros.
         self._tags = {
@@ -95,6 +102,34 @@ class SlotGrants:
                 self.allocator.free(slot)
 
     def give_back(self, slot: int) -> None:
-        """Free a slot that was granted and not published."""
+        """Free a slot that holds no chunk any more. It is reused after its copies have ended."""
         self._slots.free(slot)
-        self.allocator.free(slot)
+        if slot in self.copied:
+            self.set_aside.add(slot)
+        else:
+            self.allocator.free(slot)
+
+    # -- copies between slots and tiers ----------------------------------------------------------
+
+    def begin_copy(self, slots: Iterable[int]) -> None:
+        """Keep slots from being reused until `end_copy`, also if they are freed meanwhile."""
+        self.copied.update(slots)
+
+    def end_copy(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.copied[slot] -= 1
+            if self.copied[slot] == 0:
+                del self.copied[slot]
+                if slot in self.set_aside:
+                    self.set_aside.discard(slot)
+                    self.allocator.free(slot)
+
+    @contextmanager
+    def copying(self, slots: Iterable[int]) -> Iterator[None]:
+        """Keep slots from being reused inside the block."""
+        kept = list(slots)
+        self.begin_copy(kept)
+        try:
+            yield
+        finally:
+            self.end_copy(kept)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from kvstore_service import validation
@@ -13,6 +11,7 @@ from kvstore_service.messages import next_message, sealed_chunks
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.remote import turns
 from kvstore_service.remote.turns import StreamTurns
+from kvstore_service.reserver import Reserver, places
 from kvstore_service.sealer import Sealer
 from kvstore_service.sessions import Session
 from kvstore_service.store import KvStore
@@ -22,7 +21,7 @@ from splitpoint.v1 import kvstore_pb2 as pb
 
 
 class ChunkWriter:
-    """Carries out the WriteChunks calls of one store. `threads` zero slots."""
+    """Carries out the WriteChunks calls of one store."""
 
     def __init__(
         self,
@@ -30,13 +29,13 @@ class ChunkWriter:
         streams: StreamTurns,
         sealer: Sealer,
         calls: IdempotentCalls,
-        threads: ThreadPoolExecutor,
+        reserver: Reserver,
     ) -> None:
         self._store = store
         self._streams = streams
         self._sealer = sealer
         self._calls = calls
-        self._threads = threads
+        self._reserver = reserver
         self._payload = Payload(store.arena)
 
     async def write(self, requests: AsyncIterator[pb.WriteChunksRequest]) -> pb.WriteChunksResponse:
@@ -54,7 +53,9 @@ class ChunkWriter:
             await self._drain(session, parts, len(chunks))
             return known
         async with self._streams.turn():
-            granted = await self._reserve(header, len(chunks))
+            granted = places(
+                await self._reserver.reserve(header.session_id, len(chunks), header.tenant_salt)
+            )
             is_sealing = False
             try:
                 await self._fill(session, parts, [slot for slot, _ in granted])
@@ -71,24 +72,6 @@ class ChunkWriter:
             finally:
                 if not is_sealing:
                     self._store.sessions.give_up_writing(session.session_id, granted)
-
-    async def _reserve(self, header: pb.WriteChunksHeader, count: int) -> list[tuple[int, int]]:
-        """Grant slots for the chunks, with their generations. Raises ResourceExhausted."""
-        prepared = self._store.prepare(header.session_id, count, header.tenant_salt)
-        if prepared.dirty_slots:
-            loop = asyncio.get_running_loop()
-            zeroing = loop.run_in_executor(self._threads, self._store.zero, prepared)
-            try:
-                await asyncio.shield(zeroing)
-            except BaseException:
-                # Only after the thread is done.
-                zeroing.add_done_callback(lambda _: self._store.pool.grants.abandon(prepared))
-                raise
-        return [
-            (run.first + offset, generation)
-            for run in self._store.grant(header.session_id, prepared)
-            for offset, generation in enumerate(run.generations)
-        ]
 
     async def _fill(
         self, session: Session, parts: AsyncIterator[pb.WriteChunksRequest], slots: Sequence[int]

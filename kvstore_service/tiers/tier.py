@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,30 +34,16 @@ class TierStats:
     evicted_chunks: int = 0
 
 
-class ChunkTier(Protocol):
-    """One tier. Its methods run on the event loop and do their I/O elsewhere.
+class ChunkSource(Protocol):
+    """A place that chunks come from: a tier, or another store's arena.
 
-    Payloads move between the tier and slots of the arena directly. The caller protects the
-    slots until a method returns, also when it is cancelled: a method that is cancelled returns
-    only after its I/O has ended. Unless it says otherwise, a method raises Unavailable while the
-    tier is away.
-
-    Attributes:
-        tier: DISK or MOONCAKE.
-        stats: updated in place; read on the event loop.
+    Payloads move into slots of the arena directly. The caller protects the slots until a method
+    returns, also when it is cancelled: a method that is cancelled returns only after its I/O has
+    ended. A method raises Unavailable while the source is away.
     """
 
-    @property
-    def tier(self) -> Tier: ...
-
-    @property
-    def stats(self) -> TierStats: ...
-
     async def held(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading keys the tier holds. A hint: nothing protects them."""
-
-    def holds(self, key: bytes) -> bool | None:
-        """Return True if the tier holds a chunk, without I/O. None if only I/O could tell."""
+        """Return how many leading keys the source holds. A hint: nothing protects them."""
 
     async def read(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[int | None]:
         """Read the payload of each chunk into a slot.
@@ -66,14 +52,43 @@ class ChunkTier(Protocol):
         whose record is damaged. The caller compares the payload with it.
         """
 
+    async def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget chunks, since they proved damaged. Never raises."""
+
+
+class ChunkTier(ChunkSource, Protocol):
+    """One tier. Its methods run on the event loop and do their I/O elsewhere.
+
+    `write` reads slots directly, under the same rules as `ChunkSource.read` writes them. It may
+    run for chunks that leave the arena meanwhile: their slots keep their bytes until it returns.
+
+    Attributes:
+        tier: DISK or MOONCAKE.
+        stats: updated in place by the tier; read on the event loop. `read` counts chunks that
+            are missing or have a damaged record, `drop` counts its keys as damaged.
+        on_change: is called on the event loop with the keys of chunks that the tier stored or
+            lost. None: the tier tells nothing.
+    """
+
+    on_change: Callable[[Sequence[bytes]], None] | None
+
+    @property
+    def tier(self) -> Tier: ...
+
+    @property
+    def stats(self) -> TierStats: ...
+
+    def holds(self, key: bytes) -> bool | None:
+        """Return True if the tier holds a chunk, without I/O. None if only I/O could tell."""
+
+    def keys(self) -> Iterable[bytes]:
+        """Return the keys of all chunks that `holds` would name. Empty if only I/O could tell."""
+
     async def write(self, entries: Sequence[Entry]) -> int:
         """Store full chunks of the arena. Return how many are stored now, duplicates included.
 
         A full disk stores fewer; it is no error.
         """
-
-    async def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget chunks, since they proved damaged. Never raises."""
 
     async def start(self) -> None:
         """Open the tier. Raises InvalidArgument or FailedPrecondition if it cannot be used."""

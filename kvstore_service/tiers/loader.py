@@ -1,0 +1,255 @@
+"""LoadChunks: loads chunks of a sequence from a tier or another store into the arena.
+
+Batch by batch: reserve slots, read into them, compare each payload with its checksum, seal and
+lease. Loads of sequences with the same first chunk take turns, so that the second finds what the
+first has loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from kvstore_service import validation
+from kvstore_service.maintenance import Maintenance
+from kvstore_service.pool.chunk_pool import WrittenChunk
+from kvstore_service.pool.prefix_index import Entry
+from kvstore_service.reserver import Reserver, places
+from kvstore_service.sealer import Sealer
+from kvstore_service.store import KvStore
+from kvstore_service.tiers.manager import TierManager
+from kvstore_service.tiers.named_turns import NamedTurns
+from kvstore_service.tiers.tier import ChunkSource
+from kvstore_service.tiers.transfer import ChunkTransfer
+from splitpoint.errors import FailedPrecondition
+from splitpoint.keys import chunk_keys
+from splitpoint.tiers import ChunkSource as Origin
+from splitpoint.tiers import Tier
+from splitpoint.v1 import kvstore_pb2 as pb
+
+# Most bytes of a batch; a slower source gets smaller ones, so that progress is reported often.
+BATCH_BYTES = 64 << 20
+BATCH_SECONDS = 0.25
+
+
+@dataclass(slots=True)
+class Load:
+    """One call.
+
+    Attributes:
+        keys: of the sequence's full chunks.
+        tier: None if the source is another store.
+        lease_id: lease on the sequence's chunks in the arena; 0 until there are any.
+        cached: number of these chunks.
+    """
+
+    session_id: bytes
+    salt: bytes
+    token_ids: Sequence[int]
+    keys: Sequence[bytes]
+    source: ChunkSource
+    tier: Tier | None
+    lease_id: int = 0
+    cached: int = 0
+    loaded_bytes: int = 0
+    transfer_seconds: float = 0.0
+
+
+class ChunkLoader:
+    """Carries out the LoadChunks calls of one store.
+
+    Args:
+        transfer: reads other stores' arenas. None: LoadChunks reads from tiers only.
+    """
+
+    def __init__(
+        self,
+        store: KvStore,
+        maintenance: Maintenance,
+        reserver: Reserver,
+        sealer: Sealer,
+        tiers: TierManager,
+        transfer: ChunkTransfer | None,
+    ) -> None:
+        self._store = store
+        self._maintenance = maintenance
+        self._reserver = reserver
+        self._sealer = sealer
+        self._tiers = tiers
+        self._transfer = transfer
+        self._turns = NamedTurns()
+
+    async def load(self, request: pb.LoadChunksRequest) -> AsyncGenerator[pb.LoadChunksResponse]:
+        """Yield an answer after each batch. See LoadChunks in kvstore.proto."""
+        origin = validation.check_load(request)
+        arena, salt = self._store.arena, request.tenant_salt
+        size = arena.layout.chunk_tokens
+        tokens = request.token_ids[: min(len(request.token_ids) // size, arena.slot_count) * size]
+        keys = list(chunk_keys(arena.layout.layout_hash, salt, tokens, size))
+        self._store.sessions.arena_user(request.session_id)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._turns.turn(keys[0] if keys else b""))
+            load = Load(
+                session_id=request.session_id,
+                salt=salt,
+                token_ids=tokens,
+                keys=keys,
+                source=await self._opened(stack, origin, salt, tokens),
+                tier=None if origin.address else origin.tier,
+            )
+            is_known = False  # the caller knows the lease
+            try:
+                await self._lease_cached(load)
+                while await self._load_batch(load):
+                    yield self._progress(load)
+                    is_known = True
+                if not is_known:
+                    yield self._progress(load)
+                    is_known = True
+            finally:
+                if not is_known and load.lease_id:
+                    self._release(load)
+
+    async def _opened(
+        self, stack: AsyncExitStack, origin: Origin, salt: bytes, tokens: Sequence[int]
+    ) -> ChunkSource:
+        if not origin.address:
+            return self._tiers.tier(origin.tier)
+        if self._transfer is None:
+            raise FailedPrecondition("this store has no transfer engine", reason="NO_TRANSFER")
+        return await stack.enter_async_context(self._transfer.open(origin.address, salt, tokens))
+
+    def _progress(self, load: Load) -> pb.LoadChunksResponse:
+        return pb.LoadChunksResponse(
+            cached_tokens=load.cached * self._store.arena.layout.chunk_tokens,
+            lease_id=load.lease_id,
+            loaded_bytes=load.loaded_bytes,
+            transfer_seconds=load.transfer_seconds,
+            epoch=self._store.epoch,
+        )
+
+    def _release(self, load: Load) -> None:
+        if load.session_id in {session.session_id for session in self._store.sessions}:
+            self._store.sessions.release(load.session_id, [load.lease_id], [])
+
+    # -- what the arena has ----------------------------------------------------------------------
+
+    async def _lease_cached(self, load: Load) -> None:
+        """Lease the sequence's full chunks that the arena has already."""
+        salt, tokens = load.salt, load.token_ids
+        await self._maintenance.verify(lambda: self._store.recovered.in_match(salt, tokens))
+        found = self._store.pool.match(salt, tokens).entries if tokens else ()
+        entries = [entry for entry, key in zip(found, load.keys, strict=False) if entry.key == key]
+        self._lease(load, entries)
+
+    def _lease(self, load: Load, entries: Sequence[Entry]) -> None:
+        """Add the next chunks to the load's lease. Raises if the session ended."""
+        session = self._store.sessions.arena_user(load.session_id)
+        if not entries:
+            return
+        lease = self._store.sessions.lease_of(session, load.lease_id)
+        if lease is None:
+            load.lease_id = self._store.sessions.lease(session, entries).lease_id
+        else:
+            self._store.pool.leases.extend(lease, (entry.slot for entry in entries))
+        load.cached += len(entries)
+
+    # -- one batch -------------------------------------------------------------------------------
+
+    async def _load_batch(self, load: Load) -> bool:
+        """Load the next chunks. Return False if there are none, or the source lost one."""
+        keys = load.keys[load.cached : load.cached + self._batch_size(load.tier)]
+        held = await load.source.held(keys) if keys else 0
+        if not held:
+            return False
+        keys = keys[:held]
+        runs = await self._reserver.reserve(load.session_id, len(keys), load.salt)
+        granted = places(runs)
+        try:
+            slots = [slot for slot, _ in granted]
+            # The session may end during the read, and its slots must not be reused then.
+            with self._store.pool.grants.copying(slots):
+                checksums = await self._read(load, keys, slots)
+                intact = await self._intact(load, keys, granted, checksums)
+            if intact:
+                await self._seal(load, intact)
+            return len(intact) == len(keys)
+        finally:
+            self._store.sessions.give_up_writing(load.session_id, granted)
+
+    def _batch_size(self, tier: Tier | None) -> int:
+        """Return the number of chunks to load at once."""
+        size = BATCH_BYTES
+        if tier is not None:
+            rate = self._tiers.rates[tier].bytes_per_second
+            limit = self._tiers.limit.bytes_per_second
+            rates = [each for each in (rate, limit) if each]
+            size = min(size, int(min(rates, default=size / BATCH_SECONDS) * BATCH_SECONDS))
+        pool = self._store.pool
+        room = pool.soon_free_count + pool.reclaimable_count()
+        # At least one: the reservation says what is wrong if there is no room.
+        return max(1, min(size // pool.layout.chunk_bytes, room))
+
+    async def _read(
+        self, load: Load, keys: Sequence[bytes], slots: Sequence[int]
+    ) -> list[int | None]:
+        """Read the chunks into slots. Return their recorded checksums."""
+        size = len(keys) * self._store.arena.layout.chunk_bytes
+        began = time.monotonic()
+        if load.tier is None:
+            checksums = await load.source.read(keys, slots)
+        else:
+            due = self._tiers.limit.begin(size)
+            checksums = await load.source.read(keys, slots)
+            await self._tiers.limit.end(due)
+        seconds = time.monotonic() - began
+        loaded = sum(each is not None for each in checksums)
+        load.transfer_seconds += seconds
+        if load.tier is not None:
+            self._tiers.rates[load.tier].measured(
+                loaded * self._store.arena.layout.chunk_bytes, seconds
+            )
+        return checksums
+
+    async def _intact(
+        self,
+        load: Load,
+        keys: Sequence[bytes],
+        granted: Sequence[tuple[int, int]],
+        checksums: Sequence[int | None],
+    ) -> list[WrittenChunk]:
+        """Return the leading chunks that came and have their checksum. Drop damaged ones."""
+        chunk_tokens = self._store.arena.layout.chunk_tokens
+        written = []
+        for number, ((slot, generation), checksum) in enumerate(
+            zip(granted, checksums, strict=True), load.cached
+        ):
+            if checksum is None:
+                break
+            tokens = load.token_ids[number * chunk_tokens : (number + 1) * chunk_tokens]
+            parent = load.keys[number - 1] if number else b""
+            written.append(WrittenChunk(slot, generation, parent, tuple(tokens), checksum))
+        damages = await self._sealer.read_back(written)
+        damaged = [key for key, damage in zip(keys, damages, strict=False) if damage is not None]
+        if not damaged:
+            return written
+        await load.source.drop(damaged)
+        return written[: keys.index(damaged[0])]
+
+    async def _seal(self, load: Load, chunks: Sequence[WrittenChunk]) -> None:
+        """Seal and lease verified chunks. Another call may have sealed some meanwhile."""
+        outcome = self._store.seal(
+            load.session_id,
+            load.salt,
+            chunks,
+            [None] * len(chunks),
+            lease_id=load.lease_id,
+            keep_leased=True,
+        )
+        load.lease_id = outcome.lease_id
+        load.cached += len(chunks)
+        load.loaded_bytes += len(chunks) * self._store.arena.layout.chunk_bytes
+        if load.tier is not None:
+            self._tiers.writers[load.tier].know([chunk.entry.key for chunk in outcome.chunks])

@@ -1,0 +1,154 @@
+"""The tiers of one store: what goes down to them, how fast they are, and what they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from kvstore_service.pool.chunk_pool import ChunkPool
+from kvstore_service.pool.prefix_index import Entry
+from kvstore_service.tiers.rates import RateLimit, ReadRate
+from kvstore_service.tiers.tier import ChunkTier
+from kvstore_service.tiers.writer import TierWriter
+from splitpoint.errors import FailedPrecondition, SplitpointError
+from splitpoint.tiers import Tier
+
+_log = logging.getLogger(__name__)
+
+# How long a reservation waits for tiers.
+ROOM_SECONDS = 1.0
+# How long a peek waits for tiers that need I/O.
+HELD_SECONDS = 0.05
+
+
+class TierManager:
+    """All tiers of one store, fastest first.
+
+    Args:
+        on_eviction: chunks go down when they are evicted. False: when they are used again.
+        rate_limit: bytes per second that are loaded from tiers. None: no limit.
+
+    Attributes:
+        tiers: by their names.
+        writers, rates: of each tier.
+        limit: shared by all loads.
+    """
+
+    def __init__(
+        self,
+        pool: ChunkPool,
+        tiers: Sequence[ChunkTier] = (),
+        *,
+        on_eviction: bool = True,
+        rate_limit: float | None = None,
+    ) -> None:
+        self.tiers = {tier.tier: tier for tier in tiers}
+        self.writers = {
+            tier.tier: TierWriter(pool, tier, on_eviction=on_eviction) for tier in tiers
+        }
+        self.rates = {tier.tier: ReadRate() for tier in tiers}
+        self.limit = RateLimit(rate_limit)
+        self._opened: list[ChunkTier] = []
+        self._pool = pool
+        self._on_eviction = on_eviction
+        if tiers:
+            pool.demotions = self
+
+    async def start(self) -> None:
+        """Open the tiers in order. Call `close` also if one of them cannot be opened."""
+        for tier in self.tiers.values():
+            await tier.start()
+            self._opened.append(tier)
+
+    async def close(self) -> None:
+        while self._opened:
+            await self._opened.pop().close()
+
+    async def run(self) -> None:
+        """Write chunks until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for name, writer in self.writers.items():
+                group.create_task(writer.run(), name=f"write to the {name} tier")
+
+    def on_change(self, listener: Callable[[Sequence[bytes]], None]) -> None:
+        """Tell a listener the keys of chunks that a tier stored or lost."""
+        for tier in self.tiers.values():
+            tier.on_change = listener
+
+    def tier(self, tier: Tier) -> ChunkTier:
+        """Raises FailedPrecondition if the store has no such tier."""
+        found = self.tiers.get(tier)
+        if found is None:
+            raise FailedPrecondition(f"this store has no {tier} tier", reason="NO_TIER")
+        return found
+
+    # -- down ----------------------------------------------------------------------------------
+
+    def used(self, entries: Sequence[Entry]) -> None:
+        """Note that chunks of the arena were used again."""
+        if not self._on_eviction:
+            for writer in self.writers.values():
+                writer.want(entries)
+
+    def has_room(self) -> bool:
+        return all(writer.has_room() for writer in self.writers.values())
+
+    def evicting(self, entry: Entry, *, may_wait: bool) -> None:
+        for writer in self.writers.values():
+            writer.evicting(entry, may_wait=may_wait)
+
+    async def make_room(self, slot_count: int) -> None:
+        """Evict until so many slots are free, waiting for the tiers for at most ROOM_SECONDS.
+
+        Evicts nothing if that could not free enough. The caller evicts what is missing then.
+        """
+        pool = self._pool
+        try:
+            async with asyncio.timeout(ROOM_SECONDS):
+                while (
+                    pool.free_count
+                    < slot_count
+                    <= (pool.soon_free_count + pool.reclaimable_count())
+                ):
+                    missing = slot_count - pool.soon_free_count
+                    evicted = pool.evict(missing) if missing > 0 else 0
+                    if pool.free_count < slot_count and not evicted:
+                        await self._progress()
+        except TimeoutError:
+            for writer in self.writers.values():
+                writer.give_up_waiting()
+
+    async def _progress(self) -> None:
+        """Wait until a tier has copied chunks."""
+        waits = [asyncio.create_task(each.progress.wait()) for each in self.writers.values()]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    # -- up ------------------------------------------------------------------------------------
+
+    async def held(self, keys: Sequence[bytes]) -> dict[Tier, int]:
+        """Return how many leading keys each tier holds; tiers without an answer are missing."""
+        if not keys or not self.tiers:
+            return {}
+        asked = {
+            asyncio.create_task(tier.held(keys)): name
+            for name, tier in self.tiers.items()
+            if tier.stats.is_up
+        }
+        if not asked:
+            return {}
+        done, late = await asyncio.wait(asked, timeout=HELD_SECONDS)
+        for task in late:
+            task.cancel()
+        found = {}
+        for task in done:
+            error = task.exception()
+            if error is None:
+                found[asked[task]] = task.result()
+            elif not isinstance(error, SplitpointError):
+                raise error
+        return found

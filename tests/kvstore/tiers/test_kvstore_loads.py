@@ -1,0 +1,302 @@
+"""LoadChunks and peeks over a real connection, with tiers in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from kvstore_helpers import LAYOUT, Bench, payload_of, read_payload, seed_of, store_sequence
+from tier_double import MemoryTier, MemoryTransfer
+
+from kvstore_service.server import KvStoreServicer
+from kvstore_service.tiers.manager import TierManager
+from splitpoint.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from splitpoint.keys import chunk_keys
+from splitpoint.transport.channels import open_channel
+from splitpoint.transport.servers import create_server, listen
+from splitpoint.transport.statuses import error_of
+from splitpoint.v1 import kvstore_pb2 as pb
+from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
+
+SIZE = LAYOUT.chunk_tokens
+TOKENS = list(range(100, 100 + 5 * SIZE + 2))  # five full chunks and a tail of two
+KEYS = list(chunk_keys(LAYOUT.layout_hash, b"", TOKENS, SIZE))
+OTHERS = [[1000 * n + i for i in range(4 * SIZE)] for n in range(1, 20)]
+
+
+class Service:
+    """A store with tiers behind a server, and a local session."""
+
+    def __init__(self, bench: Bench, servicer: KvStoreServicer, tier: MemoryTier) -> None:
+        self.bench = bench
+        self.servicer = servicer
+        self.tier = tier
+        self.stub: Any = None
+        self.session = bench.attach()
+        self._requests = 0
+
+    def request_id(self) -> bytes:
+        self._requests += 1
+        return b"r%d" % self._requests
+
+    def load(self, tokens: list[int] = TOKENS, **fields: Any) -> Any:
+        if "source_address" not in fields:
+            fields.setdefault("tier", types_pb2.TIER_DISK)
+        fields.setdefault("session_id", self.session)
+        fields.setdefault("request_id", self.request_id())
+        return self.stub.LoadChunks(pb.LoadChunksRequest(token_ids=tokens, **fields), timeout=10)
+
+    async def loaded(
+        self, tokens: list[int] = TOKENS, **fields: Any
+    ) -> list[pb.LoadChunksResponse]:
+        try:
+            return [answer async for answer in self.load(tokens, **fields)]
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
+    async def peek(self, tokens: list[int] = TOKENS, **fields: Any) -> pb.MatchResponse:
+        request = pb.MatchRequest(token_ids=tokens, asks_tiers=True, **fields)
+        try:
+            answer: pb.MatchResponse = await self.stub.Match(request, timeout=10)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        return answer
+
+    async def reserve(self, count: int) -> pb.ReserveResponse:
+        request = pb.ReserveRequest(
+            session_id=self.session, request_id=self.request_id(), slot_count=count
+        )
+        try:
+            answer: pb.ReserveResponse = await self.stub.Reserve(request, timeout=10)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        return answer
+
+    def release(self, answer: pb.LoadChunksResponse) -> None:
+        released = self.bench.store.sessions.release(self.session, [answer.lease_id], [])
+        assert released.lease_count == 1
+
+    def assert_payloads(self, tokens: list[int], count: int) -> None:
+        """Check the bytes of the first chunks of a sequence in the arena."""
+        entries = self.bench.store.peek(b"", tokens).entries
+        parent = b""
+        assert len(entries) >= count
+        for index, entry in enumerate(entries[:count]):
+            piece = tuple(tokens[index * SIZE : (index + 1) * SIZE])
+            expected = payload_of(LAYOUT, seed_of(parent, piece), SIZE)
+            assert read_payload(self.bench.arena, entry.slot) == expected
+            parent = entry.key
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, slot_count: int = 8, *, has_transfer: bool = False, **options: Any
+) -> AsyncIterator[Service]:
+    bench = Bench(folder, slot_count)
+    tier = MemoryTier(bench.arena)
+    tiers = TierManager(bench.store.pool, [tier], **options)
+    transfer = MemoryTransfer(MemoryTier(bench.arena)) if has_transfer else None
+    servicer = KvStoreServicer(bench.store, tiers=tiers, transfer=transfer)
+    service = Service(bench, servicer, tier)
+    server = create_server(max_concurrent_rpcs=64)
+    kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
+    address = listen(server, "127.0.0.1:0")
+    await server.start()
+    writing = asyncio.create_task(tiers.run())
+    try:
+        async with open_channel(address) as channel:
+            service.stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
+            yield service
+            tier.gate.set()
+        assert bench.integrity.check_integrity() == []
+    finally:
+        servicer.stop()
+        await server.stop(1)
+        await servicer.close()
+        writing.cancel()
+        await asyncio.wait({writing})
+        bench.close()
+
+
+async def eventually(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def fill_and_evict(service: Service, tokens: list[int] = TOKENS) -> None:
+    """Store a sequence, and let other sequences push all of it to the tier."""
+    store = service.bench.store
+    store_sequence(store, service.session, b"", tokens)
+    answer = await service.reserve(store.pool.slot_count)
+    store.sessions.release(
+        service.session,
+        [],
+        [(run.first_slot + n, g) for run in answer.runs for n, g in enumerate(run.generations)],
+    )
+    assert store.peek(b"", tokens).cached_tokens == 0
+
+
+async def test_a_prefix_goes_down_and_comes_back(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        await fill_and_evict(service)
+        peeked = await service.peek()
+        assert peeked.cached_tokens == 0
+        assert [(t.tier, t.cached_tokens) for t in peeked.tiers] == [
+            (types_pb2.TIER_DISK, 5 * SIZE)
+        ]
+        *_, last = await service.loaded()
+        assert last.cached_tokens == 5 * SIZE
+        assert last.loaded_bytes == 5 * LAYOUT.chunk_bytes
+        assert last.transfer_seconds > 0
+        service.assert_payloads(TOKENS, 5)
+        assert service.bench.store.pool.leases.leased_slot_count == 5
+        assert set(KEYS) <= service.tier.chunks.keys()  # what comes up stays in the tier
+        service.release(last)
+        stats = (await service.stub.GetStats(pb.GetStatsRequest(check_integrity=True))).tiers
+        assert [(s.tier, s.read_chunk_count, s.dropped_chunk_count) for s in stats] == [
+            (types_pb2.TIER_DISK, 5, 0)
+        ]
+        assert stats[0].read_bytes_per_second > 0
+
+
+async def test_a_load_reports_each_batch_and_starts_where_the_arena_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_service.tiers.loader.BATCH_BYTES", 2 * LAYOUT.chunk_bytes)
+    async with serving(tmp_path) as service:
+        await fill_and_evict(service)
+        store_sequence(service.bench.store, service.session, b"", TOKENS[: 2 * SIZE])
+        answers = await service.loaded(TOKENS[: 4 * SIZE + 1])
+        assert [a.cached_tokens for a in answers] == [4 * SIZE]
+        assert answers[0].loaded_bytes == 2 * LAYOUT.chunk_bytes
+        service.release(answers[0])
+        service.bench.store.evict_all()
+        answers = await service.loaded()
+        assert [a.cached_tokens // SIZE for a in answers] == [2, 4, 5]
+        assert {a.lease_id for a in answers} == {answers[0].lease_id}
+        service.assert_payloads(TOKENS, 5)
+        # A second load finds everything, and leases it for itself.
+        [again] = await service.loaded()
+        assert (again.cached_tokens, again.loaded_bytes) == (5 * SIZE, 0)
+        assert again.lease_id != answers[0].lease_id
+
+
+async def test_a_missing_or_damaged_chunk_ends_the_load(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        await fill_and_evict(service)
+        del service.tier.chunks[KEYS[4]]
+        service.tier.damage(KEYS[2])
+        [answer] = await service.loaded()
+        assert answer.cached_tokens == 2 * SIZE
+        assert KEYS[2] not in service.tier.chunks
+        assert service.tier.stats.damaged_chunks == 1
+        service.assert_payloads(TOKENS, 2)
+        assert service.bench.states()[2] == 2
+        assert [t.cached_tokens for t in (await service.peek()).tiers] == []
+
+
+async def test_nothing_to_load_is_an_answer(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        for tokens in (TOKENS, TOKENS[: SIZE - 1]):
+            [answer] = await service.loaded(tokens)
+            assert (answer.cached_tokens, answer.lease_id, answer.loaded_bytes) == (0, 0, 0)
+
+
+async def test_chunks_come_from_another_store(tmp_path: Path) -> None:
+    async with serving(tmp_path, has_transfer=True) as service:
+        await fill_and_evict(service)
+        transfer = service.servicer.transfer
+        assert isinstance(transfer, MemoryTransfer)
+        transfer.peer.chunks = dict(service.tier.chunks)
+        service.tier.chunks.clear()
+        [answer] = await service.loaded(source_address="peer:1")
+        assert answer.cached_tokens == 5 * SIZE
+        service.assert_payloads(TOKENS, 5)
+        with pytest.raises(Unavailable):
+            await service.loaded(OTHERS[0], source_address="peer:2")
+
+
+async def test_sources_that_are_not_there(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        for fields, error in (
+            ({"tier": types_pb2.TIER_MOONCAKE}, FailedPrecondition),
+            ({"source_address": "peer:1"}, FailedPrecondition),
+            ({"tier": types_pb2.TIER_ARENA}, InvalidArgument),
+            ({"tier": types_pb2.TIER_DISK, "source_address": "peer:1"}, InvalidArgument),
+            ({"tier": 0}, InvalidArgument),
+            ({"request_id": b""}, InvalidArgument),
+            ({"session_id": bytes(16)}, NotFound),
+        ):
+            with pytest.raises(error):
+                await service.loaded(**fields)
+        with pytest.raises(InvalidArgument):
+            await service.peek(session_id=service.session, request_id=b"1")
+        await fill_and_evict(service)
+        service.tier.go_away()
+        with pytest.raises(Unavailable):
+            await service.loaded()
+        assert (await service.peek()).tiers == []
+        assert service.bench.store.pool.leases.leased_slot_count == 0
+
+
+async def test_a_full_arena_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        await fill_and_evict(service)
+        await service.reserve(7)
+        with pytest.raises(ResourceExhausted):
+            await service.loaded()
+        # What was loaded before the arena was full stays.
+        assert service.bench.store.peek(b"", TOKENS).cached_tokens == SIZE
+
+
+async def test_loads_of_one_prefix_take_turns(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        await fill_and_evict(service)
+        answers = await asyncio.gather(*(service.loaded() for _ in range(4)))
+        assert {answer[-1].cached_tokens for answer in answers} == {5 * SIZE}
+        assert sorted(answer[-1].loaded_bytes for answer in answers)[:3] == [0, 0, 0]
+        assert service.tier.stats.read_chunks == 5
+
+
+@pytest.mark.parametrize("ending", ["cancel", "session"])
+async def test_a_slot_is_not_reused_while_a_tier_reads_into_it(tmp_path: Path, ending: str) -> None:
+    """The caller goes away, or its session ends, while the read is under way."""
+    async with serving(tmp_path) as service:
+        await fill_and_evict(service)
+        store = service.bench.store
+        held = service.tier.held
+
+        async def held_then_closed(keys: Any) -> int:
+            count = await held(keys)
+            service.tier.gate.clear()
+            return count
+
+        service.tier.held = held_then_closed  # type: ignore[method-assign]
+        call = service.load()
+        await eventually(lambda: store.pool.grants.copied)
+        if ending == "cancel":
+            call.cancel()
+        else:
+            store.sessions.end(service.session)
+            service.bench.presence.gone.add(service.session)
+            store.sessions.sweep()
+            assert len(store.pool.grants.set_aside) == 5
+        await asyncio.sleep(0.05)
+        assert store.pool.free_count == 3
+        assert service.bench.states()[1] == (5 if ending == "cancel" else 0)
+        service.tier.gate.set()
+        await eventually(lambda: store.pool.free_count == 8)
+        assert not store.pool.grants.set_aside
+        assert store.pool.leases.leased_slot_count == 0
