@@ -71,7 +71,7 @@ def check_load(request: pb.LoadChunksRequest) -> ChunkSource:
     if request.source_address:
         return ChunkSource(check_address(request.source_address))
     tier = tier_from_proto(request.tier)
-    if tier is None or tier is Tier.ARENA:
+    if tier is Tier.ARENA:
         raise InvalidArgument("chunks are loaded from the disk or the Mooncake tier", field="tier")
     return ChunkSource(tier=tier)
 

@@ -143,7 +143,7 @@ class TierWriter:
             batch, leaving = self._next_batch()
             pause = _CLEAN_SECONDS
             if batch:
-                if await self._write(batch, leaving):
+                if await self._write(batch, leaving) or self._leaving:
                     continue
                 pause = _RETRY_SECONDS
             try:

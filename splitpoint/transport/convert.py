@@ -182,22 +182,6 @@ def plan_from_proto(message: pb.Plan) -> Plan:
     return from_message(Plan, message)
 
 
-_TIERS = {
-    Tier.ARENA: pb.TIER_ARENA,
-    Tier.DISK: pb.TIER_DISK,
-    Tier.MOONCAKE: pb.TIER_MOONCAKE,
-}
-
-
-def tier_to_proto(tier: Tier) -> pb.Tier:
-    return _TIERS[tier]
-
-
-def tier_from_proto(value: int) -> Tier | None:
-    """Return the tier. None if the value is unspecified or unknown."""
-    return next((tier for tier, number in _TIERS.items() if number == value), None)
-
-
 def speculation_from_proto(params: pb.SpeculativeParams, defaults: Speculation) -> Speculation:
     """Return the settings of a request; `defaults` has those that it leaves open.
 
