@@ -85,6 +85,8 @@ def tier_lines(stats: pb.GetStatsResponse) -> Iterator[str]:
 def _tier_parts(tier: pb.TierStats) -> Iterator[str]:
     if not tier.is_up:
         yield f"away ({tier.message})" if tier.message else "away"
+    elif tier.message:
+        yield tier.message
     if tier.capacity_bytes:
         yield (
             f"{counted(tier.chunk_count, 'chunk')}, {format_size(tier.used_bytes)} of "
@@ -136,17 +138,24 @@ def problems(address: str, stats: pb.GetStatsResponse) -> Iterator[tuple[str, st
 
 
 def _tier_problems(address: str, tier: pb.TierStats) -> Iterator[tuple[str, str, str]]:
-    title = tier_title(tier)
+    title, is_disk = tier_title(tier), tier.tier == types_pb2.TIER_DISK
     if not tier.is_up:
         look = (
             f"look at the folder and its disk (df {tier.location}, dmesg)"
-            if tier.tier == types_pb2.TIER_DISK
+            if is_disk
             else f"look at the master at {tier.location}, and at the network to it"
         )
         yield (
             f"the {title} of store {address} is away",
             tier.message,
             f"requests go on without it, and it comes back by itself; {look}",
+        )
+    elif tier.message:
+        yield (
+            f"the {title} of store {address} takes no chunks for now",
+            tier.message,
+            "nothing fails: what it has is still loaded, and it tries again by itself; look at "
+            + (f"its disk (df {tier.location}, dmesg)" if is_disk else "the pool's memory"),
         )
     if tier.damaged_chunk_count:
         yield (
@@ -155,7 +164,7 @@ def _tier_problems(address: str, tier: pb.TierStats) -> Iterator[tuple[str, str,
             "they were dropped and are computed again; no such byte was served",
             "if the number grows, look for a failing disk (dmesg, smartctl) or a program that "
             "writes there"
-            if tier.tier == types_pb2.TIER_DISK
+            if is_disk
             else "if the number grows, look for failing memory or links of the pool's hosts",
         )
     leaving = tier.written_chunk_count + tier.dropped_chunk_count
@@ -166,6 +175,6 @@ def _tier_problems(address: str, tier: pb.TierStats) -> Iterator[tuple[str, str,
             "was away, full or too slow",
             "a faster or larger disk, --evict-above so that chunks are written earlier, or "
             "--tier-admission second-use so that fewer are"
-            if tier.tier == types_pb2.TIER_DISK
+            if is_disk
             else "more memory in the pool (--tier-mooncake-memory), or --tier-admission second-use",
         )

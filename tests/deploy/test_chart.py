@@ -94,7 +94,7 @@ def test_optional_parts_come_and_go() -> None:
 
 @pytest.mark.parametrize(("name", "container"), list(containers()))
 def test_services_understand_their_arguments(name: str, container: Manifest) -> None:
-    if container["name"] == "redis":
+    if container["name"] in ("redis", "mooncake-master"):
         return
     python, flag, module = container["command"]
     assert (python, flag) == ("python", "-m")
@@ -139,8 +139,9 @@ def test_pods_run_as_one_plain_user(name: str, pod: Manifest) -> None:
 
 @pytest.mark.parametrize(("name", "container"), list(containers()))
 def test_probes_ask_the_service_at_its_own_port(name: str, container: Manifest) -> None:
-    if container["name"] == "redis":
-        assert container["readinessProbe"]["tcpSocket"] == {"port": "redis"}
+    if container["name"] in ("redis", "mooncake-master"):
+        (port,) = container["ports"]
+        assert container["readinessProbe"]["tcpSocket"] == {"port": port["name"]}
         return
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
     if container["name"] == "gateway":
@@ -203,6 +204,8 @@ def test_only_workers_carry_torch() -> None:
     assert images == {
         ("gateway", "splitpoint-control:0.1.0"),
         ("kvstore", "splitpoint-control:0.1.0"),
+        ("kvstore", "splitpoint-mooncake:0.1.0"),
+        ("mooncake-master", "splitpoint-mooncake:0.1.0"),
         ("scheduler", "splitpoint-control:0.1.0"),
         ("worker", "splitpoint-cuda:0.1.0"),
     }
@@ -225,7 +228,8 @@ def test_the_store_may_hold_its_arena() -> None:
         if container["name"] != "kvstore":
             continue
         parsed = kvstore.parse_arguments(container["args"])
-        arena = parse_size(parsed.host_memory)
+        # What the store gives to Mooncake's pool is its memory, too.
+        arena = parse_size(parsed.host_memory) + parse_size(parsed.tier_mooncake_memory)
         limit = parse_size(container["resources"]["limits"]["memory"].replace("Gi", "GiB"))
         assert limit >= arena + (2 << 30), name
         assert (
@@ -237,6 +241,56 @@ def test_the_store_may_hold_its_arena() -> None:
         # Else another model.claim would leave the store refusing its node's old arena for ever.
         assert parsed.replace_arena
         assert parsed.keep_arena is name.startswith("defaults")
+
+
+def test_tiers_of_the_store() -> None:
+    found = {
+        name.partition("-")[0]: (pod, kvstore.parse_arguments(pod["containers"][0]["args"]))
+        for name, pod in pods()
+        if name.endswith("-kvstore")
+    }
+    pod, parsed = found["defaults"]
+    assert (parsed.tier_disk, parsed.tier_mooncake, parsed.transfer) == (None, None, "grpc")
+    assert "tier" not in {each["name"] for each in pod["volumes"]}
+    pod, parsed = found["everything"]
+    assert (parsed.tier_disk_size, parsed.tier_admission) == ("500GiB", "second-use")
+    (folder,) = (each["hostPath"] for each in pod["volumes"] if each["name"] == "tier")
+    assert folder["path"] == "/var/lib/splitpoint-tier"
+    (container,), (first,) = pod["containers"], pod["initContainers"]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert str(parsed.tier_disk) == mounts["tier"]
+    # Made private, as the arena's folder is.
+    made = {each["name"]: each["mountPath"] for each in first["volumeMounts"]}
+    assert first["command"][-2:] == [made["arena"], made["tier"]]
+    # A store that is reached by tokens gives its pool to a network that the user trusts.
+    assert (parsed.transfer, parsed.transfer_interface) == ("mooncake", "eth0")
+    assert parsed.trusted_network
+    assert (parsed.tier_mooncake_memory, parsed.tier_mooncake_replicas) == ("8GiB", 2)
+
+
+def test_stores_alone_reach_mooncake() -> None:
+    (case,) = (case for case in VALUES if case.name.startswith("everything"))
+    found = {(each["kind"], each["metadata"]["name"]): each for each in manifests(case)}
+    service = found["Service", "splitpoint-mooncake-master"]["spec"]["ports"][0]
+    master = found["Deployment", "splitpoint-mooncake-master"]["spec"]["template"]["spec"]
+    (container,) = master["containers"]
+    assert f"--rpc_port={service['port']}" in container["command"]
+    (store,) = (pod for name, pod in pods() if name == "everything-splitpoint-kvstore")
+    given = kvstore.parse_arguments(store["containers"][0]["args"])
+    assert given.tier_mooncake == f"splitpoint-mooncake-master:{service['port']}"
+    stores = found["DaemonSet", "splitpoint-kvstore"]["spec"]["selector"]["matchLabels"]
+    for name in ("splitpoint-kvstore", "splitpoint-mooncake-master"):
+        rules = found["NetworkPolicy", name]["spec"]["ingress"]
+        from_stores = [
+            rule for rule in rules if rule.get("from") == [{"podSelector": {"matchLabels": stores}}]
+        ]
+        assert len(from_stores) == 1, name
+    assert not any(
+        "mooncake" in each["metadata"]["name"]
+        for other in VALUES
+        if other != case
+        for each in manifests(other)
+    )
 
 
 def test_a_worker_reaches_the_store_of_its_node() -> None:
@@ -302,7 +356,8 @@ def test_policies_name_the_ports_of_their_pods() -> None:
                 for port in container["ports"]
             }
             policy = policies[manifest["metadata"]["name"]]
-            allowed = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+            rules = policy["spec"]["ingress"]
+            allowed = {port["port"] for rule in rules for port in rule.get("ports", ())}
             assert allowed == ports
             labels = manifest["spec"]["template"]["metadata"]["labels"]
             assert policy["spec"]["podSelector"]["matchLabels"] == labels

@@ -76,6 +76,12 @@ def test_the_schema_knows_every_value() -> None:
         {"kvstore": {"encoding": "int2"}},
         {"kvstore": {"hostMemory": 64}},
         {"kvstore": {"hostMemory": "much"}},
+        {"kvstore": {"tierDisk": {"folder": "chunks"}}},
+        {"kvstore": {"tierDisk": {"size": 500}}},
+        {"kvstore": {"tierDisk": {"admission": "always"}}},
+        {"mooncake": {"enabled": True}},  # without trustedNetwork
+        {"mooncake": {"pool": {"replicas": 0}}},
+        {"mooncake": {"pool": {"memory": "some"}}},
         {"scheduler": {"port": 70000}},
         {"scheduler": {"service": {"type": "Loadbalancer"}}},
         {"gateway": {"enabled": "no"}},
@@ -92,15 +98,20 @@ def test_the_schema_refuses_what_the_chart_would_misread(wrong: dict[str, Any]) 
 
 
 def test_the_schema_has_the_choices_and_bounds_of_the_options() -> None:
-    model, kvstore, workers, scheduling = (
+    model, kvstore, mooncake, workers, scheduling = (
         SCHEMA["properties"][part]["properties"]
-        for part in ("model", "kvstore", "worker", "scheduler")
+        for part in ("model", "kvstore", "mooncake", "worker", "scheduler")
     )
     assert tuple(model["dtype"]["enum"]) == store.DTYPE.choices
     assert tuple(model["weights"]["enum"]) == store.WEIGHTS.choices
     assert tuple(workers["numerics"]["enum"]) == worker.NUMERICS.choices
     assert tuple(kvstore["encoding"]["enum"]) == store.KV_ENCODING.choices
+    tier, pool = kvstore["tierDisk"]["properties"], mooncake["pool"]["properties"]
+    assert tuple(tier["admission"]["enum"]) == store.TIER_ADMISSION.choices
+    assert DEFAULTS["kvstore"]["tierDisk"]["admission"] == store.TIER_ADMISSION.default
+    assert DEFAULTS["mooncake"]["pool"]["replicas"] == store.TIER_MOONCAKE_REPLICAS.default
     for value, option in (
+        (pool["replicas"], store.TIER_MOONCAKE_REPLICAS),
         (kvstore["chunkTokens"], store.CHUNK_TOKENS),
         (workers["maxBatch"], worker.MAX_BATCH),
         (scheduling["queueCapacity"], scheduler.QUEUE_CAPACITY),

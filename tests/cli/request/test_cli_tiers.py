@@ -101,6 +101,12 @@ def test_programs_get_every_field_of_the_protocol() -> None:
             "the master at master:50051",
         ),
         (
+            disk(message="writes pause for 8 s: No space left on device"),
+            "the disk tier of store unix:/kv takes no chunks for now",
+            "writes pause for 8 s: No space left on device",
+            "df /var/lib/chunks",
+        ),
+        (
             disk(damaged_chunk_count=1),
             "the disk tier of store unix:/kv had 1 damaged chunk",
             "no such byte was served",

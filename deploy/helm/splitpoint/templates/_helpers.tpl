@@ -45,6 +45,42 @@ capabilities: {drop: [ALL]}
 /dev/shm/splitpoint-{{ .Release.Namespace }}-{{ .Release.Name }}
 {{- end }}
 
+{{- /* Where the node's folder of the disk tier is mounted. */ -}}
+{{- define "splitpoint.tier" -}}
+/var/lib/splitpoint-tier
+{{- end }}
+
+{{- define "splitpoint.storeImage" -}}
+{{- if .Values.mooncake.enabled }}{{ .Values.mooncake.image }}{{ else }}{{ .Values.image.control }}{{ end -}}
+{{- end }}
+
+{{- /* Arguments of the store about tiers and transfers. */ -}}
+{{- define "splitpoint.tiers" -}}
+{{- with .Values.kvstore.tierDisk }}
+{{- if .folder }}
+- --tier-disk={{ include "splitpoint.tier" $ }}
+- --tier-disk-size={{ .size }}
+{{- end }}
+{{- if or .folder $.Values.mooncake.enabled }}
+- --tier-admission={{ .admission }}
+{{- end }}
+{{- end }}
+{{- with .Values.mooncake }}
+{{- if .enabled }}
+- --transfer-interface={{ .interface }}
+- --trusted-network
+{{- if .transfer }}
+- --transfer=mooncake
+{{- end }}
+{{- if .pool.enabled }}
+- --tier-mooncake={{ $.Release.Name }}-mooncake-master:{{ .pool.port }}
+- --tier-mooncake-memory={{ .pool.memory }}
+- --tier-mooncake-replicas={{ .pool.replicas }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- /* Arguments that store, workers and schedulers take. */ -}}
 {{- define "splitpoint.arguments" -}}
 - --model={{ include "splitpoint.model" . }}
