@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from kvstore_service.server import KvStoreServicer
 from kvstore_service.store import KvStore
+from kvstore_service.tiers.report import tier_stats, transfer_stats
 from splitpoint.arena.loss import Loss
 from splitpoint.arena.records import SlotState
 from splitpoint.observe import metrics as m
 from splitpoint.observe.meters import Reading
+from splitpoint.transport.convert import tier_from_proto
 
 # Labels of uses before eviction. The last one sums all higher classes of the store.
 _USES = ("0", "1", "2-3", "4-7", "8-15", "16+")
@@ -23,6 +25,8 @@ def readings(servicer: KvStoreServicer) -> Iterator[Reading]:
     yield from _prefixes(store)
     yield from _evictions(servicer)
     yield from _health(servicer)
+    yield from _tiers(servicer)
+    yield from _transfer(servicer)
 
 
 def _arena(servicer: KvStoreServicer) -> Iterator[Reading]:
@@ -106,3 +110,45 @@ def _health(servicer: KvStoreServicer) -> Iterator[Reading]:
         yield Reading(m.STORE_FORMER_ARENA_LOST, loss is servicer.info.former_loss, (loss.value,))
     if servicer.info.redis is not None:
         yield Reading(m.REDIS_UP, not servicer.info.redis.is_away)
+
+
+# Metrics of each tier, and their fields of TierStats.
+_TIER_FIELDS = (
+    (m.STORE_TIER_UP, "is_up"),
+    (m.STORE_TIER_CAPACITY_BYTES, "capacity_bytes"),
+    (m.STORE_TIER_USED_BYTES, "used_bytes"),
+    (m.STORE_TIER_CHUNKS, "chunk_count"),
+    (m.STORE_TIER_WAITING_CHUNKS, "waiting_chunk_count"),
+    (m.STORE_TIER_READ_RATE, "read_bytes_per_second"),
+    (m.STORE_TIER_WRITTEN_CHUNKS, "written_chunk_count"),
+    (m.STORE_TIER_WRITTEN_BYTES, "written_bytes"),
+    (m.STORE_TIER_READ_CHUNKS, "read_chunk_count"),
+    (m.STORE_TIER_READ_BYTES, "read_bytes"),
+    (m.STORE_TIER_MISSED_CHUNKS, "missed_chunk_count"),
+    (m.STORE_TIER_DAMAGED_CHUNKS, "damaged_chunk_count"),
+    (m.STORE_TIER_EVICTED_CHUNKS, "evicted_chunk_count"),
+    (m.STORE_TIER_DROPPED_CHUNKS, "dropped_chunk_count"),
+)
+# The same of TransferStats.
+_TRANSFER_FIELDS = (
+    (m.STORE_TRANSFER_UP, "is_up"),
+    (m.STORE_TRANSFER_REGISTERED_BYTES, "registered_bytes"),
+    (m.STORE_TRANSFER_READ_BYTES, "read_bytes"),
+    (m.STORE_TRANSFER_READ_CHUNKS, "read_chunk_count"),
+    (m.STORE_TRANSFER_FAILED_READS, "failed_read_count"),
+    (m.STORE_TRANSFER_RESTARTS, "restart_count"),
+)
+
+
+def _tiers(servicer: KvStoreServicer) -> Iterator[Reading]:
+    for stats in tier_stats(servicer.tiers):
+        name = tier_from_proto(stats.tier).value
+        for metric, field in _TIER_FIELDS:
+            yield Reading(metric, getattr(stats, field), (name,))
+
+
+def _transfer(servicer: KvStoreServicer) -> Iterator[Reading]:
+    stats = transfer_stats(servicer.transfer)
+    if stats is not None:
+        for metric, field in _TRANSFER_FIELDS:
+            yield Reading(metric, getattr(stats, field))

@@ -38,6 +38,8 @@ class Needs(enum.StrEnum):
     GPU = "an NVIDIA GPU"
     RAPL = "readable RAPL counters"
     EMULATED_LINK = "a GPU or an emulated link"
+    TIER = "a tier behind the arena"
+    TRANSFER = "Mooncake's transfers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ _every = _Group((Service.KVSTORE, Service.WORKER, Service.SCHEDULER, Service.GAT
 _all = _Group((Service.KVSTORE, Service.WORKER, Service.SCHEDULER))
 _serving = _Group((Service.WORKER, Service.SCHEDULER))
 _store = _Group((Service.KVSTORE,))
+_tier = _Group((Service.KVSTORE,), Needs.TIER)
+_transfer = _Group((Service.KVSTORE,), Needs.TRANSFER)
 _worker = _Group((Service.WORKER,))
 _gpu = _Group((Service.WORKER,), Needs.GPU)
 _scheduler = _Group((Service.SCHEDULER,))
@@ -239,6 +243,76 @@ STORE_REMOTE_BYTES = _store.counter(
     "store_remote_bytes_total",
     "Payload bytes read and written over gRPC by other hosts.",
     "direction",
+)
+
+# -- the store: tiers behind the arena, and transfers by Mooncake -----------------------------
+
+STORE_TIER_UP = _tier.gauge(
+    "store_tier_up",
+    "1 while the tier (disk, mooncake) is read and written, 0 while it is away.",
+    "tier",
+)
+STORE_TIER_CAPACITY_BYTES = _tier.gauge(
+    "store_tier_capacity_bytes", "Bytes that the tier may use; 0: not known, as of a pool.", "tier"
+)
+STORE_TIER_USED_BYTES = _tier.gauge("store_tier_used_bytes", "Bytes that the tier uses.", "tier")
+STORE_TIER_CHUNKS = _tier.gauge(
+    "store_tier_chunks", "Chunks in the tier; 0 if that is not known, as of a pool.", "tier"
+)
+STORE_TIER_WAITING_CHUNKS = _tier.gauge(
+    "store_tier_waiting_chunks", "Chunks that wait to be written to the tier.", "tier"
+)
+STORE_TIER_READ_RATE = _tier.gauge(
+    "store_tier_read_bytes_per_second",
+    "Moving average of the rate of loads from the tier; 0 if there was none.",
+    "tier",
+)
+STORE_TIER_WRITTEN_CHUNKS = _tier.counter(
+    "store_tier_written_chunks_total", "Chunks written to the tier.", "tier"
+)
+STORE_TIER_WRITTEN_BYTES = _tier.counter(
+    "store_tier_written_bytes_total", "Payload bytes written to the tier.", "tier"
+)
+STORE_TIER_READ_CHUNKS = _tier.counter(
+    "store_tier_read_chunks_total", "Chunks loaded from the tier into the arena.", "tier"
+)
+STORE_TIER_READ_BYTES = _tier.counter(
+    "store_tier_read_bytes_total", "Payload bytes loaded from the tier into the arena.", "tier"
+)
+STORE_TIER_MISSED_CHUNKS = _tier.counter(
+    "store_tier_missed_chunks_total", "Chunks that were missing when they were loaded.", "tier"
+)
+STORE_TIER_DAMAGED_CHUNKS = _tier.counter(
+    "store_tier_damaged_chunks_total",
+    "Chunks whose bytes in the tier differ from their checksum; they are dropped, never served.",
+    "tier",
+)
+STORE_TIER_EVICTED_CHUNKS = _tier.counter(
+    "store_tier_evicted_chunks_total", "Chunks that the tier's bound removed from it.", "tier"
+)
+STORE_TIER_DROPPED_CHUNKS = _tier.counter(
+    "store_tier_dropped_chunks_total",
+    "Chunks that left the arena without being written: the tier was away, full or too slow.",
+    "tier",
+)
+STORE_TRANSFER_UP = _transfer.gauge(
+    "store_transfer_up", "1 while the transfer engine runs, 0 while chunks come by gRPC instead."
+)
+STORE_TRANSFER_REGISTERED_BYTES = _transfer.gauge(
+    "store_transfer_registered_bytes", "Bytes of the arena that other stores can read by now."
+)
+STORE_TRANSFER_READ_BYTES = _transfer.counter(
+    "store_transfer_read_bytes_total", "Payload bytes read from other stores' arenas."
+)
+STORE_TRANSFER_READ_CHUNKS = _transfer.counter(
+    "store_transfer_read_chunks_total", "Chunks read from other stores' arenas."
+)
+STORE_TRANSFER_FAILED_READS = _transfer.counter(
+    "store_transfer_failed_reads_total",
+    "Reads from other stores that failed; their chunks come by gRPC or are computed.",
+)
+STORE_TRANSFER_RESTARTS = _transfer.counter(
+    "store_transfer_restarts_total", "Starts of the engine's process after the first."
 )
 
 # -- workers: steps and their requests -----------------------------------------------------

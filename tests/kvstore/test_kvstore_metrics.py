@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from kvstore_helpers import Bench
 from redis_server import RedisServer
 from test_kvstore_server import Service, eventually, serve
+from tier_double import MemoryTier, MemoryTransfer
 
 from kvstore_service.eviction.watermarks import WatermarkEvictor, Watermarks
 from kvstore_service.metrics import readings
+from kvstore_service.server import KvStoreServicer
+from kvstore_service.tiers.manager import TierManager
+from kvstore_service.tiers.report import tier_stats, transfer_stats
+from kvstore_service.tiers.tier import TierStats
+from kvstore_service.tiers.transfer import TransferStats
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.discovery.redis_options import RedisOptions, read_redis_options
 from splitpoint.errors import ResourceExhausted
 from splitpoint.observe import metrics as m
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Metric, metrics_of
+from splitpoint.tiers import Tier
 from splitpoint.v1 import kvstore_pb2 as pb
 
 SLOTS = 8
+BEHIND = (m.Needs.TIER, m.Needs.TRANSFER)
 Values = dict[Metric, dict[tuple[str, ...], float]]
 
 
@@ -57,7 +66,8 @@ async def store_chunks(service: Service, *starts: int) -> None:
 async def test_every_metric_of_the_store_is_read_from_the_start(service: Service) -> None:
     found = values(service)
     not_read_here = {m.BUILD_INFO, m.RPC_CALLS, m.REDIS_UP}
-    assert set(found) == set(metrics_of(m.Service.KVSTORE)) - not_read_here
+    wanted = {each for each in metrics_of(m.Service.KVSTORE) if each.needs not in BEHIND}
+    assert set(found) == wanted - not_read_here
     for metric, by_labels in found.items():
         assert all(len(labels) == len(metric.labels) for labels in by_labels)
     meters = Meters(m.Service.KVSTORE)
@@ -198,3 +208,59 @@ async def test_redis_is_up_while_it_answers(service: Service, redis_server: Redi
         await eventually(lambda: is_told(True))
     finally:
         await link.close()
+
+
+# -- tiers and transfers --------------------------------------------------------------------
+
+
+async def test_metrics_of_tiers_and_transfers_agree_with_get_stats(shm_folder: Path) -> None:
+    bench = Bench(shm_folder, SLOTS)
+    disk, pool = MemoryTier(bench.arena), MemoryTier(bench.arena, Tier.MOONCAKE)
+    transfer = MemoryTransfer(disk)
+    servicer = KvStoreServicer(
+        bench.store, tiers=TierManager(bench.store.pool, [disk, pool]), transfer=transfer
+    )
+    # Every field has a value of its own.
+    for number, field in enumerate(fields(TierStats)):
+        if field.type == "int":
+            setattr(disk.stats, field.name, 10 + number)
+    for number, field in enumerate(fields(TransferStats)):
+        if field.type == "int":
+            setattr(transfer.stats, field.name, 100 + number)
+    pool.go_away()
+    found: Values = defaultdict(dict)
+    for reading in readings(servicer):
+        found[reading.metric][reading.labels] = float(reading.value)
+    of_tiers, of_transfers = (
+        {each for each in metrics_of(m.Service.KVSTORE) if each.needs is needs} for needs in BEHIND
+    )
+    assert of_tiers | of_transfers <= set(found)
+    assert found[m.STORE_TIER_UP] == {("disk",): 1, ("mooncake",): 0}
+    [stats, _], engine = tier_stats(servicer.tiers), transfer_stats(transfer)
+    assert engine is not None
+    told = {name: getattr(stats, name) for name in _counted(stats)}
+    read = {metric.name: found[metric]["disk",] for metric in of_tiers}
+    assert sorted(read.values()) == sorted(told.values())
+    # A counter's name and its field's are alike, so that no two are confused.
+    for name, value in told.items():
+        [metric] = [
+            each
+            for each in of_tiers
+            if set(each.name.split("_")) - {"total", "chunks", "splitpoint", "store", "tier"}
+            == set(name.split("_")) - {"count", "chunk", "is"}
+        ]
+        assert found[metric]["disk",] == value, name
+    assert sorted(found[metric][()] for metric in of_transfers) == sorted(
+        float(getattr(engine, name)) for name in _counted(engine)
+    )
+    await servicer.close()
+    bench.close()
+
+
+def _counted(message: pb.TierStats | pb.TransferStats) -> list[str]:
+    """Return the fields that are numbers or flags."""
+    return [
+        field.name
+        for field in message.DESCRIPTOR.fields
+        if field.type not in (field.TYPE_STRING, field.TYPE_ENUM)
+    ]
