@@ -269,7 +269,8 @@ async def _serve_store(
     def publisher(link: RedisLink) -> Announcer:
         from kvstore_service.catalog import CatalogPublisher
 
-        return CatalogPublisher(link, servicer.store.pool, arguments.advertise or bound)
+        address = arguments.advertise or bound
+        return CatalogPublisher(link, servicer.store.pool, address, servicer.tiers)
 
     try:
         on_ready(bound)

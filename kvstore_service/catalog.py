@@ -1,8 +1,8 @@
 """Publishes the keys of a store's chunks in Redis, where schedulers find prefixes.
 
-Sealing and evicting only record the key. A task writes the recorded changes in batches. Each
-write also replaces the hash's revision and returns the one before. So the next write or heartbeat
-detects a flush, a lost key or an old snapshot, and the catalog is rebuilt.
+Changes of the arena and of the disk tier only record the key. A task writes the recorded changes
+in batches. Each write also replaces the hash's revision and returns the one before. So the next
+write or heartbeat detects a flush, a lost key or an old snapshot, and the catalog is rebuilt.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 
 from kvstore_service.pool.chunk_pool import ChunkPool
 from kvstore_service.pool.prefix_index import Entry
+from kvstore_service.tiers.manager import TierManager
 from splitpoint.discovery.directory import add_announcement, add_withdrawal, prune
 from splitpoint.discovery.entries import (
     BEATS_BETWEEN_PRUNES,
@@ -41,7 +42,10 @@ _BATCH = 1024
 # Changes within this time go into one write.
 _GATHER_SECONDS = 0.05
 
-_Fields = dict[Any, Any]  # chunk key -> generation, and the revision; typed for redis-py
+# Follows the generation of a chunk that the disk tier holds.
+_ON_DISK = "d"
+
+_Fields = dict[Any, Any]  # chunk key -> value, and the revision; typed for redis-py
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class CatalogPublisher:
         link: RedisLink,
         pool: ChunkPool,
         address: str,
+        tiers: TierManager | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,6 +80,7 @@ class CatalogPublisher:
         self.rebuilt_at_beat = 0
         self._link = link
         self._pool = pool
+        self._tiers = TierManager(pool) if tiers is None else tiers
         self._address = address
         self._instance_id = superblock.instance_id
         self._epoch = superblock.epoch
@@ -84,24 +90,27 @@ class CatalogPublisher:
         self._publisher_id = secrets.token_hex(8)
         self._writes = 0
         self._written: _Written | None = None  # None if the catalog must be rebuilt
-        self._pending: dict[bytes, int] = {}  # key -> generation, 0 if evicted
+        self._pending: dict[bytes, None] = {}  # keys, in the order of their changes
         self._overflowed = False
         self._changed = asyncio.Event()
         pool.listener = self
+        self._tiers.on_change(self._record)
 
-    # -- changes of the pool ----------------------------------------------------------------
+    # -- changes of the chunks --------------------------------------------------------------
 
     def published(self, entry: Entry) -> None:
-        self._record(entry, entry.generation)
+        self._changed_entry(entry)
 
     def removed(self, entry: Entry) -> None:
-        self._record(entry, 0)
+        self._changed_entry(entry)
 
-    def _record(self, entry: Entry, generation: int) -> None:
+    def _changed_entry(self, entry: Entry) -> None:
         # Schedulers cannot derive the keys of partial tails from a prompt.
-        if entry.token_count < self._pool.layout.chunk_tokens:
-            return
-        self._pending[entry.key] = generation
+        if entry.token_count == self._pool.layout.chunk_tokens:
+            self._record([entry.key])
+
+    def _record(self, keys: Sequence[bytes]) -> None:
+        self._pending.update(dict.fromkeys(keys))
         if len(self._pending) > _MOST_PENDING:
             self._pending.clear()
             self._overflowed = True
@@ -180,11 +189,12 @@ class CatalogPublisher:
         """Write what changed since the last write."""
         while self._pending and self._written is not None and not self._overflowed:
             written = self._written
-            batch = dict(islice(self._pending.items(), _BATCH))
+            batch = list(islice(self._pending, _BATCH))
             for key in batch:
                 del self._pending[key]
-            sealed: _Fields = {key: generation for key, generation in batch.items() if generation}
-            evicted = [key for key, generation in batch.items() if not generation]
+            values = {key: self._value(key) for key in batch}
+            sealed: _Fields = {key: value for key, value in values.items() if value}
+            evicted = [key for key, value in values.items() if not value]
             revision = self._next_revision()
             before, added, removed = await self._link.run(
                 self._batch_write(sealed, evicted, revision)
@@ -194,6 +204,13 @@ class CatalogPublisher:
                 await self._rebuild()
                 return
             self._written = _Written(revision, written.field_count + added - removed)
+
+    def _value(self, key: bytes) -> str:
+        """Return what the hash says of a full chunk. Empty: it is nowhere."""
+        entry = self._pool.index.get(key)
+        generation = 0 if entry is None else entry.generation
+        flag = _ON_DISK if self._tiers.is_on_disk(key) else ""
+        return f"{generation}{flag}" if generation or flag else ""
 
     def _batch_write(
         self, sealed: _Fields, evicted: Sequence[bytes], revision: bytes
@@ -223,16 +240,15 @@ class CatalogPublisher:
         self._pending.clear()
         self._overflowed = False
         chunk_tokens = self._pool.layout.chunk_tokens
-        generations = {
-            entry.key: entry.generation
-            for entry in self._pool.chunks().values()
-            if entry.token_count == chunk_tokens
+        keys = {
+            entry.key for entry in self._pool.chunks().values() if entry.token_count == chunk_tokens
         }
+        keys.update(self._tiers.keys())
         revision = self._next_revision()
         fresh = f"{self._key}:new"
         await self._link.run(lambda redis: redis.delete(fresh), is_heartbeat=True)
-        fields: list[tuple[bytes, bytes | int]] = [(REVISION_FIELD, revision)]
-        fields += generations.items()
+        fields: list[tuple[bytes, bytes | str]] = [(REVISION_FIELD, revision)]
+        fields += ((key, value) for key in keys if (value := self._value(key)))
         for start in range(0, len(fields), _BATCH):
             part: _Fields = dict(fields[start : start + _BATCH])
             so_far = self._entry(_Written(revision, start + len(part)))
@@ -252,7 +268,7 @@ class CatalogPublisher:
         self.rebuild_count += 1
         self.rebuilt_at_beat = self.beat_count
         self._written = written
-        _log.info("wrote a catalog of %d chunks to Redis", len(generations))
+        _log.info("wrote a catalog of %d chunks to Redis", len(fields) - 1)
 
     def _next_revision(self) -> bytes:
         self._writes += 1
@@ -266,6 +282,7 @@ class CatalogPublisher:
             layout_hash=self._pool.layout.layout_hash,
             slot_count=self._pool.arena.slot_count,
             chunk_count=written.field_count - 1,
+            tiers=tuple(tier.value for tier in self._tiers.tiers),
             revision=written.revision.decode(),
         )
 

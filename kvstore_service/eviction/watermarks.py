@@ -55,6 +55,10 @@ class EvictablePool(Protocol):
     @property
     def soon_free_count(self) -> int: ...
 
+    @property
+    def awaits_tiers(self) -> bool:
+        """True if eviction should wait until a tier has copied earlier chunks."""
+
     def evict(self, limit: int) -> int:
         """Evict up to `limit` chunks. Return how many were evicted."""
 
@@ -83,6 +87,8 @@ class WatermarkEvictor:
         )
         evicted = pool.evict(wanted)
         self.evicted_total += evicted
-        # If fewer were evicted, the other chunks are protected or have protected ones below.
-        self._is_evicting = wanted > 0 and evicted == wanted
-        return self._is_evicting
+        # If fewer were evicted, a tier is busy with them, or the other chunks are protected or
+        # have protected ones below.
+        is_busy = pool.awaits_tiers
+        self._is_evicting = wanted > 0 and (evicted == wanted or is_busy)
+        return self._is_evicting and not is_busy

@@ -354,7 +354,7 @@ class ChunkPool:
         Slots that a tier copies become free later. Fewer are evicted if the tiers are busy.
         """
         for count in range(limit):
-            if self.demotions is not None and not self.demotions.has_room():
+            if self.awaits_tiers:
                 return count
             slot = self._policy.choose(self._is_evictable)
             if slot is None:
@@ -393,6 +393,11 @@ class ChunkPool:
         parent = self.index.get(entry.parent_key)
         if parent is not None:
             self._offer(parent.slot)
+
+    @property
+    def awaits_tiers(self) -> bool:
+        """True if eviction should wait until a tier has copied earlier chunks."""
+        return self.demotions is not None and not self.demotions.has_room()
 
     # -- lookup by slot ------------------------------------------------------------------
 

@@ -83,6 +83,18 @@ class TierManager:
             raise FailedPrecondition(f"this store has no {tier} tier", reason="NO_TIER")
         return found
 
+    def is_on_disk(self, key: bytes) -> bool:
+        """Return True if the disk tier holds a chunk."""
+        disk = self.tiers.get(Tier.DISK)
+        return disk is not None and disk.holds(key) is True
+
+    def keys(self) -> set[bytes]:
+        """Return the keys of all chunks that tiers are known to hold without I/O."""
+        found: set[bytes] = set()
+        for tier in self.tiers.values():
+            found.update(tier.keys())
+        return found
+
     # -- down ----------------------------------------------------------------------------------
 
     def used(self, entries: Sequence[Entry]) -> None:

@@ -1,0 +1,256 @@
+"""Chunks that go down to a tier: when, in what order, and what a slow or absent tier costs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from kvstore_helpers import LAYOUT, Bench, store_sequence
+from tier_double import MemoryTier
+from tier_service import KEYS, OTHERS, SIZE, TOKENS, Service, eventually, serving
+
+from kvstore_service.eviction.policies import POLICIES
+from kvstore_service.eviction.watermarks import WatermarkEvictor, Watermarks
+from kvstore_service.tiers.manager import TierManager
+from splitpoint.errors import ResourceExhausted, SplitpointError
+from splitpoint.keys import chunk_keys
+from splitpoint.tiers import Tier
+from splitpoint.v1 import kvstore_pb2 as pb
+
+
+def dropped(service: Service) -> int:
+    return service.servicer.tiers.writers[Tier.DISK].dropped_chunks
+
+
+def give_back(service: Service, answer: pb.ReserveResponse) -> None:
+    slots = [(r.first_slot + n, g) for r in answer.runs for n, g in enumerate(r.generations)]
+    service.bench.store.sessions.release(service.session, [], slots)
+
+
+async def test_reserve_waits_until_its_slots_are_copied(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        service.tier.gate.clear()
+        store_sequence(service.bench.store, service.session, b"", TOKENS)  # six slots of eight
+        reserving = asyncio.create_task(service.reserve(7))
+        await eventually(lambda: service.bench.store.pool.grants.set_aside)
+        assert service.bench.integrity.check_integrity() == []
+        # The chunks are out of the index at once.
+        assert service.bench.store.peek(b"", TOKENS).cached_tokens < len(TOKENS)
+        assert not reserving.done()
+        service.tier.gate.set()
+        await reserving
+        assert KEYS[0] in service.tier.chunks or service.bench.store.pool.index.get(KEYS[0])
+        assert set(KEYS[1:]) <= service.tier.chunks.keys()
+        assert dropped(service) == 0
+
+
+async def test_a_slow_tier_costs_chunks_and_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_service.tiers.writer.SLOW_SECONDS", 0.2)
+    monkeypatch.setattr("kvstore_service.tiers.manager.ROOM_SECONDS", 0.1)
+    async with serving(tmp_path, 16) as service:
+        store = service.bench.store
+        for tokens in OTHERS[:4]:  # four full chunks each
+            store_sequence(store, service.session, b"", tokens)
+        service.tier.gate.clear()
+        # The write that has begun keeps its slots; the others are given up.
+        first = await service.reserve(8)
+        copied = len(store.pool.grants.copied)
+        assert 0 < copied <= 4
+        assert dropped(service) >= 8 - copied
+        await asyncio.sleep(0.25)
+        assert not service.servicer.tiers.writers[Tier.DISK].accepts()
+        give_back(service, first)
+        second = await service.reserve(12 - copied)
+        assert service.bench.integrity.check_integrity() == []
+        with pytest.raises(ResourceExhausted):
+            await service.reserve(15)
+        service.tier.gate.set()
+        await eventually(lambda: not store.pool.grants.copied)
+        give_back(service, second)
+        await service.reserve(16)
+        assert len(service.tier.chunks) >= copied
+
+
+@pytest.mark.parametrize("fault", ["away", "full"])
+async def test_an_absent_or_full_tier_costs_chunks(tmp_path: Path, fault: str) -> None:
+    async with serving(tmp_path) as service:
+        if fault == "away":
+            service.tier.go_away()
+        else:
+            service.tier.capacity = 2
+        store_sequence(service.bench.store, service.session, b"", TOKENS)
+        await service.reserve(8)
+        assert len(service.tier.chunks) == (0 if fault == "away" else 2)
+        assert dropped(service) == (5 if fault == "away" else 3)
+
+
+async def test_second_use(tmp_path: Path) -> None:
+    async with serving(tmp_path, on_eviction=False) as service:
+        store = service.bench.store
+        store_sequence(store, service.session, b"", TOKENS)
+        store_sequence(store, service.session, b"", OTHERS[0][: 2 * SIZE])
+        request = pb.MatchRequest(
+            session_id=service.session, request_id=b"m", token_ids=TOKENS[: 3 * SIZE]
+        )
+        answer = await service.stub.Match(request)
+        await eventually(lambda: service.tier.chunks.keys() == set(KEYS[:3]))
+        store.sessions.release(service.session, [answer.lease_id], [])
+        await service.reserve(8)
+        assert service.tier.chunks.keys() == set(KEYS[:3])
+        assert dropped(service) == 0
+
+
+async def test_the_operators_eviction_and_partial_chunks_reach_no_tier(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        store_sequence(service.bench.store, service.session, b"", TOKENS)
+        service.tier.gate.clear()
+        answer = await service.stub.Evict(pb.EvictRequest())
+        assert answer.evicted_chunk_count == 6
+        service.tier.gate.set()
+        store_sequence(service.bench.store, service.session, b"", TOKENS[5 * SIZE :])
+        await service.reserve(8)
+        assert service.tier.chunks == {}
+        assert dropped(service) == 0
+
+
+async def test_the_next_victims_are_written_before_they_are_evicted(tmp_path: Path) -> None:
+    async with serving(tmp_path, 16) as service:
+        for tokens in OTHERS[:4]:
+            store_sequence(service.bench.store, service.session, b"", tokens)
+        size = LAYOUT.chunk_tokens
+        last_of_first = list(chunk_keys(LAYOUT.layout_hash, b"", OTHERS[0], size))[2:]
+        await eventually(lambda: service.tier.chunks.keys() == set(last_of_first))
+        service.tier.gate.clear()
+        async with asyncio.timeout(0.5):
+            await service.reserve(2)  # waits for nothing
+        assert not service.bench.store.pool.grants.set_aside
+
+
+async def test_watermarks_evict_through_the_tier(tmp_path: Path) -> None:
+    async with serving(tmp_path, 16) as service:
+        store = service.bench.store
+        for tokens in OTHERS[:4]:
+            store_sequence(store, service.session, b"", tokens)
+        evictor = WatermarkEvictor(store.pool, Watermarks(0.8, 0.25))
+        running = asyncio.create_task(evictor.run())
+        await eventually(lambda: store.pool.free_count == 12)
+        await asyncio.sleep(0.1)
+        running.cancel()
+        assert (store.pool.free_count, evictor.evicted_total, dropped(service)) == (12, 12, 0)
+        assert len(service.tier.chunks) >= 12
+
+
+async def test_a_reservation_that_cannot_be_granted_evicts_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        store_sequence(service.bench.store, service.session, b"", TOKENS, keep_leased=True)
+        with pytest.raises(ResourceExhausted):
+            await service.reserve(4)
+        assert service.bench.store.peek(b"", TOKENS).cached_tokens == len(TOKENS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(5))
+async def test_next_victims_are_those_of_eviction(tmp_path: Path, policy: str, seed: int) -> None:
+    chance = random.Random(seed)
+    bench = Bench(tmp_path, 32, policy=POLICIES[policy]())
+    try:
+        session = bench.attach()
+        pool = bench.store.pool
+        sequences = [[chance.randrange(2) for _ in range(6 * SIZE)] for _ in range(4)]
+        sequences += [[*s[: 3 * SIZE], *range(9, 9 + 2 * SIZE)] for s in sequences[:2]]
+        for _ in range(20):
+            tokens = chance.choice(sequences)
+            found = bench.store.match(session, b"", tokens[: chance.randrange(1, len(tokens))])
+            if not found.entries:
+                store_sequence(bench.store, session, b"", tokens)
+            if chance.random() < 0.8 and found.lease_id:
+                bench.store.sessions.release(session, [found.lease_id], [])
+        limit = chance.randrange(1, 32)
+        before = pool.evicted_total
+        victims = pool.next_victims(limit)
+        assert pool.next_victims(limit) == victims  # it changes nothing
+        for entry in victims:
+            assert pool.holds(entry)
+            assert pool.evict(1) == 1
+            assert not pool.holds(entry)
+        assert len(victims) == limit or pool.evict(1) == 0
+        assert pool.evicted_total == before + len(victims)
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_calls_lose_no_slot_and_serve_no_wrong_byte(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_service.tiers.writer.SLOW_SECONDS", 0.03)
+    monkeypatch.setattr("kvstore_service.tiers.manager.ROOM_SECONDS", 0.02)
+    monkeypatch.setattr("kvstore_service.tiers.loader.BATCH_BYTES", 2 * LAYOUT.chunk_bytes)
+    chance = random.Random(seed)
+    sequences = [*OTHERS[:6], TOKENS, [*TOKENS[: 3 * SIZE], *OTHERS[9]]]
+    async with serving(tmp_path, 12, on_eviction=chance.random() < 0.7) as service:
+        store = service.bench.store
+        loading: list[asyncio.Task[list[pb.LoadChunksResponse]]] = []
+        for _ in range(120):
+            tokens = chance.choice(sequences)
+            kind = chance.choice(["store", "reserve", "load", "match", "gate", "damage", "pause"])
+            if kind == "store":
+                if not store.peek(b"", tokens).entries and store.pool.free_count >= 5:
+                    store_sequence(store, service.session, b"", tokens)
+            elif kind == "reserve":
+                await _ignoring(_reserve_and_return(service, chance.randrange(1, 12)))
+            elif kind == "load":
+                loading.append(asyncio.create_task(service.loaded(tokens)))
+            elif kind == "match":
+                found = store.match(service.session, b"", tokens)
+                store.sessions.release(service.session, [found.lease_id], [])
+                service.servicer.tiers.used(found.entries)
+            elif kind == "gate":
+                (service.tier.gate.clear if chance.random() < 0.3 else service.tier.gate.set)()
+            elif kind == "damage" and service.tier.chunks and service.tier.gate.is_set():
+                service.tier.damage(chance.choice(list(service.tier.chunks)))
+            await asyncio.sleep(0.002)
+            assert service.bench.integrity.check_integrity() == []
+            for each in sequences:
+                service.assert_payloads(each, store.peek(b"", each).cached_tokens // SIZE)
+        service.tier.gate.set()
+        for task in loading:
+            await _ignoring(task)
+        await eventually(lambda: not store.pool.grants.copied)
+        assert not store.pool.grants.set_aside
+
+
+async def _reserve_and_return(service: Service, count: int) -> None:
+    give_back(service, await service.reserve(count))
+
+
+async def _ignoring(work: object) -> None:
+    """Wait for work that may be refused."""
+    try:
+        await work  # type: ignore[misc]
+    except SplitpointError:
+        pass
+
+
+async def test_two_tiers_get_what_each_lacks(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 8)
+    disk, pool_tier = MemoryTier(bench.arena), MemoryTier(bench.arena, Tier.MOONCAKE)
+    tiers = TierManager(bench.store.pool, [disk, pool_tier])
+    running = asyncio.create_task(tiers.run())
+    try:
+        session = bench.attach()
+        store_sequence(bench.store, session, b"", TOKENS)
+        disk.chunks = dict.fromkeys(KEYS, (b"", 0))
+        await tiers.make_room(8)
+        assert pool_tier.chunks.keys() == set(KEYS)
+        assert not any(set(KEYS) & set(keys) for keys in disk.writes)
+        assert bench.store.pool.free_count == 8
+        assert await tiers.held(KEYS) == {Tier.DISK: 5, Tier.MOONCAKE: 5}
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        bench.close()
