@@ -32,6 +32,8 @@ MARKS = {
     Needs.GPU: "GPU",
     Needs.RAPL: "RAPL",
     Needs.EMULATED_LINK: "GPU or emulated link",
+    Needs.TIER: "tier",
+    Needs.TRANSFER: "Mooncake",
 }
 
 
