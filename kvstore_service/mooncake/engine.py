@@ -1,0 +1,114 @@
+"""The child's transfer engine: one listening segment, and reads out of other segments.
+
+The only modules that import Mooncake are this one and `pool_client`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mooncake.engine import TransferEngine
+
+from kvstore_service.mooncake.interface import address_of, confine, end_connections
+from kvstore_service.mooncake.pieces import Piece, registered_ranges
+from splitpoint.arena.mapping import Arena
+from splitpoint.errors import FailedPrecondition, Unavailable
+
+# Pieces of one read under way at a time. More are no faster, and if the source is gone the engine
+# gives up a few of them a second.
+_PIECES_UNDER_WAY = 16
+# Pause between two looks at them. The engine has no call that waits without using a processor.
+_POLL_SECONDS = 0.0003
+_REGISTERED_AT_ONCE = 16 << 30
+# Time for connections that came in before the sockets were confined to be accepted.
+_SETTLE_SECONDS = 0.05
+
+
+class Engine:
+    """Mooncake's Transfer Engine, confined to one network interface.
+
+    Attributes:
+        address: of the interface.
+        segment: name under which other engines reach this one.
+        inner: what the pool's client shares.
+    """
+
+    def __init__(self, interface: str) -> None:
+        """Start listening. Raises FailedPrecondition."""
+        self.address = address_of(interface)
+        self._engine: Any = TransferEngine()
+        if self._engine.initialize(self.address, "P2PHANDSHAKE", "tcp", "") != 0:
+            raise FailedPrecondition("Mooncake's transfer engine does not start")
+        try:
+            count = confine(interface)
+        except OSError as error:
+            raise FailedPrecondition(
+                f"Mooncake's sockets cannot be bound to {interface}: {error.strerror}"
+            ) from error
+        if not count:
+            raise FailedPrecondition("Mooncake listens on no socket of its own")
+        time.sleep(_SETTLE_SECONDS)
+        end_connections()
+        self.segment = f"{self.address}:{self._engine.get_rpc_port()}"
+        self.inner = self._engine.get_engine()
+
+    def register(self, arena: Arena, registered: Callable[[int], None]) -> int:
+        """Let other engines read the payload of an arena that is mapped read-only.
+
+        Return the address of the file's first byte. `registered` is told the bytes so far.
+        The mapping must be read-only: the engine would let other hosts write what they can read.
+        """
+        address = arena.payload.ctypes.data - arena.geometry.payload_offset
+        done = 0
+        for offset, size in registered_ranges(arena.geometry, _REGISTERED_AT_ONCE):
+            if self._engine.register_memory(address + offset, size) != 0:
+                raise FailedPrecondition("Mooncake cannot register the arena")
+            done += size
+            registered(done)
+        return address
+
+    def read(
+        self,
+        segment: str,
+        address: int,
+        own_address: int,
+        pieces: Iterable[Piece],
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        """Read pieces of the arena at `address` of a segment into the own arena.
+
+        Returns only when no byte is under way any more. Raises Unavailable if a piece was not
+        read. Each piece is a batch of its own: the engine reports a failed batch while other
+        pieces of it are still being written.
+        """
+        waiting = iter(pieces)
+        under_way: list[int] = []
+        has_failed = is_over = False
+        while under_way or not is_over:
+            while not is_over and len(under_way) < _PIECES_UNDER_WAY:
+                piece = next(waiting, None)
+                if piece is None or has_failed or is_cancelled():
+                    is_over = True
+                    has_failed = has_failed or piece is not None
+                    break
+                batch = self._engine.batch_transfer_async_read(
+                    segment, [own_address + piece.target], [address + piece.source], [piece.size]
+                )
+                if batch:
+                    under_way.append(batch)
+                else:
+                    has_failed = True
+            still = []
+            for batch in under_way:
+                status = self._engine.transfer_check_status(batch)
+                if status == 0:
+                    still.append(batch)
+                elif status < 0:
+                    has_failed = True
+            under_way = still
+            if under_way:
+                time.sleep(_POLL_SECONDS)
+        if has_failed:
+            raise Unavailable(f"not everything was read from {segment}")

@@ -1,0 +1,222 @@
+"""The Mooncake process: reads between two arenas, and what its crashes and hangs cost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mooncake_parts import needs_mooncake
+
+from kvstore_service.mooncake import process as under_test
+from kvstore_service.mooncake.process import MooncakeProcess
+from kvstore_service.mooncake.settings import MooncakeSettings
+from splitpoint.arena.mapping import Arena
+from splitpoint.arena.owner import OpenedArena, open_or_create_arena
+from splitpoint.errors import FailedPrecondition, Unavailable
+from splitpoint.shapes import ArenaLayout, DataType
+
+pytestmark = needs_mooncake
+
+LAYOUT = ArenaLayout(
+    chunk_tokens=16,
+    layer_count=4,
+    kv_head_count=4,
+    head_dim=32,
+    hidden_size=64,
+    data_type=DataType.FLOAT32,
+    has_activations=False,
+)
+SETTINGS = MooncakeSettings("lo", has_transfer=True, pool=None)
+SECONDS = 20.0
+
+
+class Pair:
+    """Two arenas, each with its process: `there` is read by `here`."""
+
+    def __init__(self, there: OpenedArena, here: OpenedArena) -> None:
+        self.there, self.here = there.arena, here.arena
+        self.source = MooncakeProcess(self.there, SETTINGS)
+        self.reader = MooncakeProcess(self.here, SETTINGS)
+
+    async def start(self) -> None:
+        await asyncio.gather(self.source.start(), self.reader.start())
+        await until_ready(self.source)
+
+    async def read(self, sources: list[int], targets: list[int], seconds: float = SECONDS) -> None:
+        endpoint = self.source.endpoint
+        assert endpoint is not None
+        await self.reader.call(
+            "read",
+            seconds,
+            segment=endpoint.segment,
+            address=endpoint.arena_address,
+            slot_count=self.there.slot_count,
+            sources=sources,
+            targets=targets,
+        )
+
+
+async def until_ready(process: MooncakeProcess) -> None:
+    async with asyncio.timeout(SECONDS):
+        while process.endpoint is None:
+            await asyncio.sleep(0.01)
+
+
+def new_arena(folder: Path, slot_count: int) -> OpenedArena:
+    """Return a new arena; `owner.remove` removes its folder, too."""
+    folder.mkdir(mode=0o700)
+    return open_or_create_arena(folder / "arena", LAYOUT, slot_count)
+
+
+def fill(arena: Arena, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    for plane in arena.geometry.planes:
+        rows = arena.plane(plane.layer, plane.tensor)
+        rows[:] = generator.integers(0, 256, rows.shape, dtype=np.uint8)
+
+
+@contextlib.asynccontextmanager
+async def pair_of(folder: Path, there_slots: int = 40, here_slots: int = 30) -> AsyncIterator[Pair]:
+    there, here = new_arena(folder / "there", there_slots), new_arena(folder / "here", here_slots)
+    pair = Pair(there, here)
+    fill(pair.there, 1)
+    try:
+        await pair.start()
+        yield pair
+    finally:
+        await pair.source.close()
+        await pair.reader.close()
+        there.owner.remove()
+        here.owner.remove()
+
+
+async def test_slots_come_over_into_other_slots(shm_folder: Path) -> None:
+    async with pair_of(shm_folder) as pair:
+        sources, targets = [3, 4, 5, 30, 12], [20, 21, 22, 23, 0]
+        await pair.read(sources, targets)
+        for source, target in zip(sources, targets, strict=True):
+            assert pair.here.checksum(target) == pair.there.checksum(source)
+        untouched = set(range(30)) - set(targets)
+        assert not any(pair.here.plane(0, "K")[list(untouched)].any(axis=1))
+        assert pair.source.stats.registered_bytes == 40 * LAYOUT.chunk_bytes
+
+
+async def test_a_killed_source_is_told_and_comes_back(shm_folder: Path) -> None:
+    async with pair_of(shm_folder) as pair:
+        await pair.read([1], [1])
+        pid = pair.source.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(Unavailable):
+            await pair.read(list(range(20)), list(range(20)))
+        async with asyncio.timeout(SECONDS):
+            while pair.source.stats.restarts == 0:
+                await asyncio.sleep(0.01)
+        await until_ready(pair.source)
+        await pair.read([7], [8])
+        assert pair.here.checksum(8) == pair.there.checksum(7)
+        # The reader's own process went on.
+        assert pair.reader.stats.restarts == 0
+
+
+async def test_a_reader_that_is_killed_fails_its_calls(shm_folder: Path) -> None:
+    async with pair_of(shm_folder) as pair:
+        pid = pair.reader.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        reading = asyncio.create_task(pair.read([1], [1]))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(Unavailable):
+            await reading
+        assert not pair.reader.stats.is_up
+        with pytest.raises(Unavailable, match="away"):
+            await pair.reader.call("read", SECONDS)
+
+
+async def test_a_source_that_hangs_ends_the_readers_process(shm_folder: Path) -> None:
+    """Pieces may still arrive, so the slots are free only when the reading process is gone."""
+    async with pair_of(shm_folder) as pair:
+        await pair.read([1], [1])
+        source, reader = pair.source.pid, pair.reader.pid
+        assert source is not None
+        assert reader is not None
+        os.kill(source, signal.SIGSTOP)
+        try:
+            with pytest.raises(Unavailable, match="in time"):
+                await pair.read([2], [2], seconds=0.5)
+            assert not os.path.exists(f"/proc/{reader}")
+        finally:
+            os.kill(source, signal.SIGCONT)
+
+
+async def test_a_cancelled_read_ends_before_it_returns(
+    shm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(under_test, "CANCEL_SECONDS", 0.3)
+    async with pair_of(shm_folder) as pair:
+        source, reader = pair.source.pid, pair.reader.pid
+        assert source is not None
+        assert reader is not None
+        await pair.read([1], [1])
+        os.kill(source, signal.SIGSTOP)
+        try:
+            reading = asyncio.create_task(pair.read([2], [2]))
+            await asyncio.sleep(0.1)
+            reading.cancel()
+            await asyncio.sleep(0.05)
+            reading.cancel()  # once more, while the first is still at work
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            assert not os.path.exists(f"/proc/{reader}")
+        finally:
+            os.kill(source, signal.SIGCONT)
+
+
+async def test_it_listens_on_its_interface_only(shm_folder: Path) -> None:
+    """Every socket is bound to the device; other hosts can read payload, and write nothing."""
+    async with pair_of(shm_folder) as pair:
+        endpoint = pair.source.endpoint
+        assert endpoint is not None
+        port = int(endpoint.segment.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+        devices = await listening_devices(pair.source)
+        assert devices
+        assert set(devices) == {"lo"}
+
+
+async def listening_devices(process: MooncakeProcess) -> list[str]:
+    """Return the devices of a process's listening sockets, as `ss` shows them: address%device."""
+    pid = process.pid
+    shown = await asyncio.create_subprocess_exec(
+        *("ss", "-Hltnp"), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    output, _ = await shown.communicate()
+    mine = [line.split() for line in output.decode().splitlines() if f"pid={pid}," in line]
+    return [fields[3].rpartition(":")[0].rpartition("%")[2] for fields in mine]
+
+
+async def test_an_interface_that_goes_is_told_at_the_start(shm_folder: Path) -> None:
+    opened = new_arena(shm_folder / "own", 2)
+    process = MooncakeProcess(opened.arena, MooncakeSettings("none0", has_transfer=True, pool=None))
+    try:
+        with pytest.raises(FailedPrecondition, match="no such interface"):
+            await process.start()
+        assert process.pid is None
+    finally:
+        await process.close()
+        opened.owner.remove()
+
+
+async def test_the_process_ends_with_the_store(shm_folder: Path) -> None:
+    async with pair_of(shm_folder) as pair:
+        pids = [pair.source.pid, pair.reader.pid]
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
