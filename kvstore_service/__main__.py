@@ -42,6 +42,7 @@ from splitpoint.service import OnReady, Setup, announce_ready, run_service, set_
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, WeightFormat
 from splitpoint.transport.calls import count_calls
 from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
+from splitpoint.transport.tls import Identity
 from splitpoint.v1 import kvstore_pb2_grpc
 
 if TYPE_CHECKING:
@@ -133,11 +134,13 @@ async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) ->
     meters = Meters(Service.KVSTORE)
     # First, so that a port in use is reported before many GiB are allocated.
     async with metrics_served(arguments, meters):
-        opened, servicer = await _open_store(arguments, settings)
+        opened, servicer = await _open_store(arguments, settings, setup.identity)
         superblock = opened.arena.superblock
         is_lost = False
         try:
             await servicer.tiers.start()
+            if servicer.transfer is not None:
+                await servicer.transfer.start()
             with meters.reading(lambda: readings(servicer)):
                 await _serve_store(servicer, opened, meters, arguments, setup, on_ready)
         except ArenaLost as error:
@@ -147,6 +150,8 @@ async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) ->
             raise
         finally:
             await servicer.tiers.close()
+            if servicer.transfer is not None:
+                await servicer.transfer.close()
             if not is_lost:
                 servicer.store.close()
                 if arguments.keep_arena:
@@ -156,7 +161,7 @@ async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) ->
 
 
 async def _open_store(
-    arguments: argparse.Namespace, settings: StoreSettings
+    arguments: argparse.Namespace, settings: StoreSettings, identity: Identity
 ) -> tuple[OpenedArena, KvStoreServicer]:
     """Create or adopt the arena, and open the store on it."""
     node = choose_node(arguments.numa_node)
@@ -215,8 +220,10 @@ async def _open_store(
     if opened.former_loss is not None:
         log.info("the arena before this one was %s: the cache begins anew", opened.former_loss)
     log.info("memory: %s", memory)
-    tiers = tiers_of(settings.tiers, store.pool)
-    return opened, KvStoreServicer(store, info=info, scrubbing=settings.scrubbing, tiers=tiers)
+    tiers, transfer = tiers_of(settings.tiers, store.pool, identity)
+    return opened, KvStoreServicer(
+        store, info=info, scrubbing=settings.scrubbing, tiers=tiers, transfer=transfer
+    )
 
 
 def _report_recovery(store: KvStore) -> None:

@@ -19,7 +19,8 @@ POOL = ("--tier-mooncake", "10.0.0.1:50051", "--transfer-interface", "lo")
 
 
 def settings(*arguments: str) -> MooncakeSettings | None:
-    return settings_of(parse_arguments(["--host-memory", "1GiB", "--arena", "/tmp/a", *arguments]))
+    required = ["--listen", "127.0.0.1:0", "--host-memory", "1GiB", "--arena", "a"]
+    return settings_of(parse_arguments([*required, *arguments]))
 
 
 def test_without_the_options_nothing_is_used() -> None:
