@@ -1,0 +1,390 @@
+"""The planner's choice for a prefix that only a tier holds, beside every other choice, measured.
+
+In each case the disk tier and the link have random emulated rates (`--tier-rate`, `--link-rate`),
+drawn around those at which loading and computing take equally long. A worker first measures the
+tier by a few loads. Then the planner is asked, and its choice is timed in turns with the others:
+to load all of the prefix, half of it or nothing, restored from the arena in each way. The arena is
+emptied before each run.
+
+A choice is near the best if its time to the first token is at most 10 % longer than the best that
+was measured; times are medians of the quieter half of the runs.
+
+    python -m benchmarks.planner_tiers [--cases N] [--first N] [--rounds N] [--seed N] [--json]
+        [--output FILE]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.quiet import Timed, busy_seconds, is_quiet, median_seconds, tree_seconds
+from benchmarks.shared import finish, parser_of, random_ids, serving
+from scheduler_service.placement.footprint import Grant
+from scheduler_service.placement.planning import PlanOptions, plan_attempt
+from scheduler_service.prefixes.lookup import FetchSource
+from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.costs.fetching import rate_of
+from splitpoint.planning.plan import Plan, Residency, RestoreMethod
+from splitpoint.tiers import Tier
+from splitpoint.transport.channels import open_channel
+from splitpoint.transport.convert import (
+    layout_from_proto,
+    plan_to_proto,
+    profile_from_proto,
+    schedule_from_proto,
+    shape_from_proto,
+)
+from splitpoint.v1 import (
+    kvstore_pb2,
+    kvstore_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from splitpoint_cli.bench.shared.ending import run_until_signal
+from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.shared.report import commit, hardware
+from splitpoint_cli.stack.plan import Stack
+
+NEAR_BEST = 1.10
+PREFIX_TOKENS = (700, 1700)
+NEW_TOKENS = (16, 128)
+# Loading from the tier, and over the link, as shares of the time of computing the same tokens.
+TIER_SHARES = (0.2, 3.0)
+LINK_SHARES = (0.05, 0.5)
+CHUNK_TOKENS, STEP_TOKENS = 64, 512
+# Loads by which the worker measures the tier.
+LOADS = 3
+MEMORY = "512MiB"
+SECONDS = 60.0
+DISK = FetchSource("", 0, Tier.DISK)
+
+
+@dataclass(slots=True)
+class Way:
+    """One choice: so many tokens are loaded from the tier (0: none), restored by this plan."""
+
+    name: str
+    loaded_tokens: int
+    plan: Plan
+    runs: list[Timed[int]] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return median_seconds(self.runs)
+
+
+class Served:
+    """A stack with a disk tier, one worker, and a Run stream of our own."""
+
+    def __init__(self, store: Any, run: Any, facts: WorkerFacts) -> None:
+        self.facts = facts
+        self._store = store
+        self._run = run
+        self._numbers = itertools.count()
+
+    async def held(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """Return the leading tokens in the arena; and in the arena or on disk."""
+        found = await self._store.Match(kvstore_pb2.MatchRequest(token_ids=prompt, asks_tiers=True))
+        disk = [each.cached_tokens for each in found.tiers if each.tier == types_pb2.TIER_DISK]
+        return found.cached_tokens, max(disk, default=0)
+
+    async def empty_arena(self, prompt: Sequence[int]) -> None:
+        """Evict everything. Raises TimeoutError if leases or late writes keep something."""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                await self._store.Evict(kvstore_pb2.EvictRequest())
+                if (await self.held(prompt))[0] == 0:
+                    return
+                await asyncio.sleep(0.02)
+
+    async def until_on_disk(self, prompt: Sequence[int], tokens: int) -> None:
+        async with asyncio.timeout(SECONDS):
+            while True:
+                if (await self.held(prompt))[1] >= tokens:
+                    return
+                await asyncio.sleep(0.05)
+
+    async def first_token(self, prompt: Sequence[int], plan: Plan, loaded: int) -> Timed[int]:
+        """Return the first token and its time, of a request that runs by this plan."""
+        name = f"bench-{next(self._numbers)}"
+        command = worker_pb2.AdmitCommand(
+            request_id=name,
+            attempt=1,
+            prompt_token_ids=prompt,
+            sampling=types_pb2.SamplingParams(max_tokens=1, ignore_eos=True),
+            plan=plan_to_proto(plan),
+        )
+        if loaded:
+            command.source_tier, command.source_cached_tokens = types_pb2.TIER_DISK, loaded
+        busy, own, began = busy_seconds(), tree_seconds(), time.perf_counter()
+        await self._run.write(worker_pb2.RunRequest(admit=command))
+        token, took = -1, 0.0
+        restore: worker_pb2.RestoreReport | None = None
+        async with asyncio.timeout(SECONDS):
+            async for response in self._responses():
+                restore = next((r for r in response.restores if r.request_id == name), restore)
+                for each in response.tokens:
+                    if each.request_id == name:
+                        token, took = each.token_ids[0], time.perf_counter() - began
+                if any(finish.request_id == name for finish in response.finishes):
+                    break
+        foreign = (busy_seconds() - busy) - (tree_seconds() - own)
+        if loaded and (restore is None or restore.fetched_tokens < loaded):
+            raise RuntimeError(f"{loaded:,} tokens were to be loaded, but {restore} came")
+        return Timed(token, took, max(0.0, foreign) / took)
+
+    async def _responses(self) -> AsyncIterator[worker_pb2.RunResponse]:
+        while True:
+            response = await self._run.read()
+            if response.HasField("profile"):
+                profile = profile_from_proto(response.profile)
+                self.facts = replace(self.facts, profile=profile)
+            yield response
+
+
+@asynccontextmanager
+async def served(folder: Path, **options: Any) -> AsyncIterator[Served]:
+    """Serve the bundled model with a disk tier in `folder`, and these StackOptions."""
+    async with AsyncExitStack() as cleanup:
+        stack, _ = await cleanup.enter_async_context(
+            serving(
+                "planner-tiers",
+                workers=1,
+                page_tokens=str(CHUNK_TOKENS),
+                max_batched_tokens=STEP_TOKENS,
+                device_memory=MEMORY,
+                host_memory=MEMORY,
+                activations="never",
+                no_device_prefix_cache=True,
+                tier_disk=str(folder),
+                tier_disk_size=MEMORY,
+                tier_admission="second-use",
+                **options,
+            )
+        )
+        store = await cleanup.enter_async_context(open_channel(stack.store_address))
+        worker = await cleanup.enter_async_context(open_channel(stack.worker_addresses[0]))
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(worker)
+        run = stub.Run()
+        cleanup.callback(run.cancel)
+        await run.initial_metadata()
+        facts = facts_of(await stub.GetInfo(worker_pb2.GetInfoRequest()), stack)
+        yield Served(kvstore_pb2_grpc.KvStoreServiceStub(store), run, facts)
+
+
+def facts_of(info: worker_pb2.GetInfoResponse, stack: Stack) -> WorkerFacts:
+    layout = layout_from_proto(info.layout)
+    return WorkerFacts(
+        worker_id=info.worker_id,
+        address=stack.worker_addresses[0],
+        shape=shape_from_proto(info.shape),
+        profile=profile_from_proto(info.profile),
+        chunk_tokens=layout.chunk_tokens,
+        has_activations=layout.has_activations,
+        cache_capacity_bytes=info.cache_capacity_bytes,
+        page_bytes=info.page_bytes,
+        streamed_page_count=info.streamed_page_count,
+        max_batch_size=info.max_batch_size,
+        kvstore_address=info.kvstore_address,
+        slot_bytes=layout.chunk_bytes,
+        schedule=schedule_from_proto(info.schedule),
+        staging_tokens=info.staging_tokens,
+        max_batched_tokens=info.max_batched_tokens,
+        encoding=layout.encoding,
+    )
+
+
+def grant_of(facts: WorkerFacts) -> Grant:
+    return Grant(Residency.RESIDENT, facts.cache_capacity_bytes, "the benchmark's")
+
+
+def chosen_way(facts: WorkerFacts, tokens: int, on_disk: int) -> Way:
+    """Return the planner's choice for a prompt of so many tokens."""
+    source = replace(DISK, cached_tokens=on_disk)
+    planned = plan_attempt(
+        facts, grant_of(facts), token_count=tokens, cached_tokens=0, sources=[source]
+    )
+    loaded = planned.source.cached_tokens if planned.source else 0
+    return Way(_name(planned.plan, loaded), loaded, planned.plan)
+
+
+def other_ways(facts: WorkerFacts, tokens: int, on_disk: int) -> list[Way]:
+    """Return every choice: all, half or nothing, each restored in each way."""
+    ways = []
+    half = on_disk // 2 // facts.chunk_tokens * facts.chunk_tokens
+    for loaded in (on_disk, half, 0):
+        for method in (RestoreMethod.LOAD, RestoreMethod.TOKENS) if loaded else (None,):
+            plan = plan_attempt(
+                facts,
+                grant_of(facts),
+                token_count=tokens,
+                cached_tokens=loaded,
+                options=PlanOptions(restore_method=method),
+            ).plan
+            size = loaded // facts.chunk_tokens * facts.slot_bytes
+            seconds = rate_of(facts.profile, DISK.place).seconds(size) if loaded else 0.0
+            plan = replace(
+                plan,
+                fetched_tokens=loaded,
+                predicted_fetch_seconds=seconds,
+                predicted_ttft_seconds=plan.predicted_ttft_seconds + seconds,
+            )
+            ways.append(Way(_name(plan, loaded), loaded, plan))
+    return ways
+
+
+def _name(plan: Plan, loaded: int) -> str:
+    return f"load {loaded:,}, {plan.method.value}" if loaded else "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The random numbers of one case; rates in bytes per second."""
+
+    prompt: Sequence[int]
+    prefix_tokens: int
+    tier_rate: int
+    link_rate: int
+
+
+def drawn(number: int, seed: int, facts: WorkerFacts) -> Drawn:
+    """Draw a case from the seed and its number. `facts`: of a worker without emulation."""
+    rng = random.Random(f"{seed} {number}")
+    prefix = rng.randrange(*PREFIX_TOKENS) // facts.chunk_tokens * facts.chunk_tokens
+    prompt = random_ids(rng, prefix + rng.randrange(*NEW_TOKENS))
+    alone = plan_attempt(facts, grant_of(facts), token_count=prefix, cached_tokens=0).plan
+    rate = prefix // facts.chunk_tokens * facts.slot_bytes / alone.predicted_ttft_seconds
+
+    def share(low: float, high: float) -> float:
+        found: float = low * (high / low) ** rng.random()
+        return found
+
+    return Drawn(
+        prompt, prefix, round(rate / share(*TIER_SHARES)), round(rate / share(*LINK_SHARES))
+    )
+
+
+async def run_case(number: int, drawn: Drawn, rounds: int) -> dict[str, Any]:
+    """Measure every choice of one case."""
+    with tempfile.TemporaryDirectory(prefix="planner-tiers-") as folder:
+        async with served(
+            Path(folder) / "tier",
+            tier_rate=str(drawn.tier_rate),
+            link_rate=str(drawn.link_rate),
+        ) as stack:
+            prompt, prefix = drawn.prompt, drawn.prefix_tokens
+            compute = other_ways(stack.facts, len(prompt), prefix)[-1]
+            answer = (await stack.first_token(prompt, compute.plan, 0)).result
+            # A second use sends it to the tier.
+            await stack.first_token(prompt, compute.plan, 0)
+            await stack.until_on_disk(prompt, prefix)
+            for _ in range(LOADS):
+                await stack.empty_arena(prompt)
+                way = other_ways(stack.facts, len(prompt), prefix)[0]
+                await stack.first_token(prompt, way.plan, way.loaded_tokens)
+            chosen = chosen_way(stack.facts, len(prompt), prefix)
+            ways = other_ways(stack.facts, len(prompt), prefix)
+            ways = [chosen, *(way for way in ways if way.name != chosen.name)]
+            for index in range(rounds):
+                for way in ways if index % 2 else reversed(ways):
+                    await stack.empty_arena(prompt)
+                    way.runs.append(await stack.first_token(prompt, way.plan, way.loaded_tokens))
+            wrong = {way.name for way in ways for run in way.runs if run.result != answer}
+            if wrong:
+                raise RuntimeError(f"another first token came by: {', '.join(sorted(wrong))}")
+            measured = rate_of(stack.facts.profile, DISK.place).bytes_per_second
+    best = min(ways, key=lambda way: way.median)
+    return {
+        "number": number,
+        "prefix_tokens": prefix,
+        "new_tokens": len(prompt) - prefix,
+        "tier_rate": drawn.tier_rate,
+        "measured_tier_rate": measured,
+        "link_rate": drawn.link_rate,
+        "chosen": chosen.name,
+        "predicted_seconds": chosen.plan.predicted_ttft_seconds,
+        "chosen_seconds": chosen.median,
+        "best": best.name,
+        "best_seconds": best.median,
+        "ways": {way.name: way.median for way in ways},
+        "predicted": {way.name: way.plan.predicted_ttft_seconds for way in ways},
+        "reason": chosen.plan.reason,
+        "quiet": all(is_quiet(way.runs) for way in ways),
+    }
+
+
+async def measure(first: int, cases: int, rounds: int, seed: int) -> dict[str, Any]:
+    progress = Progress()
+    with tempfile.TemporaryDirectory(prefix="planner-tiers-") as folder:
+        async with served(Path(folder) / "tier") as stack:
+            facts = stack.facts
+    results = []
+    for number in progress.track("cases", range(first, first + cases)):
+        results.append(await run_case(number, drawn(number, seed, facts), rounds))
+        progress.say(_line(results[-1]))
+    over = [case["chosen_seconds"] / case["best_seconds"] for case in results]
+    errors = [abs(case["predicted_seconds"] / case["chosen_seconds"] - 1) for case in results]
+    return {
+        "benchmark": "planner_tiers",
+        "seed": seed,
+        "rounds": rounds,
+        "commit": commit(),
+        "hardware": hardware(),
+        "cases": results,
+        "within_10_percent_of_best": sum(each <= NEAR_BEST for each in over),
+        "worst_over_best": max(over),
+        "median_over_best": statistics.median(over),
+        "median_error": statistics.median(errors),
+        "disturbed": sum(not case["quiet"] for case in results),
+    }
+
+
+def _line(case: Mapping[str, Any]) -> str:
+    chosen = case["chosen_seconds"]
+    return (
+        f"{case['number']:2} {case['prefix_tokens']:5} tokens  tier "
+        f"{case['tier_rate'] / 1e6:6.1f} MB/s  link {case['link_rate'] / 1e6:6.1f} MB/s  "
+        f"{case['chosen']:20} {chosen * 1e3:7.1f} ms  predicted "
+        f"{case['predicted_seconds'] / chosen:.2f} x  best {chosen / case['best_seconds']:.2f} x "
+        f"({case['best']}){'' if case['quiet'] else '  disturbed'}"
+    )
+
+
+def show(result: Mapping[str, Any]) -> None:
+    for case in result["cases"]:
+        print(_line(case))
+    print(
+        f"{result['within_10_percent_of_best']} of {len(result['cases'])} choices within 10 % of "
+        f"the best (worst {result['worst_over_best']:.2f} x), median error of the prediction "
+        f"{result['median_error']:.1%}, {result['disturbed']} disturbed"
+    )
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--cases", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    result = run_until_signal(
+        measure(arguments.first, arguments.cases, arguments.rounds, arguments.seed)
+    )
+    finish(arguments, result, show)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
