@@ -35,6 +35,7 @@ from scheduler_service.placement.planning import PlanOptions, plan_attempt
 from scheduler_service.prefixes.lookup import FetchSource
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.fetching import rate_of
+from splitpoint.keys import numerics_salt
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.tiers import Tier
 from splitpoint.transport.channels import open_channel
@@ -94,25 +95,30 @@ class Served:
         self._run = run
         self._numbers = itertools.count()
 
-    async def held(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """Return the leading tokens in the arena; and in the arena or on disk."""
-        found = await self._store.Match(kvstore_pb2.MatchRequest(token_ids=prompt, asks_tiers=True))
-        disk = [each.cached_tokens for each in found.tiers if each.tier == types_pb2.TIER_DISK]
-        return found.cached_tokens, max(disk, default=0)
+    async def _cached_tokens(self, prompt: Sequence[int]) -> int:
+        """Return the leading tokens in the arena."""
+        salt = numerics_salt(b"", self.facts.numerics_digest)
+        found = await self._store.Match(
+            kvstore_pb2.MatchRequest(tenant_salt=salt, token_ids=prompt)
+        )
+        cached: int = found.cached_tokens
+        return cached
 
     async def empty_arena(self, prompt: Sequence[int]) -> None:
         """Evict everything. Raises TimeoutError if leases or late writes keep something."""
         async with asyncio.timeout(SECONDS):
             while True:
                 await self._store.Evict(kvstore_pb2.EvictRequest())
-                if (await self.held(prompt))[0] == 0:
+                if not await self._cached_tokens(prompt):
                     return
                 await asyncio.sleep(0.02)
 
-    async def until_on_disk(self, prompt: Sequence[int], tokens: int) -> None:
+    async def until_on_disk(self, tokens: int) -> None:
+        """Wait until the tier holds so many tokens of the only prompt."""
         async with asyncio.timeout(SECONDS):
             while True:
-                if (await self.held(prompt))[1] >= tokens:
+                stats = await self._store.GetStats(kvstore_pb2.GetStatsRequest())
+                if stats.tiers[0].chunk_count * self.facts.chunk_tokens >= tokens:
                     return
                 await asyncio.sleep(0.05)
 
@@ -203,6 +209,7 @@ def facts_of(info: worker_pb2.GetInfoResponse, stack: Stack) -> WorkerFacts:
         staging_tokens=info.staging_tokens,
         max_batched_tokens=info.max_batched_tokens,
         encoding=layout.encoding,
+        numerics_digest=info.numerics_digest,
     )
 
 
@@ -289,7 +296,7 @@ async def run_case(number: int, drawn: Drawn, rounds: int) -> dict[str, Any]:
             answer = (await stack.first_token(prompt, compute.plan, 0)).result
             # A second use sends it to the tier.
             await stack.first_token(prompt, compute.plan, 0)
-            await stack.until_on_disk(prompt, prefix)
+            await stack.until_on_disk(prefix)
             for _ in range(LOADS):
                 await stack.empty_arena(prompt)
                 way = other_ways(stack.facts, len(prompt), prefix)[0]
