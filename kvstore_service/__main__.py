@@ -295,6 +295,12 @@ async def _serve_store(
         for task in maintenance:
             task.cancel()
         await asyncio.wait({stopping, *maintenance})  # until their I/O in the arena has ended
+        if not any(isinstance(_error_of(task), ArenaLost) for task in maintenance):
+            await servicer.tiers.flush(is_arena_kept=arguments.keep_arena)
+
+
+def _error_of(task: asyncio.Task[None]) -> BaseException | None:
+    return None if task.cancelled() else task.exception()
 
 
 async def _watch_arena(opened: OpenedArena) -> None:

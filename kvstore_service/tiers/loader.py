@@ -102,12 +102,13 @@ class ChunkLoader:
             is_known = False  # the caller knows the lease
             try:
                 await self._lease_cached(load)
-                while await self._load_batch(load):
-                    yield self._progress(load)
-                    is_known = True
-                if not is_known:
-                    yield self._progress(load)
-                    is_known = True
+                has_more = True
+                while has_more:
+                    before = load.cached
+                    has_more = await self._load_batch(load)
+                    if load.cached > before or not is_known:
+                        yield self._progress(load)
+                        is_known = True
             finally:
                 if not is_known and load.lease_id:
                     self._release(load)

@@ -18,6 +18,8 @@ _log = logging.getLogger(__name__)
 
 # How long a reservation waits for tiers.
 ROOM_SECONDS = 1.0
+# How long the end of a store waits for tiers.
+FLUSH_SECONDS = 3.0
 # How long a peek waits for tiers that need I/O.
 HELD_SECONDS = 0.05
 
@@ -70,6 +72,28 @@ class TierManager:
         async with asyncio.TaskGroup() as group:
             for name, writer in self.writers.items():
                 group.create_task(writer.run(), name=f"write to the {name} tier")
+
+    async def flush(self, *, is_arena_kept: bool) -> None:
+        """Write what the arena holds before it goes, for at most FLUSH_SECONDS.
+
+        Call it after `run` was cancelled. The disk tier needs no copy of an arena that is kept.
+        """
+        if not self._on_eviction:
+            return
+        flushes = [
+            asyncio.create_task(self.writers[tier.tier].flush())
+            for tier in self._opened
+            if tier.stats.is_up and not (is_arena_kept and tier.tier is Tier.DISK)
+        ]
+        if not flushes:
+            return
+        _, late = await asyncio.wait(flushes, timeout=FLUSH_SECONDS)
+        for task in late:
+            task.cancel()
+        await asyncio.wait(flushes)
+        for task in flushes:
+            if not task.cancelled():
+                task.result()
 
     def on_change(self, listener: Callable[[Sequence[bytes]], None]) -> None:
         """Tell a listener the keys of chunks that a tier stored or lost."""

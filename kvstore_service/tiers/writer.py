@@ -152,6 +152,25 @@ class TierWriter:
             except TimeoutError:
                 pass
 
+    async def flush(self) -> None:
+        """Write what the arena holds, most valuable chunks first, instead of `run`.
+
+        Chunks before those that follow them: a tier finds leading chunks only.
+        """
+        pool = self._pool
+        while self._leaving:
+            await self._write(*self._next_batch())
+        last_first = pool.next_victims(pool.slot_count)[::-1]
+        victims = {entry.slot for entry in last_first}
+        protected = [entry for slot, entry in pool.chunks().items() if slot not in victims]
+        protected.sort(key=lambda entry: entry.chunk_index)
+        entries = [e for e in (*protected, *last_first) if self._lacks(e)]
+        for start in range(0, len(entries), self._batch):
+            batch = entries[start : start + self._batch]
+            pool.grants.begin_copy(entry.slot for entry in batch)
+            if not await self._write(batch, 0):
+                return
+
     def _next_batch(self) -> tuple[list[Entry], int]:
         """Return chunks to write, their copies begun, and how many of them left the arena."""
         count = min(self._batch, len(self._leaving))

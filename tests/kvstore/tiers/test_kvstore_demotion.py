@@ -254,3 +254,24 @@ async def test_two_tiers_get_what_each_lacks(tmp_path: Path) -> None:
         running.cancel()
         await asyncio.wait({running})
         bench.close()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+async def test_a_stop_writes_what_the_arena_holds(tmp_path: Path, is_kept: bool) -> None:
+    bench = Bench(tmp_path, 16)
+    disk, pool_tier = MemoryTier(bench.arena), MemoryTier(bench.arena, Tier.MOONCAKE)
+    pool_tier.capacity = 3
+    tiers = TierManager(bench.store.pool, [disk, pool_tier])
+    try:
+        await tiers.start()
+        session = bench.attach()
+        store_sequence(bench.store, session, b"", OTHERS[0])
+        store_sequence(bench.store, session, b"", TOKENS, keep_leased=True)
+        await tiers.flush(is_arena_kept=is_kept)
+        assert len(disk.chunks) == (0 if is_kept else 9)
+        # A tier with little room gets the leading chunks of what is in use.
+        assert pool_tier.chunks.keys() == set(KEYS[:3])
+        assert bench.store.pool.grants.copied == {}
+    finally:
+        await tiers.close()
+        bench.close()

@@ -11,6 +11,7 @@ from kvstore_helpers import LAYOUT, store_sequence
 from tier_double import MemoryTransfer
 from tier_service import KEYS, OTHERS, SIZE, TOKENS, eventually, fill_and_evict, serving
 
+from kvstore_service.tiers.loader import ChunkLoader
 from splitpoint.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -67,13 +68,17 @@ async def test_a_load_reports_each_batch_and_starts_where_the_arena_ends(
         assert again.lease_id != answers[0].lease_id
 
 
-async def test_a_missing_or_damaged_chunk_ends_the_load(tmp_path: Path) -> None:
+async def test_a_missing_or_damaged_chunk_ends_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = iter([1, 3, 3])  # chunks of each batch
+    monkeypatch.setattr(ChunkLoader, "_batch_size", lambda self, tier: next(sizes))
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
         del service.tier.chunks[KEYS[4]]
         service.tier.damage(KEYS[2])
-        [answer] = await service.loaded()
-        assert answer.cached_tokens == 2 * SIZE
+        answers = await service.loaded()
+        assert [answer.cached_tokens // SIZE for answer in answers] == [1, 2]
         assert KEYS[2] not in service.tier.chunks
         assert service.tier.stats.damaged_chunks == 1
         service.assert_payloads(TOKENS, 2)
