@@ -30,6 +30,7 @@ from kvstore_service.reserver import Reserver
 from kvstore_service.sealer import READ_AT_ONCE_BYTES, Sealer
 from kvstore_service.stats import StoreInfo, stats_response
 from kvstore_service.store import KvStore, Matched
+from kvstore_service.tiers.filler import SlotFiller
 from kvstore_service.tiers.loader import ChunkLoader
 from kvstore_service.tiers.manager import TierManager
 from kvstore_service.tiers.report import endpoint_message
@@ -88,6 +89,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._loader = ChunkLoader(
             store, self.maintenance, self._reserver, self._sealer, self.tiers, transfer
         )
+        self._filler = SlotFiller(store, self.tiers, self._threads)
         turns = StreamTurns(store, self._stopping)
         self._reader = ChunkReader(store, turns)
         self._writer = ChunkWriter(store, turns, self._sealer, self._calls, self._reserver)
@@ -358,6 +360,13 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         async with aclosing(self._loader.load(request)) as answers:
             async for answer in answers:
                 await context.write(answer)
+
+    async def FillSlots(
+        self, request: pb.FillSlotsRequest, context: _Context
+    ) -> pb.FillSlotsResponse:
+        with tracing.serving("fill slots", context, slots=len(request.slots)):
+            self.maintenance.called()
+            return await self._filler.fill(request)
 
     def _check_maps(self, session_id: bytes) -> None:
         """Raise FailedPrecondition for a remote session: Reserve and Seal need a mapped arena."""

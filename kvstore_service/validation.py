@@ -100,6 +100,25 @@ def check_seal(request: pb.SealRequest, slot_count: int, chunk_tokens: int) -> l
     return chunks
 
 
+def check_fill(request: pb.FillSlotsRequest, slot_count: int) -> list[tuple[int, int]]:
+    """Return the slots to fill, with their generations. They are distinct."""
+    check_session_id(request.session_id)
+    if not request.tier:
+        raise InvalidArgument("no tier is named", field="tier")
+    if not 1 <= len(request.slots) <= STREAM_CHUNK_LIMIT:
+        raise InvalidArgument(
+            f"{len(request.slots)} slots; 1 to {STREAM_CHUNK_LIMIT} are allowed", field="slots"
+        )
+    if len({each.slot for each in request.slots}) < len(request.slots):
+        raise InvalidArgument("a slot is named twice", field="slots")
+    for index, each in enumerate(request.slots):
+        path = f"slots[{index}]"
+        _check_slot(each.slot, each.generation, slot_count, path)
+        if len(each.chunk_key) != KEY_BYTES:
+            raise InvalidArgument(f"a key has {KEY_BYTES} bytes", field=f"{path}.chunk_key")
+    return [(each.slot, each.generation) for each in request.slots]
+
+
 def check_read(request: pb.ReadChunksRequest, slot_count: int) -> list[tuple[int, int]]:
     """Return the slots to read, with their generations."""
     check_session_id(request.session_id)

@@ -32,10 +32,12 @@ class PrefixLookup:
         *,
         streamed: bool,
         span: tracing.Span,
+        meets: bool = False,
     ) -> Match | None:
         """Lease the prefix and open its write-back chain; None if the store is away.
 
-        `span`: the request's span; the lookup is a part of it.
+        `span`: the request's span; the lookup is a part of it. `meets`: what a tier brings will
+        follow what it stores.
         """
         if streamed:
             # The cache of a streamed request lives in the store: worth a wait.
@@ -56,7 +58,12 @@ class PrefixLookup:
         # The last token is always computed, so it never counts as cached.
         cached = min(match.cached_tokens, len(tokens) - 1)
         self._write_back.open(
-            key, salt, match, cached, must_store=streamed, spans=WriteBackSpans.of(span)
+            key,
+            salt,
+            match,
+            cached,
+            must_store=streamed or meets,
+            spans=WriteBackSpans.of(span),
         )
         return match
 

@@ -12,7 +12,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import Internal, SplitpointError, Unavailable
 from splitpoint.observe import tracing
 from splitpoint.observe.logs import for_request
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.structured.grammar import unavailable
 from worker_service.account import Account
 from worker_service.engine.engine import Engine
@@ -35,12 +36,15 @@ from worker_service.engine.messages import (
     SetPaused,
     StepOutput,
     Stop,
+    Wake,
 )
 from worker_service.engine.sequence import Admission
 from worker_service.lanes.spans import RequestSpans
+from worker_service.pipeline.tier_loader import TierLoader
 from worker_service.prefix_lookup import PrefixLookup
 from worker_service.store.client import Match, StoreClient
-from worker_service.store.fetch import FetchResult, PrefixFetcher
+from worker_service.store.fetch import CLOSE_SECONDS, FetchResult, PrefixFetcher
+from worker_service.store.remote_client import RemoteStoreClient
 from worker_service.store.write_back import SequenceKey, WriteBack
 from worker_service.streams import Listener, RunStreams
 from worker_service.structured.compiler import GrammarCompiler
@@ -84,12 +88,13 @@ class Runtime:
         self.failed = asyncio.Event()
         self.write_back: WriteBack | None = None
         self.fetcher: PrefixFetcher | None = None
+        self._loader: TierLoader | None = None
         self._prefixes: PrefixLookup | None = None
         # Bytes per second from tiers and other stores, by `ChunkSource.rate_key`.
         self._remote_rates: Mapping[str, float] = {}
         self._lookups: dict[SequenceKey, asyncio.Task[None]] = {}
         # Fetches under way, and results that are not reported yet.
-        self._fetches: dict[SequenceKey, asyncio.Task[FetchResult]] = {}
+        self._fetches: dict[SequenceKey, asyncio.Task[Any]] = {}
         self._fetched: dict[SequenceKey, FetchResult] = {}
         # Traced requests, until their end.
         self._spans: dict[SequenceKey, RequestSpans] = {}
@@ -106,6 +111,15 @@ class Runtime:
         self.write_back = WriteBack(store, engine.cache, engine.post, engine.lanes, account.written)
         self.write_back.trace = engine.trace
         self.fetcher = PrefixFetcher(store, engine.cache.layout, self._on_rates, account.fetched)
+        if not isinstance(store, RemoteStoreClient):  # else the slots are those of a mirror
+            self._loader = TierLoader(
+                store,
+                engine.cache.layout,
+                block_tokens=engine.max_batched_tokens,
+                in_turn=not engine.lanes.overlapping,
+                on_change=lambda: engine.post(Wake()),
+                measured=self.fetcher.measured,
+            )
         self._prefixes = PrefixLookup(store, self.write_back)
         store.on_reattach(
             quiesce=self._quiesce,
@@ -126,6 +140,8 @@ class Runtime:
             await asyncio.wait(self._lookups.values())
         if self.write_back is not None:
             await self.write_back.close()
+        if self._loader is not None:
+            await self._loader.close(CLOSE_SECONDS)
         if self.fetcher is not None:
             await self.fetcher.close()
         if self.store is not None and self.store.pinning is not None:
@@ -319,6 +335,8 @@ class Runtime:
         for event in output.finishes:
             self.live.discard(event.key)
             self._fetched.pop(event.key, None)
+            if self._loader is not None:
+                self._loader.drop(event.key)
             self._end_spans(event)
         if not self.live:
             self._idle.set()
@@ -353,8 +371,16 @@ class Runtime:
             # Only the end of its answer was lost.
             self._on_output(StepOutput(finishes=[FinishEvent(key, "stop")]))
             return
-        await self._fetch(admission, tokens)
-        match = await self._match(key, admission.salt, tokens, streamed=streamed)
+        source, loader = admission.source, self._loader
+        if source is None or not source.meeting_tokens or streamed:
+            loader = None
+        if loader is None:
+            await self._fetch(admission, tokens)
+        else:
+            await self._wait_turn(loader, admission, tokens)
+        match = await self._match(
+            key, admission.salt, tokens, streamed=streamed, meets=loader is not None
+        )
         if match is None and streamed:
             error = Unavailable(
                 "streamed residency needs the KV store, which is not reachable",
@@ -363,7 +389,10 @@ class Runtime:
             )
             self._on_output(StepOutput(finishes=[FinishEvent(key, error=error)]))
             return
-        self.engine.admit(admission, match, self._spans.get(key), matcher)
+        meeting = None
+        if loader is not None and source is not None and match is not None:
+            meeting = loader.begin(key, source, admission.salt, tokens, match)
+        self.engine.admit(admission, match, self._spans.get(key), matcher, meeting)
 
     async def _matcher(self, admission: Admission) -> GrammarMatcher | None:
         """Compile the grammar of a request, beside the engine's steps; None if it has none."""
@@ -406,11 +435,30 @@ class Runtime:
             span.set(tokens=fetched.tokens, bytes=fetched.bytes)
         span.end()
 
+    async def _wait_turn(self, loader: TierLoader, admission: Admission, tokens: list[int]) -> None:
+        """Wait while a tier brings a prefix with the same first chunk to another request."""
+        key = admission.key
+        work = loader.wait_turn(admission.salt, tokens)
+        task = self._fetches[key] = asyncio.create_task(work, name=f"turn {key[0]}")
+        await asyncio.wait({task})
+        del self._fetches[key]
+
     def _with_fetch(self, event: RestoreEvent) -> RestoreEvent:
         fetched = self._fetched.pop(event.key, None)
         if fetched is None:
             return event
-        return replace(event, fetched_tokens=fetched.tokens, fetch_seconds=fetched.seconds)
+        event = replace(event, fetched_tokens=fetched.tokens, fetch_seconds=fetched.seconds)
+        if not fetched.recomputed_tokens:
+            return event
+        # They were computed before the restore, which found them on the device.
+        return replace(
+            event,
+            method=RestoreMethod.TOKENS,
+            recomputed_tokens=min(
+                fetched.recomputed_tokens + event.recomputed_tokens, event.cached_tokens
+            ),
+            device_tokens=max(0, event.device_tokens - fetched.recomputed_tokens),
+        )
 
     async def _look_up_again(self, lookup: Lookup) -> None:
         suspects = lookup.suspects
@@ -419,19 +467,37 @@ class Runtime:
             if are_intact and suspects.error is not None:
                 self.engine.post(Matched(lookup.key, None, suspects.error))
                 return
-        match = await self._match(
-            lookup.key, lookup.salt, lookup.tokens, streamed=lookup.is_streamed
-        )
+        async with self._brought(lookup.key):
+            match = await self._match(
+                lookup.key, lookup.salt, lookup.tokens, streamed=lookup.is_streamed
+            )
         self.engine.post(Matched(lookup.key, match))
 
+    @asynccontextmanager
+    async def _brought(self, key: SequenceKey) -> AsyncIterator[None]:
+        """Have what a tier brought for a request in the store, so that it is matched."""
+        if self._loader is None:
+            yield
+            return
+        async with self._loader.sealed(key) as fetched:
+            if fetched is not None:
+                self._fetched[key] = fetched
+            yield
+
     async def _match(
-        self, key: SequenceKey, salt: bytes, tokens: list[int], *, streamed: bool
+        self,
+        key: SequenceKey,
+        salt: bytes,
+        tokens: list[int],
+        *,
+        streamed: bool,
+        meets: bool = False,
     ) -> Match | None:
         """Lease the cached prefix and prepare its write-back. Return None if the lookup fails."""
         if self._prefixes is None:
             return None
         return await self._prefixes.match(
-            key, salt, tokens, streamed=streamed, span=self._span_of(key)
+            key, salt, tokens, streamed=streamed, span=self._span_of(key), meets=meets
         )
 
     def _span_of(self, key: SequenceKey) -> tracing.Span:

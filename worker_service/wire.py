@@ -164,11 +164,21 @@ def _source_of(command: worker_pb2.AdmitCommand) -> FetchSource | None:
             f"more than {ADDRESS_LIMIT} characters", field="admit.source_store_address"
         )
     _check_not_negative(command.source_cached_tokens, "source_cached_tokens")
+    _check_not_negative(command.meeting_tokens, "meeting_tokens")
+    if command.meeting_tokens and not tier:
+        raise InvalidArgument(
+            "only what comes from a tier can meet what is computed", field="admit.meeting_tokens"
+        )
     try:
         place = ChunkSource(address, tier_from_proto(tier) if tier else Tier.ARENA)
     except ValueError as error:
         raise InvalidArgument(str(error), field="admit.source_tier") from error
-    return FetchSource(place, command.source_cached_tokens, command.plan.predicted_fetch_seconds)
+    return FetchSource(
+        place,
+        command.source_cached_tokens,
+        command.plan.predicted_fetch_seconds,
+        command.meeting_tokens,
+    )
 
 
 def response_from(

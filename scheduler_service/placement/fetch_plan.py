@@ -12,6 +12,9 @@ A later token costs more to compute than an earlier one and as much to copy, so 
 source pays or nothing. Parts pay where the prefill comes in few long pieces, or where the restore
 of a longer prefix is limited by another rate; some are compared.
 
+What comes from a tier can also meet what is computed meanwhile: the front of the missing tokens by
+ordinary steps, while the store loads the back (`splitpoint.costs.meeting`).
+
 Only full chunks are fetched: keys of partial last chunks are known to their own store alone. Pure
 arithmetic.
 """
@@ -23,33 +26,43 @@ from dataclasses import dataclass, replace
 
 from scheduler_service.prefixes.lookup import FetchSource
 from splitpoint.costs.fetching import rate_of
+from splitpoint.costs.meeting import TierEnds
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.plan import Plan
+from splitpoint.planning.plan import Plan, Residency, RestoreMethod
+from splitpoint.shapes import ModelShape
 from splitpoint.tiers import Transfer
 from splitpoint.words import counted
 
+# Share of the seconds of loading that computing beside it must save.
+WORTH_IT = 0.05
 # Parts of what the best source holds, besides all of it.
 _PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedAttempt:
-    """The plan, and the source to fetch from before it. None: fetch nothing."""
+    """The plan, and the source to fetch from before it. None: fetch nothing.
+
+    `meeting_tokens`: where what the source brings is expected to meet what is computed meanwhile.
+    0: it is fetched before anything is computed.
+    """
 
     plan: Plan
     source: FetchSource | None = None
+    meeting_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
     """Tokens and payload bytes of one chunk over all planes, and most tokens of a prefill's piece.
 
-    `piece_tokens`: 0 for no bound.
+    `piece_tokens`: 0 for no bound. `shape`: None: nothing is computed while chunks are loaded.
     """
 
     tokens: int
     bytes: int
     piece_tokens: int = 0
+    shape: ModelShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +103,13 @@ def best_fetch(
         _option(plan, replan, profile, part, sizes) for part in _parts(plan, whole.source, sizes)
     )
     best = max((whole, *(part for part in parts if part)), key=_saved)
+    meetings = (_meeting(plan, replan, profile, source, sizes) for source in by_size)
+    meeting = max((each for each in meetings if each), key=_saved, default=best)
+    if (
+        meeting.saved_seconds
+        > best.saved_seconds + WORTH_IT * best.attempt.plan.predicted_fetch_seconds
+    ):
+        best = meeting
     if best.saved_seconds > 0:
         return best.attempt
     reason = f"{plan.reason}; not {whole.verb}ed: {whole.words}"
@@ -154,6 +174,69 @@ def _option(
     )
     part = replace(source, cached_tokens=chunks * sizes.tokens)
     return _Option(PlannedAttempt(with_fetch, part), source, saved, verb, words)
+
+
+def _meeting(
+    plan: Plan,
+    replan: Callable[[int], Plan],
+    profile: Profile,
+    source: FetchSource,
+    sizes: ChunkSizes,
+) -> _Option | None:
+    """Return a load of the back of what a tier holds, while the front is computed."""
+    if source.address or sizes.shape is None or plan.residency is Residency.STREAMED:
+        return None
+    total = plan.cached_tokens + plan.new_tokens
+    chunks = min(source.cached_tokens, total) // sizes.tokens
+    cached = min(chunks * sizes.tokens, total - 1)
+    if cached <= plan.cached_tokens:
+        return None
+    rate = rate_of(profile, source.place)
+    point = TierEnds(
+        sizes.shape,
+        profile,
+        plan.cached_tokens // sizes.tokens,
+        chunks,
+        sizes.tokens,
+        sizes.bytes,
+        rate.bytes_per_second,
+        sizes.piece_tokens,
+    ).meeting_point()
+    if point is None:
+        return None
+    longer = replan(cached)
+    loaded = cached - point.tokens
+    # What was computed is on the device: the rest of the prefix is restored.
+    restore = longer.predicted_load_seconds * loaded / cached
+    prefill = longer.predicted_ttft_seconds - longer.predicted_restore_seconds
+    own_restore = plan.predicted_restore_seconds
+    ttft = own_restore + point.seconds + restore + prefill
+    saved = plan.predicted_ttft_seconds - ttft
+    takes = point.seconds + restore
+    words = (
+        f"loading {counted(loaded, 'token')} from {source.place} "
+        f"at {rate.bytes_per_second / 1e9:.3g} GB/s{'' if rate.is_measured else ' (assumed)'} "
+        f"while {counted(point.tokens - plan.cached_tokens, 'token')} before them are computed: "
+        f"{_seconds(takes)}, recomputing all: {_seconds(takes + saved)}"
+    )
+    with_fetch = replace(
+        longer,
+        method=RestoreMethod.TOKENS,
+        split_tokens=0,
+        split_slope=0.0,
+        split_intercept=0.0,
+        split_cap=0,
+        recomputed_tokens=point.tokens,
+        reason=f"{longer.reason}; {words}",
+        predicted_restore_seconds=own_restore + restore,
+        predicted_ttft_seconds=ttft,
+        fetched_tokens=loaded,
+        predicted_fetch_seconds=point.seconds,
+        fetch_source=source.tier.value,
+    )
+    part = replace(source, cached_tokens=chunks * sizes.tokens)
+    attempt = PlannedAttempt(with_fetch, part, point.tokens)
+    return _Option(attempt, source, saved, "load", words)
 
 
 def _seconds(value: float) -> str:

@@ -77,8 +77,22 @@ def plan_attempt(
         plan,
         worker.profile,
         sources,
-        ChunkSizes(worker.chunk_tokens, worker.slot_bytes, worker.max_batched_tokens),
+        ChunkSizes(
+            worker.chunk_tokens,
+            worker.slot_bytes,
+            worker.max_batched_tokens,
+            worker.shape if _can_meet(worker, options) else None,
+        ),
     )
+
+
+def _can_meet(worker: WorkerFacts, options: PlanOptions) -> bool:
+    """Return True if the worker may compute the front of what a tier brings.
+
+    It finds that front on its device when both have met. A client that forces how a prefix is
+    restored forces that it is not computed; and what is computed is lost to throughput.
+    """
+    return worker.shares_pages and options == DEFAULT_OPTIONS
 
 
 def explain(

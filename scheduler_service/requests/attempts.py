@@ -213,6 +213,7 @@ def _admit_command(attempt: Attempt, planned: PlannedAttempt) -> worker_pb2.Admi
         if not planned.source.address:
             command.source_tier = tier_to_proto(planned.source.tier)
         command.source_cached_tokens = planned.source.cached_tokens
+        command.meeting_tokens = planned.meeting_tokens
     if request.split_tokens is not None:
         command.forced_split_tokens = request.split_tokens
     elif request.restore_method is RestoreMethod.LOAD:

@@ -123,6 +123,14 @@ class BidirectionalQueue:
         self.back -= count
         return range(self.back, self.back + count)
 
+    def give_back(self, chunks: range) -> None:
+        """Take back chunks that were popped from the back and cannot be loaded.
+
+        The front computes all that lies before their end, and nothing more is loaded.
+        """
+        self.back = chunks.stop
+        self._loads.ended, self._computes.ended = True, False
+
     def close(self) -> None:
         """Return None from now on, from both ends."""
         self._computes.ended = self._loads.ended = True

@@ -25,10 +25,11 @@ from scheduler_service.prefixes.redis import leading_counts
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import is_local_address
 from splitpoint.costs.fetching import ROUND_TRIP_SECONDS, rate_of
+from splitpoint.costs.meeting import MEETING_SECONDS, TierEnds
 from splitpoint.costs.profile import Profile
 from splitpoint.discovery.entries import StoreEntry
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.tiers import Tier
 from splitpoint.transport.convert import (
     plan_from_proto,
@@ -49,6 +50,14 @@ FACTS = worker_facts(
     store_instance_id=b"a" * 16,
     store_slot_count=100,
     slot_bytes=LAYOUT.chunk_bytes,
+)
+DISK = FetchSource("", 768, Tier.DISK)
+# A worker that computes 768 tokens in about half a second.
+SHARING = replace(
+    FACTS,
+    shares_pages=True,
+    max_batched_tokens=64,
+    profile=replace(PROFILE, prefill_flops_per_second=2 * FACTS.shape.prefill_flops(768)),
 )
 GRANT = Grant(Residency.RESIDENT, PAGE_BYTES, "it fits")
 
@@ -215,6 +224,81 @@ def test_no_length_of_no_source_is_much_better(seed: int) -> None:
         worker, GRANT, token_count=total, cached_tokens=own, sources=sources
     ).plan.predicted_ttft_seconds
     assert found <= 1.05 * best
+
+
+# -- both ends ------------------------------------------------------------------------------
+
+
+def meeting(
+    rate: float, *, own: int = 0, source: FetchSource = DISK, worker: WorkerFacts = SHARING
+) -> PlannedAttempt:
+    profile = replace(worker.profile, remote_bytes_per_second={"disk": rate, B: rate})
+    return plan_attempt(
+        replace(worker, profile=profile),
+        GRANT,
+        token_count=800,
+        cached_tokens=own,
+        sources=[source],
+    )
+
+
+def test_what_a_tier_brings_meets_what_is_computed_meanwhile() -> None:
+    # Loading 768 tokens takes as long as computing about as many.
+    both = meeting(48 * LAYOUT.chunk_bytes / 0.5)
+    assert both.source == DISK
+    assert 0 < both.meeting_tokens < 768
+    plan = both.plan
+    assert (plan.method, plan.recomputed_tokens) == (RestoreMethod.TOKENS, both.meeting_tokens)
+    assert (plan.cached_tokens, plan.fetched_tokens) == (768, 768 - both.meeting_tokens)
+    words = f"while {both.meeting_tokens} tokens before them are computed: "
+    assert f"loading {plan.fetched_tokens} tokens from the disk tier at " in plan.reason
+    assert words in plan.reason
+    assert plan_from_proto(plan_to_proto(plan)) == plan
+
+
+@pytest.mark.parametrize("rate", [1e4, 1e12])
+def test_a_tier_that_is_far_from_the_balance_meets_nothing(rate: float) -> None:
+    assert meeting(rate).meeting_tokens == 0
+
+
+def test_who_meets_nothing() -> None:
+    rate = 48 * LAYOUT.chunk_bytes / 0.5
+    assert meeting(rate, worker=replace(SHARING, shares_pages=False)).meeting_tokens == 0
+    assert meeting(rate, source=FetchSource(B, 768)).meeting_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_meeting_point_is_the_best_of_all(seed: int) -> None:
+    rng = random.Random(seed)
+    own = rng.randrange(0, 40)
+    ends = TierEnds(
+        FACTS.shape,
+        replace(
+            PROFILE,
+            prefill_flops_per_second=10 ** rng.uniform(7, 11),
+            prefill_overhead_seconds=10 ** rng.uniform(-5, -2),
+        ),
+        own,
+        own + rng.randrange(1, 60),
+        LAYOUT.chunk_tokens,
+        LAYOUT.chunk_bytes,
+        10 ** rng.uniform(5, 9),
+        rng.choice((0, 64, 256)),
+    )
+    missing = ends.chunk_count - own
+    every = {
+        own + count: max(ends.compute_seconds(count), ends.load_seconds(missing - count))
+        for count in range(1, missing)
+    }
+    point = ends.meeting_point()
+    one_side = min(ends.load_seconds(missing), ends.compute_seconds(missing))
+    if point is None:
+        assert min(every.values(), default=one_side) >= 0.99 * one_side
+        return
+    assert point.seconds - ROUND_TRIP_SECONDS - MEETING_SECONDS == pytest.approx(
+        min(every.values())
+    )
+    assert every[point.tokens // LAYOUT.chunk_tokens] == pytest.approx(min(every.values()))
 
 
 # -- whose store, which sources -----------------------------------------------------------

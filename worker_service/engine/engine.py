@@ -55,6 +55,7 @@ from worker_service.lanes.select import lanes_of
 from worker_service.lanes.spans import RequestSpans
 from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
+from worker_service.pipeline.meeting import Meeting
 from worker_service.pipeline.shared_split import SharedSplit
 from worker_service.pipeline.staging import Staging
 from worker_service.retrieval.screen_source import ScreenSource
@@ -176,12 +177,14 @@ class Engine:
         match: Match | None = None,
         spans: RequestSpans | None = None,
         matcher: GrammarMatcher | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         """Queue a request with its leased prefix for the next step; from any thread.
 
-        `matcher`: of the admission's grammar, behind what was delivered.
+        `matcher`: of the admission's grammar, behind what was delivered. `meeting`: of its front
+        with what a tier brings; it must be resident.
         """
-        self.post(Sequence(admission, match, spans, matcher))
+        self.post(Sequence(admission, match, spans, matcher, meeting))
 
     def post(self, command: Command) -> None:
         """Queue a command for the next step; from any thread."""
@@ -279,6 +282,7 @@ class Engine:
         self.queues.admit_waiting()
         self._begin_restores()
         self._settle_restores()
+        self._settle_meetings()
         self._plan_shared_split(costs_changed=False)
         batch = self._form_batch()
         self.restorer.advance(self.queues.running, [] if batch is None else batch.sequences)
@@ -327,11 +331,21 @@ class Engine:
         """Report the restores that are over, and start sequences over that lost chunks."""
         for sequence, result in self.restorer.settle(self.queues.running):
             if isinstance(result, RestoreEvent):
-                self.queues.output.restores.append(result)
+                if sequence.meeting is None:  # else the restore that follows is reported
+                    self.queues.output.restores.append(result)
             elif isinstance(result, ChunkLost):
                 self.queues.restart_after_loss(sequence, result)
             else:
                 self.queues.finish(sequence, FinishEvent(sequence.key, error=result))
+
+    def _settle_meetings(self) -> None:
+        """Look the prefixes up again whose computed fronts have met what a tier brought."""
+        for sequence in list(self.queues.running):
+            meeting = sequence.meeting if sequence.restored else None
+            if meeting is not None and meeting.has_met(sequence.computed):
+                # Of what the device held already, no step has told write-back.
+                self.queues.write_back(sequence)
+                self.queues.look_up_again(sequence)
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Return True while another sequence brings the prefix, or it is looked up again.

@@ -174,7 +174,7 @@ class SequenceQueues:
             remaining = sequence.runnable_tokens
             if not remaining:
                 continue  # or it has just left
-            if sequence.restored and remaining == 1:
+            if sequence.restored and remaining == 1 and sequence.meeting is None:
                 if self._grow(sequence, 1):
                     decodes.append(sequence)
             elif token_budget and (count := self._grow(sequence, min(remaining, token_budget))):
@@ -331,7 +331,7 @@ class SequenceQueues:
         self._restart(sequence, suspects)
 
     def look_up_again(self, sequence: Sequence) -> None:
-        """Look a sequence's prefix up again: another one has stored more of it."""
+        """Look a sequence's prefix up again: the store has more of it by now."""
         sequence.suspects = None
         self._step_back(sequence)
 

@@ -16,6 +16,7 @@ from splitpoint.structured.grammar import GrammarText
 from worker_service.device.claims import Claim
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.spans import RequestSpans
+from worker_service.pipeline.meeting import Meeting
 from worker_service.pipeline.restoring import Restoring
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.retrieval.selector import EXACT, SelectionPlan
@@ -116,8 +117,9 @@ class Sequence:
       5. prefill    computed < len(tokens) - 1
       6. decode     computed == len(tokens) - 1: each step computes and samples one
       7. finished   the tail is written back, then pages and leases are released
-    A sequence that lost chunks, or whose pages others need, leaves the device and returns
-    to 1 with its tokens kept.
+    One with a `meeting` computes its front after 4, and returns to 1 where it meets what a tier
+    brought. A sequence that lost chunks, or whose pages others need, leaves the device and
+    returns to 1 with its tokens kept.
 
     Chunk i is on the device if `pages[i]` is not None, and in the store if
     `i < len(stored)`. A resident sequence keeps every page. A streamed one keeps the first
@@ -137,6 +139,8 @@ class Sequence:
     spans: RequestSpans | None = None
     # Follows its answer; None: any text.
     matcher: GrammarMatcher | None = None
+    # Its back comes from a tier while steps compute its front; None: nothing comes.
+    meeting: Meeting | None = None
     tokens: list[int] = field(init=False)
     # Streamed: the split of each step by length; the engine redraws it.
     split_line: SplitLine | None = field(init=False)
@@ -240,7 +244,8 @@ class Sequence:
 
     @property
     def runnable_tokens(self) -> int:
-        """Tokens that the next step may compute: all that are left, or a restore's front.
+        """Tokens that the next step may compute: all that are left, or the front of a restore
+        or a meeting.
 
         A restore goes on while its sequence is paused: until it ends, its pages cannot leave.
         """
@@ -248,7 +253,11 @@ class Sequence:
             return 0
         if self.restoring is not None:
             return self.restoring.front_tokens(self.computed)
-        return len(self.tokens) - self.computed if self.restored and not self.paused else 0
+        if self.paused or not self.restored:
+            return 0
+        if self.meeting is not None:
+            return self.meeting.front_tokens(self.computed)
+        return len(self.tokens) - self.computed
 
     def spare_rows(self, chunk_tokens: int) -> int:
         """Return how many guesses fit behind the newest token: in its page and in the answer."""
@@ -322,6 +331,7 @@ class Sequence:
         self.first_approximate = None
         self.writes_back = False
         self.match = None
+        self.meeting = None
         self.transfer = None
         self.restoring = None
         self.restored = False

@@ -14,8 +14,9 @@ from typing import Any
 from splitpoint.keys import chunk_key
 from splitpoint.observe import tracing
 from splitpoint.shapes import ArenaLayout
-from splitpoint.tiers import ChunkSource
+from splitpoint.tiers import ChunkSource, Tier
 from splitpoint.transport.convert import tier_to_proto
+from splitpoint.transport.store_session import call_once
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
@@ -164,6 +165,32 @@ class StoreClient:
             ),
             metadata=tracing.metadata(),
         )
+
+    async def fill(
+        self,
+        connection: Connection,
+        tier: Tier,
+        granted: Sequence[tuple[int, int]],
+        keys: Sequence[bytes],
+    ) -> tuple[list[int | None], float]:
+        """Have the store fill granted slots from one of its tiers.
+
+        Return a checksum for each slot, None if the tier lacks its chunk or had it damaged, and
+        the seconds of the transfer. Raises Unavailable if the tier is away: the store may be up.
+        """
+        answer = await call_once(
+            self._session.stub.FillSlots,
+            pb.FillSlotsRequest(
+                session_id=connection.session_id,
+                tier=tier_to_proto(tier),
+                slots=[
+                    pb.SlotToFill(slot=slot, generation=generation, chunk_key=key)
+                    for (slot, generation), key in zip(granted, keys, strict=True)
+                ],
+            ),
+        )
+        checksums = [slot.checksum if slot.is_filled else None for slot in answer.slots]
+        return checksums, answer.transfer_seconds
 
     async def reserve(
         self, connection: Connection, salt: bytes, slot_count: int

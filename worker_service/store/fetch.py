@@ -53,11 +53,18 @@ CLOSE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class FetchSource:
-    """What holds more of a prefix. `predicted_seconds` is 0 if unknown."""
+    """What holds more of a prefix.
+
+    Attributes:
+        predicted_seconds: 0 if unknown.
+        meeting_tokens: of a tier: where its chunks, loaded from the last one on, are expected to
+            meet what is computed meanwhile. 0: they are loaded before anything is computed.
+    """
 
     place: ChunkSource
     cached_tokens: int
     predicted_seconds: float = 0.0
+    meeting_tokens: int = 0
 
     @property
     def time_limit(self) -> float:
@@ -73,6 +80,7 @@ class FetchResult:
     Attributes:
         rate: measured bytes per second; 0: too little came to measure one.
         transfer: how it came from another store.
+        recomputed_tokens: computed meanwhile, up to where the fetched tokens begin.
     """
 
     tokens: int = 0
@@ -80,6 +88,7 @@ class FetchResult:
     bytes: int = 0
     rate: float = 0.0
     transfer: Transfer = Transfer.GRPC
+    recomputed_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -152,9 +161,7 @@ class PrefixFetcher:
             log.exception("fetching from %s failed", source.place)
         finally:
             result.seconds = time.monotonic() - began
-            self.totals.tokens += result.tokens
-            self.totals.seconds += result.seconds
-        self._measure(source.place, result)
+            self.measured(source.place, result)
         return result
 
     async def quiesce(self) -> None:
@@ -342,7 +349,10 @@ class PrefixFetcher:
             if not users:
                 del self._turns[key]
 
-    def _measure(self, place: ChunkSource, result: FetchResult) -> None:
+    def measured(self, place: ChunkSource, result: FetchResult) -> None:
+        """Count what came from a place, and let its rate learn from it."""
+        self.totals.tokens += result.tokens
+        self.totals.seconds += result.seconds
         if result.bytes < MEASURABLE_BYTES or result.rate <= 0:
             return
         key = place.rate_key(result.transfer)

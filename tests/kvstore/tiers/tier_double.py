@@ -21,6 +21,7 @@ class MemoryTier:
     Attributes:
         chunks: (payload, checksum) by key.
         gate: reads and writes wait until it is set.
+        calls: reads and writes that have begun.
         capacity: most chunks; others are not stored.
     """
 
@@ -28,6 +29,7 @@ class MemoryTier:
         self.chunks: dict[bytes, tuple[bytes, int]] = {}
         self.gate = asyncio.Event()
         self.gate.set()
+        self.calls = 0
         self.capacity = capacity
         self.on_change: Callable[[Sequence[bytes]], None] | None = None
         self.writes: list[list[bytes]] = []
@@ -104,6 +106,7 @@ class MemoryTier:
 
     async def _wait(self) -> None:
         """Wait for the gate, also after a cancellation: the bytes of slots are in use."""
+        self.calls += 1
         waiting = asyncio.ensure_future(self.gate.wait())
         try:
             await asyncio.shield(waiting)

@@ -1,0 +1,96 @@
+"""FillSlots: reads chunks from a tier into slots that a session was granted.
+
+The session computes the front of a sequence meanwhile, and seals the slots behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvstore_service import validation
+from kvstore_service.recovery.recovered_chunks import damage_of
+from kvstore_service.store import KvStore
+from kvstore_service.tiers.manager import TierManager
+from splitpoint.errors import FailedPrecondition
+from splitpoint.tiers import Tier
+from splitpoint.transport.convert import tier_from_proto
+from splitpoint.v1 import kvstore_pb2 as pb
+
+
+class SlotFiller:
+    """Carries out the FillSlots calls of one store. `threads` compare checksums."""
+
+    def __init__(self, store: KvStore, tiers: TierManager, threads: ThreadPoolExecutor) -> None:
+        self._store = store
+        self._tiers = tiers
+        self._threads = threads
+
+    async def fill(self, request: pb.FillSlotsRequest) -> pb.FillSlotsResponse:
+        """Read, compare, answer. See FillSlots in kvstore.proto."""
+        granted = validation.check_fill(request, self._store.arena.slot_count)
+        name = tier_from_proto(request.tier)
+        tier = self._tiers.tier(name)
+        self._check_granted(request.session_id, granted)
+        keys = [each.chunk_key for each in request.slots]
+        slots = [slot for slot, _ in granted]
+        # The session may end meanwhile, and its slots must not be reused then.
+        with self._store.pool.grants.copying(slots):
+            checksums, seconds = await self._read(name, keys, slots)
+            damaged = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._damaged, slots, checksums
+            )
+        if damaged:
+            await tier.drop([keys[index] for index in damaged])
+        self._tiers.writers[name].know(
+            [
+                key
+                for index, (key, checksum) in enumerate(zip(keys, checksums, strict=True))
+                if checksum is not None and index not in damaged
+            ]
+        )
+        return pb.FillSlotsResponse(
+            slots=[
+                pb.FilledSlot()
+                if checksum is None or index in damaged
+                else pb.FilledSlot(is_filled=True, checksum=checksum)
+                for index, checksum in enumerate(checksums)
+            ],
+            transfer_seconds=seconds,
+        )
+
+    def _check_granted(self, session_id: bytes, granted: Sequence[tuple[int, int]]) -> None:
+        """Raise FailedPrecondition unless the session may write into all of these slots."""
+        session = self._store.sessions.arena_user(session_id)
+        for slot, generation in granted:
+            if session.granted.get(slot) != generation:
+                raise FailedPrecondition(
+                    f"slot {slot} is not granted to this session in generation {generation}",
+                    reason="NOT_GRANTED",
+                )
+
+    async def _read(
+        self, name: Tier, keys: Sequence[bytes], slots: Sequence[int]
+    ) -> tuple[list[int | None], float]:
+        """Read the chunks into slots. Return their recorded checksums, and the seconds."""
+        size = self._store.arena.layout.chunk_bytes
+        began = time.monotonic()
+        due = self._tiers.limit.begin(len(keys) * size)
+        checksums = await self._tiers.tier(name).read(keys, slots)
+        await self._tiers.limit.end(due)
+        seconds = time.monotonic() - began
+        read = sum(checksum is not None for checksum in checksums)
+        self._tiers.rates[name].measured(read * size, seconds)
+        return checksums, seconds
+
+    def _damaged(self, slots: Sequence[int], checksums: Sequence[int | None]) -> set[int]:
+        """Return the indices of payloads that differ from their checksums. Slow."""
+        arena = self._store.arena
+        return {
+            index
+            for index, (slot, checksum) in enumerate(zip(slots, checksums, strict=True))
+            if checksum is not None
+            and damage_of(arena, slot, arena.layout.chunk_tokens, checksum) is not None
+        }

@@ -1,0 +1,108 @@
+"""Where a computed front meets a loaded back: each chunk is done once, whatever fails."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from worker_service.pipeline.meeting import Ends, Meeting
+
+CHUNK = 16
+
+
+def ends(first: int = 0, count: int = 40, expected: int = 20, spare: int = 0) -> Ends:
+    """Chunks of a MiB each; of the last one, `spare` tokens are prefilled anyway."""
+    cached = count * CHUNK - spare
+    return Ends(first, count, cached, CHUNK, 1 << 20, expected * CHUNK, 128)
+
+
+def play(meeting: Meeting, rng: random.Random, first: int, fails_at: int | None = None) -> set[int]:
+    """Let both sides work in random turns until they have met; return the loaded chunks."""
+    computed, loaded, pieces = first * CHUNK, set[int](), 0
+    back: range | None = None
+    back_ended = False
+    for _ in range(10_000):
+        if meeting.has_met(computed):
+            return loaded
+        if rng.random() < 0.5:
+            # A step may compute a part of what it may.
+            computed += min(meeting.front_tokens(computed), rng.randint(1, 128))
+        elif back is not None:
+            begin = back.start
+            if pieces == fails_at:
+                begin = rng.randint(back.start, back.stop)
+            loaded |= set(range(begin, back.stop))
+            meeting.loaded(begin)
+            back, pieces = None, pieces + 1
+        elif not back_ended:
+            back = meeting.claim_back()
+            back_ended = back is None
+    raise AssertionError("they did not meet")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_chunk_is_computed_or_loaded(seed: int) -> None:
+    rng = random.Random(seed)
+    first, count = rng.choice([(0, 1), (0, 2), (0, 40), (7, 40), (39, 40)])
+    spare = rng.choice([0, 1])
+    given = ends(first, count, rng.randint(0, count), spare)
+    meeting = Meeting(given)
+    fails_at = rng.choice([None, None, 0, 1, 3])
+    loaded = play(meeting, rng, first, fails_at)
+    begin = min(loaded, default=count)
+    assert loaded == set(range(begin, count))
+    # The front ended exactly there: nothing was computed that was loaded.
+    assert meeting.front_tokens(begin * CHUNK) == 0
+
+
+def test_the_front_computes_what_was_claimed_and_not_loaded() -> None:
+    meeting = Meeting(ends())
+    first = meeting.claim_back()
+    assert first is not None
+    meeting.loaded(first.start)
+    second = meeting.claim_back()
+    assert second is not None
+    assert second.stop == first.start
+    meeting.end_back()
+    assert meeting.claim_back() is None
+    computed = 0
+    while count := meeting.front_tokens(computed):
+        assert not meeting.has_met(computed)
+        computed += count
+    assert computed == first.start * CHUNK
+    assert meeting.has_met(computed)
+
+
+def test_a_front_that_ended_goes_on_when_the_load_fails() -> None:
+    meeting = Meeting(ends(count=2, expected=1))
+    claimed = meeting.claim_back()
+    assert claimed == range(1, 2)
+    assert meeting.front_tokens(0) == CHUNK
+    assert meeting.front_tokens(CHUNK) == 0
+    assert not meeting.has_met(CHUNK)
+    meeting.end_back()
+    assert meeting.front_tokens(CHUNK) == CHUNK
+    assert meeting.has_met(2 * CHUNK)
+
+
+def test_in_turn_the_back_ends_at_the_expected_point_before_the_front_begins() -> None:
+    meeting = Meeting(ends(expected=13), in_turn=True)
+    begin = 40
+    while chunks := meeting.claim_back():
+        assert meeting.front_tokens(0) == 0
+        assert chunks.stop == begin
+        meeting.loaded(chunks.start)
+        begin = chunks.start
+    assert begin == 13
+    computed = 0
+    while count := meeting.front_tokens(computed):
+        computed += count
+    assert computed == 13 * CHUNK
+    assert meeting.has_met(computed)
+
+
+def test_what_the_device_holds_already_is_not_computed() -> None:
+    meeting = Meeting(ends(first=2))
+    held = 30 * CHUNK
+    assert 0 < meeting.front_tokens(held) <= 10 * CHUNK

@@ -1,0 +1,253 @@
+"""Loads the backs of prefixes from a tier into slots, while steps compute their fronts.
+
+A failed load costs time, never a request: the front goes on, as far as nothing is loaded. The
+slots are sealed once write-back has sealed the front, since a chunk's key contains its parent's.
+All methods run on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from splitpoint.costs.fetching import measured_rate
+from splitpoint.errors import SplitpointError
+from splitpoint.keys import chunk_keys
+from splitpoint.observe.logs import for_request
+from splitpoint.shapes import ArenaLayout
+from splitpoint.tiers import ChunkSource
+from worker_service.pipeline.meeting import Ends, Meeting
+from worker_service.store.cleanups import Cleanups
+from worker_service.store.client import Match, StoreClient, WrittenChunk
+from worker_service.store.fetch import FetchResult, FetchSource
+from worker_service.store.session import Connection
+from worker_service.store.write_back import BATCH_CHUNKS, SequenceKey
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """One load. `keys` and `pieces`: of each chunk of the sequence; `filled`: by chunk index."""
+
+    key: SequenceKey
+    place: ChunkSource
+    connection: Connection
+    salt: bytes
+    keys: list[bytes]
+    pieces: list[tuple[int, ...]]
+    first_chunk: int
+    meeting: Meeting
+    filled: dict[int, WrittenChunk] = field(default_factory=dict)
+    result: FetchResult = field(default_factory=FetchResult)
+    transfer_seconds: float = 0.0
+    task: asyncio.Task[None] = field(init=False)
+
+
+class TierLoader:
+    """All loads of one worker that meet a front."""
+
+    def __init__(
+        self,
+        store: StoreClient,
+        layout: ArenaLayout,
+        *,
+        block_tokens: int,
+        in_turn: bool,
+        on_change: Callable[[], None],
+        measured: Callable[[ChunkSource, FetchResult], None],
+    ) -> None:
+        """`block_tokens`: most tokens of one step. `in_turn`: see `Meeting`.
+
+        `on_change` is called when a load got further, `measured` when one has ended.
+        """
+        self._store = store
+        self._layout = layout
+        self._block_tokens = block_tokens
+        self._in_turn = in_turn
+        self._on_change = on_change
+        self._measured = measured
+        self._cleanups = Cleanups()
+        self._loads: dict[SequenceKey, _Load] = {}
+
+    async def wait_turn(self, salt: bytes, tokens: Sequence[int]) -> None:
+        """Wait while the first chunk of these tokens belongs to a load that is under way."""
+        first = self._keys(salt, tokens[: self._layout.chunk_tokens])
+        while tasks := [
+            load.task
+            for load in self._loads.values()
+            if not load.task.done() and load.keys[:1] == first
+        ]:
+            await asyncio.wait(tasks)
+
+    def begin(
+        self,
+        key: SequenceKey,
+        source: FetchSource,
+        salt: bytes,
+        tokens: Sequence[int],
+        match: Match,
+    ) -> Meeting | None:
+        """Begin to load what the match lacks; None if there is nothing to load."""
+        size = self._layout.chunk_tokens
+        count = min(source.cached_tokens, len(tokens)) // size
+        # The last token is always computed: its logits are needed.
+        cached = min(count * size, len(tokens) - 1)
+        first = match.cached_tokens // size
+        if cached <= match.cached_tokens:
+            return None
+        meeting = Meeting(
+            Ends(
+                first,
+                count,
+                cached,
+                size,
+                self._layout.chunk_bytes,
+                source.meeting_tokens,
+                self._block_tokens,
+            ),
+            in_turn=self._in_turn,
+        )
+        pieces = [tuple(tokens[start : start + size]) for start in range(0, count * size, size)]
+        keys = self._keys(salt, tokens[: count * size])
+        load = _Load(key, source.place, match.connection, salt, keys, pieces, first, meeting)
+        self._loads[key] = load
+        # Before a step can claim all of it.
+        running = self._run(load, meeting.claim_back(), source.time_limit)
+        with for_request(key[0]):
+            load.task = asyncio.create_task(running, name=f"load {key[0]}")
+        return meeting
+
+    @asynccontextmanager
+    async def sealed(self, key: SequenceKey) -> AsyncIterator[FetchResult | None]:
+        """Seal what was loaded of a sequence whose front is sealed; leased inside the block.
+
+        What follows no sealed chunk is freed. Yields the result of the load; None if there is
+        none.
+        """
+        load = self._loads.pop(key, None)
+        if load is None:
+            yield None
+            return
+        await self._stop(load)
+        lease_ids: list[int] = []
+        try:
+            await self._seal(load, lease_ids)
+        except SplitpointError as error:
+            log.warning("what %s brought is not sealed: %s", load.place, error.message)
+            load.result.tokens = 0
+        try:
+            yield load.result
+        finally:
+            await self._cleanups.finish(self._give_up(load, lease_ids))
+
+    def drop(self, key: SequenceKey) -> None:
+        """End the load of a request that ended; unknown keys are ignored."""
+        load = self._loads.pop(key, None)
+        if load is not None:
+            self._cleanups.start(self._stop_and_give_up(load))
+
+    async def close(self, timeout: float) -> None:
+        """Give everything back within `timeout` seconds; the session's end frees the rest."""
+        for key in list(self._loads):
+            self.drop(key)
+        await self._cleanups.wait(timeout)
+
+    # -- one load -----------------------------------------------------------------------
+
+    async def _run(self, load: _Load, chunks: range | None, time_limit: float) -> None:
+        """Load `chunks`, which were claimed before, and what can be claimed then."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(time_limit):
+                while chunks is not None:
+                    load.meeting.loaded(await self._fill(load, chunks))
+                    self._on_change()
+                    chunks = load.meeting.claim_back()
+        except TimeoutError:
+            log.warning("loading from %s took too long", load.place)
+        except SplitpointError as error:
+            log.warning("not loaded from %s: %s", load.place, error.message)
+        except Exception:
+            # The front can compute everything.
+            log.exception("loading from %s failed", load.place)
+        finally:
+            load.meeting.end_back()
+            self._end(load, time.monotonic() - began)
+            self._on_change()
+
+    def _end(self, load: _Load, seconds: float) -> None:
+        """Sum up what was loaded, and let the rates learn from it."""
+        result, size = load.result, self._layout.chunk_tokens
+        result.seconds = seconds
+        result.tokens = len(load.filled) * size
+        result.bytes = len(load.filled) * self._layout.chunk_bytes
+        computed = min(load.filled, default=len(load.keys)) - load.first_chunk
+        result.recomputed_tokens = computed * size
+        if load.filled:
+            result.rate = measured_rate(result.bytes, seconds, load.transfer_seconds)
+        self._measured(load.place, result)
+
+    async def _fill(self, load: _Load, chunks: range) -> int:
+        """Load chunks into slots. Return the first chunk from which on all are loaded."""
+        connection = load.connection
+        granted = await self._cleanups.obtain(
+            self._store.reserve(connection, load.salt, len(chunks)),
+            lambda slots: self._store.release(connection, slots=slots),
+        )
+        begin = chunks.stop
+        try:
+            keys = load.keys[chunks.start : chunks.stop]
+            checksums, seconds = await self._store.fill(connection, load.place.tier, granted, keys)
+            load.transfer_seconds += seconds
+            for index in reversed(chunks):
+                checksum = checksums[index - chunks.start]
+                if checksum is None:
+                    log.warning("%s lacks chunk %d, or had it damaged", load.place, index)
+                    break
+                slot, generation = granted[index - chunks.start]
+                parent = load.keys[index - 1] if index else b""
+                load.filled[index] = WrittenChunk(
+                    slot, generation, parent, load.pieces[index], checksum
+                )
+                begin = index
+        finally:
+            # The store keeps a slot until its own copy into it has ended.
+            unused = granted[: begin - chunks.start]
+            if unused:
+                await self._cleanups.finish(self._store.release(connection, slots=unused))
+        return begin
+
+    async def _seal(self, load: _Load, lease_ids: list[int]) -> None:
+        """Seal the filled slots in sequence order, batch by batch."""
+        written = [load.filled[index] for index in sorted(load.filled)]
+        for start in range(0, len(written), BATCH_CHUNKS):
+            batch = written[start : start + BATCH_CHUNKS]
+            lease_id = lease_ids[-1] if lease_ids else 0
+            sealed = await self._store.seal(load.connection, load.salt, batch, lease_id)
+            if sealed.lease_id not in lease_ids:
+                lease_ids.append(sealed.lease_id)
+
+    async def _stop(self, load: _Load) -> None:
+        """Let the load end; nothing is loaded for it any more."""
+        if not load.task.done():
+            load.task.cancel()
+            await asyncio.wait({load.task})
+
+    async def _stop_and_give_up(self, load: _Load) -> None:
+        await self._stop(load)
+        await self._give_up(load, [])
+
+    async def _give_up(self, load: _Load, lease_ids: Sequence[int]) -> None:
+        # Sealed slots among them are no longer granted: releasing is idempotent.
+        slots = [(chunk.slot, chunk.generation) for chunk in load.filled.values()]
+        await self._store.release(load.connection, lease_ids=lease_ids, slots=slots)
+
+    def _keys(self, salt: bytes, tokens: Sequence[int]) -> list[bytes]:
+        """Return the keys of full chunks."""
+        layout = self._layout
+        return list(chunk_keys(layout.layout_hash, salt, tokens, layout.chunk_tokens))
