@@ -1,0 +1,197 @@
+"""A store process with a disk tier: options, a clean stop, and kills while chunks go down."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import xxhash
+from kvstore_helpers import LAYOUT as SMALL
+from kvstore_helpers import payload_of
+from test_kvstore_process import StoreProcess
+
+from splitpoint.errors import Unavailable
+from splitpoint.keys import chunk_key
+from splitpoint.transport.channels import open_channel
+from splitpoint.transport.statuses import error_of
+from splitpoint.v1 import kvstore_pb2 as pb
+from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
+
+# Chunks of 48 KiB, so that the smallest arena has about 80 slots.
+LAYOUT = replace(SMALL, chunk_tokens=16, head_dim=64, hidden_size=128)
+SIZE = LAYOUT.chunk_tokens
+CHUNKS = 6
+SEQUENCES = [[1000 * n + i for i in range(CHUNKS * SIZE)] for n in range(1, 200)]
+STORED = 30  # about twice the arena
+
+
+class Client:
+    """A client on "another host", which streams payloads."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self.stub = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
+        self.session = b""
+        self._requests = 0
+
+    async def attach(self) -> Client:
+        answer = await self.stub.Attach(pb.AttachRequest(client_name="far", is_remote=True))
+        assert list(answer.tiers) == [types_pb2.TIER_DISK]
+        assert not answer.loads_from_stores
+        self.session = answer.session_id
+        self._keeper = self.stub.KeepAlive()
+        await self._keeper.write(pb.KeepAliveRequest(session_id=self.session))
+        await self._keeper.read()
+        self._beats = asyncio.create_task(self._beat())
+        return self
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(0.3)
+            await self._keeper.write(pb.KeepAliveRequest(session_id=self.session))
+
+    async def close(self) -> None:
+        self._beats.cancel()
+        await asyncio.gather(self._beats, return_exceptions=True)
+        await self._channel.close()
+
+    def _ids(self) -> dict[str, Any]:
+        self._requests += 1
+        return {"session_id": self.session, "request_id": b"%d" % self._requests}
+
+    async def write(self, tokens: list[int]) -> None:
+        header = pb.WriteChunksHeader(**self._ids())
+        parts = [pb.WriteChunksRequest(header=header)]
+        parent = b""
+        for index in range(CHUNKS):
+            piece = tokens[index * SIZE : (index + 1) * SIZE]
+            payload = expected_payload(tokens, index)
+            checksum = xxhash.xxh3_64_intdigest(payload)
+            header.chunks.add(parent_key=parent, token_ids=piece, checksum=checksum)
+            parent = chunk_key(LAYOUT.layout_hash, b"", parent, piece)
+            chunk = pb.ChunkPiece(chunk_index=index, offset=0, data=payload)
+            parts.append(pb.WriteChunksRequest(piece=chunk))
+        parts[0] = pb.WriteChunksRequest(header=header)
+        await self.stub.WriteChunks(iter(parts), timeout=10)
+
+    async def load(self, tokens: list[int]) -> int:
+        """Load a sequence, compare what the arena has then, and return its chunks."""
+        request = pb.LoadChunksRequest(tier=types_pb2.TIER_DISK, token_ids=tokens, **self._ids())
+        answers = [answer async for answer in self.stub.LoadChunks(request, timeout=20)]
+        match = await self.stub.Match(pb.MatchRequest(token_ids=tokens, **self._ids()))
+        assert match.cached_tokens >= answers[-1].cached_tokens
+        if match.chunks:
+            read = pb.ReadChunksRequest(session_id=self.session, chunks=match.chunks)
+            payloads = [bytearray() for _ in match.chunks]
+            async for piece in self.stub.ReadChunks(read, timeout=20):
+                payloads[piece.chunk_index] += piece.data
+            for index, payload in enumerate(payloads):
+                assert bytes(payload) == expected_payload(tokens, index)
+        leases = [answers[-1].lease_id, match.lease_id]
+        await self.stub.Release(pb.ReleaseRequest(lease_ids=leases, **self._ids()))
+        return len(match.chunks)
+
+    async def stats(self) -> pb.GetStatsResponse:
+        answer: pb.GetStatsResponse = await self.stub.GetStats(
+            pb.GetStatsRequest(check_integrity=True)
+        )
+        assert list(answer.integrity_violations) == []
+        return answer
+
+
+def expected_payload(tokens: list[int], index: int) -> bytes:
+    return b"".join(payload_of(LAYOUT, tokens[0] + index, SIZE).values())
+
+
+def start(folder: Path, address: str, *more: str, arena: str = "arena") -> StoreProcess:
+    tier = ["--tier-disk", str(folder / "tier"), "--tier-disk-size", "128MiB"]
+    store = StoreProcess(
+        folder / arena / "arena", address, *tier, "--layout", LAYOUT.to_json(), *more
+    )
+    assert store.address == address, store.end()[1]
+    return store
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tier-disk", "/nowhere/tier"], "--tier-disk-size"),
+        (["--tier-disk-size", "1GiB"], "--tier-disk"),
+        (["--tier-rate", "fast"], "tier-rate"),
+    ],
+)
+def test_options_that_do_not_fit(
+    shm_folder: Path, socket_address: str, options: list[str], message: str
+) -> None:
+    store = StoreProcess(shm_folder / "store" / "arena", socket_address, *options)
+    status, errors = store.end()
+    assert store.address is None
+    assert status == 2
+    assert message in errors
+    assert not (shm_folder / "store").exists()
+
+
+async def test_a_new_arena_finds_what_an_earlier_one_held(
+    shm_folder: Path, socket_address: str
+) -> None:
+    """Chunks of a clean stop, too, though nothing evicted them."""
+    store = start(shm_folder, socket_address)
+    client = await Client(socket_address).attach()
+    for tokens in SEQUENCES[:STORED]:
+        await client.write(tokens)
+    stats = await client.stats()
+    assert 0 < stats.tiers[0].chunk_count < STORED * CHUNKS
+    assert stats.tiers[0].dropped_chunk_count == 0
+    await client.close()
+    assert store.end()[0] == 0
+    store = start(shm_folder, socket_address, "--tier-rate", "100MB", arena="new")
+    client = await Client(socket_address).attach()
+    for tokens in SEQUENCES[:STORED]:
+        assert await client.load(tokens) == CHUNKS
+    tier = (await client.stats()).tiers[0]
+    assert (tier.chunk_count, tier.read_chunk_count) == (STORED * CHUNKS, STORED * CHUNKS)
+    assert 0 < tier.read_bytes_per_second <= 100e6
+    await client.close()
+    store.end()
+
+
+async def test_kills_while_chunks_go_down_and_come_up(
+    shm_folder: Path, socket_address: str
+) -> None:
+    chance = random.Random(7)
+    written = 0
+
+    async def work(client: Client) -> None:
+        nonlocal written
+        while True:
+            await client.write(SEQUENCES[written])
+            written += 1
+            await client.load(SEQUENCES[chance.randrange(written)])
+
+    for _ in range(4):
+        store = start(shm_folder, socket_address)
+        client = await Client(socket_address).attach()
+        found = [await client.load(tokens) for tokens in SEQUENCES[:written]]
+        assert sum(found) >= 0.5 * CHUNKS * written
+        await client.stats()
+        killed = asyncio.create_task(_kill_after(store, chance.uniform(0.05, 0.4)))
+        with pytest.raises(grpc.RpcError) as caught:
+            await work(client)
+        assert isinstance(error_of(caught.value), Unavailable)
+        await killed
+        await client.close()
+    assert written > 10
+
+
+async def _kill_after(store: StoreProcess, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    began = time.monotonic()
+    await asyncio.to_thread(store.end, signal.SIGKILL)
+    assert time.monotonic() - began < 30
