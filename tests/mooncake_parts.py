@@ -66,3 +66,15 @@ def master_process(port: int, metrics_port: int) -> Iterator[Master]:
         yield master
     finally:
         master.kill()
+
+
+def child_of(store_pid: int) -> int:
+    """Return the id of a store's Mooncake process."""
+    children = Path(f"/proc/{store_pid}/task/{store_pid}/children").read_text().split()
+    found = [
+        int(pid)
+        for pid in children
+        if b"kvstore_service.mooncake" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(found) == 1, children
+    return found[0]
