@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from host_pair import host
 from local_stack import LocalStack, StackShape, local_stack, prompt_of
-from test_e2e_remote import PROMPT, host, source
+from test_e2e_remote import PROMPT, source
 from tiny_models import VOCABULARY, write_tiny
 
 from splitpoint.arena.mapping import Arena
