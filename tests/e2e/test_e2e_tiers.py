@@ -1,0 +1,136 @@
+"""A prefix that only the disk tier holds: the plan names it, and the text is the same.
+
+The store is a process with a small arena; the worker says that it computes slowly, so that loading
+pays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from local_stack import LocalStack, StackShape, local_stack
+from tiny_models import build_tiny, clear_prompt, write_tiny
+
+from splitpoint.client.answers import Completion
+from splitpoint.tiers import Tier
+
+MODEL = build_tiny("llama")
+NEW_TOKENS = 8
+CHUNK_TOKENS = 16
+# The arena holds 85 chunks, three of these conversations.
+TOKENS = 400
+PROMPTS = [clear_prompt(MODEL, TOKENS + number, NEW_TOKENS) for number in range(4)]
+
+
+def tiered(folder: Path, *more: str) -> StackShape:
+    options = ("--tier-disk", str(folder / "tier"), "--tier-disk-size", "64MiB", *more)
+    return StackShape(workers=1, host_memory="5MiB", activations="never", store_arguments=options)
+
+
+async def pretend(stack: LocalStack, disk_bytes_per_second: float) -> None:
+    """Let the worker report a slow device, and this rate of its disk tier."""
+    [worker] = stack.workers
+    runtime = worker.runtime
+    assert runtime.fetcher is not None
+    slow = replace(runtime.profile, prefill_flops_per_second=1e7)
+    await runtime.call(lambda: worker.engine.watch_costs(slow))
+    runtime.fetcher.rates[Tier.DISK.value] = disk_bytes_per_second
+    runtime._on_rates(runtime.fetcher.rates)
+    scheduler = stack.scheduler.registry.find("0")
+    assert scheduler is not None
+
+    def reported() -> bool:
+        assert scheduler.ready is not None
+        rates = scheduler.ready.facts.profile.remote_bytes_per_second
+        return rates.get(Tier.DISK.value) == disk_bytes_per_second
+
+    await until(reported)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def ask(stack: LocalStack, number: int) -> Completion:
+    prompt, wanted = PROMPTS[number]
+    answer = await stack.client.generate(prompt, max_tokens=NEW_TOKENS, ignore_eos=True).complete()
+    assert list(answer.token_ids) == wanted
+    return answer
+
+
+async def fill(stack: LocalStack) -> None:
+    """Ask all: the first prompt leaves the arena, at least its end, and goes to the disk."""
+    for number in range(len(PROMPTS)):
+        answer = await ask(stack, number)
+        assert answer.plan is not None
+        assert (answer.plan.fetched_tokens, answer.plan.fetch_source) == (0, "")
+
+
+async def test_a_prefix_comes_back_from_disk_and_the_plan_says_so(
+    tmp_path: Path, tiny: Path
+) -> None:
+    async with local_stack(tiny, tmp_path, tiered(tmp_path)) as stack:
+        await fill(stack)
+        await pretend(stack, 1e9)
+        answer = await ask(stack, 0)
+        plan = answer.plan
+        assert plan is not None
+        assert plan.fetch_source == "disk"
+        assert plan.fetched_tokens >= CHUNK_TOKENS
+        # The arena still had the beginning. The last token is computed in any case.
+        assert plan.cached_tokens == TOKENS - 1
+        assert plan.cached_tokens - plan.fetched_tokens >= CHUNK_TOKENS - 1
+        reason = (
+            rf"loading {plan.fetched_tokens - 1:,} tokens from the disk tier at 1 GB/s: \S+ ms, "
+            rf"recomputing them: \S+ s; fetched {plan.fetched_tokens:,} tokens in "
+        )
+        assert re.search(reason, plan.reason), plan.reason
+        assert stack.workers[0].runtime.account.fetched.tokens == plan.fetched_tokens
+        stats = (await stack.store_stats()).tiers[0]
+        assert stats.read_chunk_count * CHUNK_TOKENS == plan.fetched_tokens
+        await stack.assert_clean()
+        # It is in the arena now.
+        again = await ask(stack, 0)
+        assert again.plan is not None
+        assert again.plan.fetched_tokens == 0
+
+
+async def test_a_tier_that_is_too_slow_is_not_read(tmp_path: Path, tiny: Path) -> None:
+    async with local_stack(tiny, tmp_path, tiered(tmp_path)) as stack:
+        await fill(stack)
+        await pretend(stack, 10.0)
+        answer = await ask(stack, 0)
+        assert answer.plan is not None
+        assert answer.plan.fetch_source == ""
+        assert "not loaded: loading " in answer.plan.reason
+        assert (await stack.store_stats()).tiers[0].read_chunk_count == 0
+        await stack.assert_clean()
+
+
+async def test_a_damaged_tier_costs_reuse_only(tmp_path: Path, tiny: Path) -> None:
+    async with local_stack(tiny, tmp_path, tiered(tmp_path)) as stack:
+        await fill(stack)
+        await pretend(stack, 1e9)
+        for file in (tmp_path / "tier").rglob("*"):
+            if file.is_file() and file.stat().st_size > 4096:
+                content = bytearray(file.read_bytes())
+                content[4096:] = bytes(each ^ 0xFF for each in content[4096:])
+                with file.open("r+b") as stream:
+                    stream.write(content)
+        answer = await ask(stack, 0)
+        assert answer.plan is not None
+        assert (answer.plan.fetched_tokens, answer.plan.fetch_source) == (0, "")
+        assert "fetched nothing" in answer.plan.reason
+        await stack.assert_clean()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
