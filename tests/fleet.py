@@ -36,10 +36,23 @@ SOURCES = ("asyncio", "collections", "contextlib", "dataclasses", "functools", "
 
 
 class Fleet:
-    """Its processes by their numbers. `folder` holds sockets and logs."""
+    """Its processes by their numbers. `folder` holds sockets and logs.
 
-    def __init__(self, folder: Path, arena: Path, server: ForkServer, worker_count: int) -> None:
+    The options replace those that all stores and workers get.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arena: Path,
+        server: ForkServer,
+        worker_count: int,
+        store_options: Sequence[str],
+        worker_options: Sequence[str],
+    ) -> None:
         self.folder = folder
+        self.store_options = store_options
+        self.worker_options = worker_options
         self.arena = arena
         self.server = server
         self.worker_count = worker_count
@@ -61,6 +74,7 @@ class Fleet:
             *("--listen", self.address("k"), "--model", str(MODEL), "--dtype", "float32"),
             *("--arena", str(self.arena), "--host-memory", "192MiB", "--lease-seconds", "2"),
             *("--chunk-tokens", str(CHUNK_TOKENS), "--activations", "always"),
+            *self.store_options,
         )
         return self.store
 
@@ -70,6 +84,7 @@ class Fleet:
             *("--listen", self.address("w", number), "--worker-id", str(number)),
             *("--model", str(MODEL), "--dtype", "float32", "--kvstore", self.address("k")),
             *("--device", "cpu", "--threads", "1", "--device-memory", "128MiB"),
+            *self.worker_options,
             failpoint=failpoint,
         )
         self.workers[number] = child
@@ -152,13 +167,19 @@ class Fleet:
 
 
 @contextmanager
-def fleet(workers: int, schedulers: int = 0) -> Iterator[Fleet]:
+def fleet(
+    workers: int,
+    schedulers: int = 0,
+    *,
+    store_options: Sequence[str] = (),
+    worker_options: Sequence[str] = (),
+) -> Iterator[Fleet]:
     """Start a store and, with `schedulers`, everything else, too."""
     folder = Path(tempfile.mkdtemp(prefix="fleet-"))
     arena = shared_memory_folder() / "arena"
     try:
         with ForkServer(folder) as server:
-            running = Fleet(folder, arena, server, workers)
+            running = Fleet(folder, arena, server, workers, store_options, worker_options)
             try:
                 if schedulers:
                     running.start_all(schedulers)
