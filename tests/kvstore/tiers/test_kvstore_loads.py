@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from fuzzing import call_with_bytes, random_messages
 from kvstore_helpers import LAYOUT, store_sequence
 from tier_double import MemoryTransfer
 from tier_service import KEYS, OTHERS, SIZE, TOKENS, eventually, fill_and_evict, serving
 
+from kvstore_service.server import SERVICE_NAME
 from kvstore_service.tiers.loader import ChunkLoader
 from splitpoint.errors import (
     FailedPrecondition,
@@ -179,3 +183,18 @@ async def test_a_slot_is_not_reused_while_a_tier_reads_into_it(tmp_path: Path, e
         await eventually(lambda: store.pool.free_count == 8)
         assert not store.pool.grants.set_aside
         assert store.pool.leases.leased_slot_count == 0
+
+
+async def test_random_bytes_load_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        await fill_and_evict(service)
+        rng = random.Random(8)
+        path = f"/{SERVICE_NAME}/LoadChunks"
+        seen = set()
+        for payload in random_messages(rng, 150):
+            seen.add(await call_with_bytes(service.channel, path, payload, streams=True))
+            fields = pb.LoadChunksRequest(session_id=service.session, request_id=b"r")
+            payload += fields.SerializeToString()
+            seen.add(await call_with_bytes(service.channel, path, payload, streams=True))
+        assert seen <= {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION}, seen
+        assert service.bench.store.pool.free_count == 8

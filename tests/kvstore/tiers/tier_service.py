@@ -35,6 +35,7 @@ class Service:
         self.servicer = servicer
         self.tier = tier
         self.stub: Any = None
+        self.channel: Any = None
         self.session = bench.attach()
         self._requests = 0
 
@@ -108,6 +109,7 @@ async def serving(
     writing = asyncio.create_task(tiers.run())
     try:
         async with open_channel(address) as channel:
+            service.channel = channel
             service.stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
             yield service
             tier.gate.set()
