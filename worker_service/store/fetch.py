@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 
 # Smaller fetches measure round trips, not the link.
 MEASURABLE_BYTES = 1 << 20
+# A rate that is not measured again for so long is forgotten: a source that was slow for a while
+# is tried again.
+RATE_SECONDS = 300.0
 # Weight of a new rate in the moving average.
 NEW_RATE_SHARE = 0.3
 LONGEST_SECONDS = 30.0
@@ -144,6 +147,8 @@ class PrefixFetcher:
         self._turns: dict[bytes, tuple[asyncio.Lock, list[None]]] = {}
         # Stores from which the own store could not load, until these times.
         self._not_loaded_from: dict[str, float] = {}
+        # When rates are forgotten.
+        self._forgetting: dict[str, asyncio.TimerHandle] = {}
 
     async def fetch(self, source: FetchSource, salt: bytes, tokens: Sequence[int]) -> FetchResult:
         """Fetch what the source has more of. Raises only CancelledError."""
@@ -170,6 +175,8 @@ class PrefixFetcher:
 
     async def close(self) -> None:
         """Release resources. No fetch may run any more."""
+        for timer in self._forgetting.values():
+            timer.cancel()
         await self._cleanups.wait(CLOSE_SECONDS)
         self._lane.shutdown()
 
@@ -201,8 +208,7 @@ class PrefixFetcher:
         except (FailedPrecondition, Unavailable) as error:
             log.warning("the own store did not load from %s: %s", address, error.message)
             self._not_loaded_from[address] = time.monotonic() + RETRY_TRANSFER_SECONDS
-            if self.rates.pop(source.place.rate_key(Transfer.MOONCAKE), None) is not None:
-                self._rate_changed(self.rates)
+            self._forget(source.place.rate_key(Transfer.MOONCAKE))
             result.transfer, result.rate = Transfer.GRPC, 0.0
             return False
         return True
@@ -358,7 +364,18 @@ class PrefixFetcher:
         key = place.rate_key(result.transfer)
         before = self.rates.get(key, result.rate)
         self.rates[key] = before + NEW_RATE_SHARE * (result.rate - before)
+        if (timer := self._forgetting.pop(key, None)) is not None:
+            timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._forgetting[key] = loop.call_later(RATE_SECONDS, self._forget, key)
         self._rate_changed(self.rates)
+
+    def _forget(self, key: str) -> None:
+        """Plan with the assumed rate again."""
+        if (timer := self._forgetting.pop(key, None)) is not None:
+            timer.cancel()
+        if self.rates.pop(key, None) is not None:
+            self._rate_changed(self.rates)
 
 
 def cut_tail(tensors: ArenaTensors, slot: int, token_count: int) -> int:

@@ -158,6 +158,22 @@ async def test_waits_in_the_store_count_in_the_rate(socket_address: str) -> None
     assert fetcher.rates["disk"] <= fastest * 1.01
 
 
+async def test_a_rate_that_is_not_measured_again_is_forgotten(
+    socket_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source that was slow once would never be tried again."""
+    monkeypatch.setattr("worker_service.store.fetch.RATE_SECONDS", 0.2)
+    store = Store([progress(LOADED, seconds=100.0)])
+    async with fetching(socket_address, store) as fetcher:
+        await fetcher.fetch(on_disk(90), SALT, TOKENS)
+        assert "disk" in fetcher.rates
+        async with asyncio.timeout(30):
+            while fetcher.rates:
+                await asyncio.sleep(0.01)
+        await fetcher.fetch(on_disk(90), SALT, TOKENS)
+        assert "disk" in fetcher.rates
+
+
 @pytest.mark.parametrize(
     "status", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE]
 )
