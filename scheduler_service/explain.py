@@ -9,8 +9,9 @@ from scheduler_service.placement.footprint import NeverFits
 from scheduler_service.placement.planning import PlanOptions, explain
 from scheduler_service.prefixes.lookup import FetchSource
 from splitpoint.errors import InvalidArgument, Unavailable
-from splitpoint.transport.convert import objective_from_proto, plan_to_proto
+from splitpoint.transport.convert import objective_from_proto, plan_to_proto, tier_from_proto
 from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.v1 import types_pb2
 
 
 def explain_plans(
@@ -66,10 +67,16 @@ def _check_counts(request: pb.ExplainPlanRequest, context_length: int) -> None:
             "remote_cached_tokens must be at least 0 and at most cached + new",
             field="remote_cached_tokens",
         )
+    if request.tier == types_pb2.TIER_ARENA or (request.tier and request.remote_store_address):
+        raise InvalidArgument(
+            "name a tier behind the arena or another store, not both", field="tier"
+        )
 
 
 def _sources(request: pb.ExplainPlanRequest) -> list[FetchSource]:
     if not request.remote_cached_tokens:
         return []
+    if request.tier:
+        return [FetchSource("", request.remote_cached_tokens, tier_from_proto(request.tier))]
     address = request.remote_store_address or "another store"
     return [FetchSource(address, request.remote_cached_tokens)]

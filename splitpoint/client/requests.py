@@ -18,6 +18,7 @@ from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.planning.plan import Objective, Residency, RestoreMethod
 from splitpoint.selection import Selection, check_served
 from splitpoint.speculation import DraftMethod
+from splitpoint.tiers import Tier
 from splitpoint.transport import convert
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2 as pb
@@ -282,6 +283,8 @@ class ExplainOptions(TypedDict, total=False):
     # Cached tokens in another host's store, and its address: does fetching them pay?
     remote_cached_tokens: int | None
     remote_store_address: str | None
+    # Or in a tier of the worker's own store: DISK or MOONCAKE.
+    tier: Tier | None
 
 
 def explain_request(
@@ -293,6 +296,8 @@ def explain_request(
     if "objective" in given:
         objective = request_values.choice("objective", given["objective"], Objective)
         given["objective"] = convert.objective_to_proto(objective)
+    if "tier" in given:
+        given["tier"] = convert.tier_to_proto(request_values.choice("tier", given["tier"], Tier))
     counts = {"cached_tokens": cached_tokens, "new_tokens": new_tokens}
     return request_values.filled(pb.ExplainPlanRequest, {**given, **counts})
 

@@ -473,6 +473,13 @@ async def test_a_fetch_can_be_explained() -> None:
         assert (plan.cached_tokens, plan.fetched_tokens) == (48, 48)
         assert plan.predicted_ttft_seconds < alone.predicted_ttft_seconds
         assert "from far:1 at 10 GB/s" in plan.reason
+        question.tier = types_pb2.TIER_DISK
+        with pytest.raises(grpc.RpcError, match="not both"):
+            await running.inference.ExplainPlan(question)
+        question.remote_store_address = ""
+        plan = (await running.inference.ExplainPlan(question)).plans[0].plan
+        assert (plan.fetched_tokens, plan.fetch_source) == (48, "disk")
+        assert "from the disk tier at 1 GB/s (assumed)" in plan.reason
     await store.stop()
 
 

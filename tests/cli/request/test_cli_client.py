@@ -15,6 +15,7 @@ from splitpoint.client.answers import Completion, FinishReason, Tokens
 from splitpoint.client.requests import generate_request
 from splitpoint.client.telemetry import RedisStatus
 from splitpoint.planning.plan import Objective, Residency
+from splitpoint.tiers import Tier
 from splitpoint.v1 import types_pb2
 
 
@@ -84,6 +85,8 @@ def test_unary_calls(script: Script) -> None:
         assert asked.residency == types_pb2.RESIDENCY_STREAMED
         assert asked.objective == types_pb2.OBJECTIVE_THROUGHPUT
         assert (asked.remote_cached_tokens, asked.remote_store_address) == (3, "far:1")
+        client.explain_plan(2, 1, remote_cached_tokens=3, tier=Tier.DISK)
+        assert (script.explained[1].tier, script.explained[0].tier) == (types_pb2.TIER_DISK, 0)
         assert plans[1].plan is None
         assert plans[1].rejection == "never fits"
         assert [worker.ready for worker in client.list_workers()] == [True, True]
