@@ -289,7 +289,9 @@ class ChunkPool:
 
     def _reclaimable_at_once(self) -> int:
         """Count the same chunks without those whose slots a tier copies."""
-        return len(self._chunks.keys() - self._kept() - self.grants.copied.keys())
+        kept = self._kept()
+        copied = sum(slot in self._chunks and slot not in kept for slot in self.grants.copied)
+        return len(self._chunks) - len(kept) - copied
 
     def _kept(self) -> set[int]:
         """Return the slots of chunks that eviction cannot remove."""

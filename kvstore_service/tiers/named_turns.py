@@ -19,6 +19,11 @@ class NamedTurns:
         self._turns: dict[bytes, asyncio.Lock] = {}
         self._users: dict[bytes, int] = {}
 
+    @property
+    def name_count(self) -> int:
+        """Names that a call has or waits for."""
+        return len(self._turns)
+
     @asynccontextmanager
     async def turn(self, name: bytes) -> AsyncIterator[None]:
         """Wait for a turn, and keep it inside the block. Raises Unavailable after a while."""
