@@ -43,7 +43,7 @@ async def measure_remote(
             async with _session(stub) as session_id:
                 handles = await _match(stub, session_id, salt, sequences)
                 request = pb.ReadChunksRequest(session_id=session_id, chunks=handles)
-                sizes = [await _read(stub, request)]  # warm
+                sizes = [await read_chunks(stub, request)]  # warm
                 piece_bytes, total = max(sizes[0]), sum(sizes[0])
                 await _read_raw(raw_channel, piece_bytes, total)
                 rates: list[float] = []
@@ -53,7 +53,7 @@ async def measure_remote(
                     if is_raw:
                         await _read_raw(raw_channel, piece_bytes, total)
                     else:
-                        await _read(stub, request)
+                        await read_chunks(stub, request)
                     seconds = time.perf_counter() - began
                     (raw_rates if is_raw else rates).append(total / seconds)
         except grpc.RpcError as error:
@@ -116,7 +116,7 @@ async def _match(
     return handles
 
 
-async def _read(
+async def read_chunks(
     stub: kvstore_pb2_grpc.KvStoreServiceStub, request: pb.ReadChunksRequest
 ) -> list[int]:
     """Read all chunks and compare their checksums; the sizes of the messages."""

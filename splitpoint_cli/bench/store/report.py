@@ -95,14 +95,52 @@ class StreamResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of each pass, and those that processors computed in all processes together."""
+
+    seconds: tuple[float, ...]
+    processor_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """One sequence read from another store, in three ways.
+
+    Attributes:
+        payload_bytes: of each pass.
+        run_slots: contiguous slots in the source's arena.
+        stream: ReadChunks, its bytes compared and thrown away.
+        fetch: ReadChunks into another store's arena, and sealed there.
+        mooncake: the same by Mooncake's Transfer Engine.
+        transfer_seconds: of Mooncake's reads alone, without leases, checks and seals.
+    """
+
+    payload_bytes: int
+    run_slots: int
+    stream: Passes
+    fetch: Passes
+    mooncake: Passes
+    transfer_seconds: tuple[float, ...]
+
+    def rate(self, seconds: Sequence[float]) -> float:
+        """Return the median rate in bytes per second."""
+        return self.payload_bytes / statistics.median(seconds)
+
+    def per_gb(self, passes: Passes) -> float:
+        """Return the median processor seconds for 1e9 bytes."""
+        return statistics.median(passes.processor_seconds) / (self.payload_bytes / 1e9)
+
+
+@dataclass(frozen=True, slots=True)
 class StoreResults:
-    """`skipped`: what was not measured, and why."""
+    """`transfer`: None if it was not measured. `skipped`: what was not measured, and why."""
 
     mapping: MappingResult
     calls: CallsResult
     batches: BatchResult
     streams: tuple[StreamResult, ...]
     skipped: tuple[str, ...]
+    transfer: TransferResult | None = None
 
 
 def report_of(workload: StoreWorkload, results: StoreResults) -> dict[str, Any]:
@@ -153,7 +191,41 @@ def report_of(workload: StoreWorkload, results: StoreResults) -> dict[str, Any]:
             }
             for stream in results.streams
         },
+        "transfer": None if results.transfer is None else _transfer(results.transfer),
         "skipped": list(results.skipped),
+    }
+
+
+def _transfer(transfer: TransferResult) -> dict[str, Any]:
+    """Return all rates, and Mooncake's over the stream's and the fetch's, which it replaces."""
+    mooncake = transfer.mooncake
+    return {
+        "payload_bytes": transfer.payload_bytes,
+        "run_slots": transfer.run_slots,
+        **{
+            name: {
+                "gb_per_second": _gb(transfer.rate(passes.seconds)),
+                "processor_seconds_per_gb": round(transfer.per_gb(passes), 3),
+            }
+            for name, passes in (
+                ("stream", transfer.stream),
+                ("fetch", transfer.fetch),
+                ("mooncake", mooncake),
+            )
+        },
+        "mooncake_reads": {
+            "gb_per_second": _gb(transfer.rate(transfer.transfer_seconds)),
+            "to_stream": round(
+                transfer.rate(transfer.transfer_seconds) / transfer.rate(transfer.stream.seconds), 3
+            ),
+        },
+        **{
+            f"mooncake_to_{name}": {
+                "rate": round(transfer.rate(mooncake.seconds) / transfer.rate(passes.seconds), 3),
+                "processor": round(transfer.per_gb(mooncake) / transfer.per_gb(passes), 3),
+            }
+            for name, passes in (("stream", transfer.stream), ("fetch", transfer.fetch))
+        },
     }
 
 
@@ -200,9 +272,35 @@ def table_of(report: Mapping[str, Any]) -> Table:
         )
         value = format_size(each["value_bytes"])
         table.add_row(f"{name}, {value}", f"{each['gb_per_second']:.2f} GB/s", peer)
+    if report["transfer"] is not None:
+        _add_transfer(table, report["transfer"])
     if report["skipped"]:
         table.caption = "skipped: " + "; ".join(report["skipped"])
     return table
+
+
+def _add_transfer(table: Table, transfer: Mapping[str, Any]) -> None:
+    size = format_size(transfer["payload_bytes"])
+    for name, what in (
+        ("stream", f"{size} of another store: ReadChunks"),
+        ("fetch", "  ReadChunks into an arena, sealed"),
+        ("mooncake", "  by Mooncake into an arena, sealed"),
+    ):
+        each = transfer[name]
+        against = ""
+        if name == "mooncake":
+            stream, fetch = transfer["mooncake_to_stream"], transfer["mooncake_to_fetch"]
+            reads = transfer["mooncake_reads"]
+            against = (
+                f"; its reads alone {reads['gb_per_second']:.2f} GB/s, {reads['to_stream']:.2f} x "
+                f"the stream; {stream['rate']:.2f} x the stream at {stream['processor']:.2f} x its "
+                f"processor time, {fetch['rate']:.2f} x the fetch at {fetch['processor']:.2f} x"
+            )
+        table.add_row(
+            what,
+            f"{each['gb_per_second']:.2f} GB/s",
+            f"{each['processor_seconds_per_gb']:.2f} s/GB of all processors{against}",
+        )
 
 
 def _gb(rate: float) -> float:

