@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from kvstore_service import validation
 from kvstore_service.maintenance import Maintenance
 from kvstore_service.pool.chunk_pool import WrittenChunk
-from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.reserver import Reserver, places
 from kvstore_service.sealer import Sealer
 from kvstore_service.store import KvStore
@@ -143,19 +142,10 @@ class ChunkLoader:
         await self._maintenance.verify(lambda: self._store.recovered.in_match(salt, tokens))
         found = self._store.pool.match(salt, tokens).entries if tokens else ()
         entries = [entry for entry, key in zip(found, load.keys, strict=False) if entry.key == key]
-        self._lease(load, entries)
-
-    def _lease(self, load: Load, entries: Sequence[Entry]) -> None:
-        """Add the next chunks to the load's lease. Raises if the session ended."""
         session = self._store.sessions.arena_user(load.session_id)
-        if not entries:
-            return
-        lease = self._store.sessions.lease_of(session, load.lease_id)
-        if lease is None:
+        if entries:
             load.lease_id = self._store.sessions.lease(session, entries).lease_id
-        else:
-            self._store.pool.leases.extend(lease, (entry.slot for entry in entries))
-        load.cached += len(entries)
+            load.cached = len(entries)
 
     # -- one batch -------------------------------------------------------------------------------
 
@@ -175,7 +165,7 @@ class ChunkLoader:
                 checksums = await self._read(load, keys, slots)
                 intact = await self._intact(load, keys, granted, checksums)
             if intact:
-                await self._seal(load, intact)
+                self._seal(load, intact)
             return len(intact) == len(keys)
         finally:
             self._store.sessions.give_up_writing(load.session_id, granted)
@@ -239,7 +229,7 @@ class ChunkLoader:
         await load.source.drop(damaged)
         return written[: keys.index(damaged[0])]
 
-    async def _seal(self, load: Load, chunks: Sequence[WrittenChunk]) -> None:
+    def _seal(self, load: Load, chunks: Sequence[WrittenChunk]) -> None:
         """Seal and lease verified chunks. Another call may have sealed some meanwhile."""
         outcome = self._store.seal(
             load.session_id,
