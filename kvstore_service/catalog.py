@@ -240,20 +240,27 @@ class CatalogPublisher:
         self._pending.clear()
         self._overflowed = False
         chunk_tokens = self._pool.layout.chunk_tokens
-        keys = {
+        in_arena = {
             entry.key for entry in self._pool.chunks().values() if entry.token_count == chunk_tokens
         }
-        keys.update(self._tiers.keys())
+        on_disk = (key for key in self._tiers.keys_on_disk() if key not in in_arena)
+        names = [REVISION_FIELD, *in_arena, *on_disk]
         revision = self._next_revision()
         fresh = f"{self._key}:new"
         await self._link.run(lambda redis: redis.delete(fresh), is_heartbeat=True)
-        fields: list[tuple[bytes, bytes | str]] = [(REVISION_FIELD, revision)]
-        fields += ((key, value) for key in keys if (value := self._value(key)))
-        for start in range(0, len(fields), _BATCH):
-            part: _Fields = dict(fields[start : start + _BATCH])
-            so_far = self._entry(_Written(revision, start + len(part)))
-            await self._link.run(_hash_write(fresh, part, so_far), is_heartbeat=True)
-        written = _Written(revision, len(fields))
+        field_count = 0
+        # Part by part: a disk may hold millions of chunks. Changes meanwhile are flushed later.
+        for start in range(0, len(names), _BATCH):
+            part: _Fields = {
+                name: value
+                for name in names[start : start + _BATCH]
+                if (value := revision if name == REVISION_FIELD else self._value(name))
+            }
+            field_count += len(part)
+            so_far = self._entry(_Written(revision, field_count))
+            if part:
+                await self._link.run(_hash_write(fresh, part, so_far), is_heartbeat=True)
+        written = _Written(revision, field_count)
 
         async def replace(redis: Redis) -> Any:
             async with redis.pipeline(transaction=True) as pipe:
@@ -268,7 +275,7 @@ class CatalogPublisher:
         self.rebuild_count += 1
         self.rebuilt_at_beat = self.beat_count
         self._written = written
-        _log.info("wrote a catalog of %d chunks to Redis", len(fields) - 1)
+        _log.info("wrote a catalog of %d chunks to Redis", field_count - 1)
 
     def _next_revision(self) -> bytes:
         self._writes += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvstore_service.pool.chunk_pool import ChunkPool
 from kvstore_service.pool.prefix_index import Entry
@@ -112,12 +112,10 @@ class TierManager:
         disk = self.tiers.get(Tier.DISK)
         return disk is not None and disk.holds(key) is True
 
-    def keys(self) -> set[bytes]:
-        """Return the keys of all chunks that tiers are known to hold without I/O."""
-        found: set[bytes] = set()
-        for tier in self.tiers.values():
-            found.update(tier.keys())
-        return found
+    def keys_on_disk(self) -> Iterable[bytes]:
+        """Return the keys of all chunks that the disk tier holds."""
+        disk = self.tiers.get(Tier.DISK)
+        return () if disk is None else disk.keys()
 
     # -- down ----------------------------------------------------------------------------------
 
