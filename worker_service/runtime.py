@@ -392,6 +392,8 @@ class Runtime:
         meeting = None
         if loader is not None and source is not None and match is not None:
             meeting = loader.begin(key, source, admission.salt, tokens, match)
+        if loader is not None and meeting is None:
+            loader.end_turn(key)
         self.engine.admit(admission, match, self._spans.get(key), matcher, meeting)
 
     async def _matcher(self, admission: Admission) -> GrammarMatcher | None:
@@ -438,7 +440,7 @@ class Runtime:
     async def _wait_turn(self, loader: TierLoader, admission: Admission, tokens: list[int]) -> None:
         """Wait while a tier brings a prefix with the same first chunk to another request."""
         key = admission.key
-        work = loader.wait_turn(admission.salt, tokens)
+        work = loader.wait_turn(key, admission.salt, tokens)
         task = self._fetches[key] = asyncio.create_task(work, name=f"turn {key[0]}")
         await asyncio.wait({task})
         del self._fetches[key]

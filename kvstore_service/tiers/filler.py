@@ -38,7 +38,7 @@ class SlotFiller:
         slots = [slot for slot, _ in granted]
         # The session may end meanwhile, and its slots must not be reused then.
         with self._store.pool.grants.copying(slots):
-            checksums, seconds = await self._read(name, keys, slots)
+            checksums = await self._read(name, keys, slots)
             damaged = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._damaged, slots, checksums
             )
@@ -57,8 +57,7 @@ class SlotFiller:
                 if checksum is None or index in damaged
                 else pb.FilledSlot(is_filled=True, checksum=checksum)
                 for index, checksum in enumerate(checksums)
-            ],
-            transfer_seconds=seconds,
+            ]
         )
 
     def _check_granted(self, session_id: bytes, granted: Sequence[tuple[int, int]]) -> None:
@@ -73,8 +72,8 @@ class SlotFiller:
 
     async def _read(
         self, name: Tier, keys: Sequence[bytes], slots: Sequence[int]
-    ) -> tuple[list[int | None], float]:
-        """Read the chunks into slots. Return their recorded checksums, and the seconds."""
+    ) -> list[int | None]:
+        """Read the chunks into slots. Return their recorded checksums."""
         size = self._store.arena.layout.chunk_bytes
         began = time.monotonic()
         due = self._tiers.limit.begin(len(keys) * size)
@@ -83,7 +82,7 @@ class SlotFiller:
         seconds = time.monotonic() - began
         read = sum(checksum is not None for checksum in checksums)
         self._tiers.rates[name].measured(read * size, seconds)
-        return checksums, seconds
+        return checksums
 
     def _damaged(self, slots: Sequence[int], checksums: Sequence[int | None]) -> set[int]:
         """Return the indices of payloads that differ from their checksums. Slow."""

@@ -49,6 +49,7 @@ def piece_sizes(chunk_tokens: int, block_tokens: int) -> tuple[PieceSize, PieceS
 class _Side:
     piece_size: PieceSize
     expected: float  # share of the work
+    ahead: int = 0  # pieces that are still under way when it asks for its next one
     pieces: list[int] = field(default_factory=list)
     popped: int = 0
     ended: bool = False
@@ -81,12 +82,14 @@ class BidirectionalQueue:
         back: PieceSize,
         expected_share: float = 0.5,
         ahead: int = 0,
+        back_ahead: int | None = None,
     ) -> None:
         """Prepare the queue.
 
         Args:
             expected_share: of the front, in [0, 1]; InvalidArgument otherwise.
             ahead: pieces that are still under way when a side asks for its next one.
+            back_ahead: those of the back, if there are more of them.
         """
         if not 0 <= expected_share <= 1:
             raise InvalidArgument("a share must be in [0, 1]", field="expected_share")
@@ -94,9 +97,8 @@ class BidirectionalQueue:
         self.front = 0
         self.back = chunk_count
         self._expected = round(expected_share * chunk_count)
-        self._ahead = ahead
-        self._computes = _Side(front, share)
-        self._loads = _Side(back, 1 - share)
+        self._computes = _Side(front, share, ahead)
+        self._loads = _Side(back, 1 - share, ahead if back_ahead is None else back_ahead)
 
     def pop_front(self) -> range | None:
         """Return the chunks to compute next; None: there are no more."""
@@ -148,9 +150,9 @@ class BidirectionalQueue:
             return 0
         count = min(left, mine.piece_size.most)
         if not other.ended:
-            pending = mine.pending(self._ahead)
+            pending = mine.pending(mine.ahead)
             # The progress of the other side's running piece is unknown: half, on average.
-            others = other.pending(self._ahead + 1, begun=0.5)
+            others = other.pending(other.ahead + 1, begun=0.5)
             speed, other_speed = mine.speed(pending), other.speed(others)
             least = min(mine.piece_size.least, left)
             # The other side would finish everything before one more piece ends here.

@@ -16,6 +16,8 @@ from splitpoint.shapes import chunks_of
 # the front may have to wait for one piece at the end.
 LEAST_PIECE_BYTES = 1 << 20
 MOST_PIECE_BYTES = 16 << 20
+# The tier reads one while the slots of the next are reserved, and the last one is checked.
+PIECES_UNDER_WAY = 2
 # Chunks of the smallest piece at most: the sides of a short prefix meet somewhere, too.
 LEAST_PIECE_CHUNKS = 4
 
@@ -45,7 +47,13 @@ class Ends:
         back = PieceSize(least, max(least, MOST_PIECE_BYTES // self.chunk_bytes))
         expected = chunks_of(self.expected_tokens, self.chunk_tokens) - self.first_chunk
         share = min(max(expected / count, 0.0), 1.0)
-        return BidirectionalQueue(count, front=front, back=back, expected_share=share)
+        return BidirectionalQueue(
+            count,
+            front=front,
+            back=back,
+            expected_share=share,
+            back_ahead=PIECES_UNDER_WAY - 1,
+        )
 
 
 class Meeting:
@@ -59,7 +67,7 @@ class Meeting:
         self._queue = ends.queue()
         # The end of the tokens that the front has claimed.
         self._claimed = ends.first_chunk * ends.chunk_tokens
-        self._loading: range | None = None
+        self._loading: set[range] = set()
         self._back_ended = False
 
     # -- the front ----------------------------------------------------------------------
@@ -80,39 +88,49 @@ class Meeting:
     def has_met(self, computed: int) -> bool:
         """Return True if every chunk is loaded, or among the first `computed` tokens."""
         with self._lock:
-            if not self._back_ended or self._loading is not None:
+            if not self._back_ended or self._loading:
                 return False
             begin = (self._ends.first_chunk + self._queue.back) * self._ends.chunk_tokens
             return computed >= min(begin, self._ends.cached_tokens)
 
     # -- the back -----------------------------------------------------------------------
 
-    def claim_back(self) -> range | None:
-        """Return the chunks to load next, as indices in the sequence; None: there are no more."""
+    @property
+    def first_loaded_chunk(self) -> int:
+        """The chunk from which on all are loaded, once no piece is under way."""
         with self._lock:
-            queue = self._queue
-            chunks = queue.pop_back_in_turn() if self._in_turn else queue.pop_back()
-            self._loading = chunks
-            self._back_ended = chunks is None
-            if chunks is None:
-                return None
-            first = self._ends.first_chunk
-            return range(first + chunks.start, first + chunks.stop)
+            return self._ends.first_chunk + self._queue.back
 
-    def loaded(self, begin: int) -> None:
-        """Of the claimed chunks, those from index `begin` on are loaded.
+    def claim_back(self) -> range | None:
+        """Return the chunks to load next, as indices in the sequence; None: there are no more.
 
-        If that is not all of them, the rest cannot be loaded, and neither can anything before.
+        Several pieces may be under way.
         """
         with self._lock:
-            loading, self._loading = self._loading, None
-            begin -= self._ends.first_chunk
-            if loading is not None and begin > loading.start:
-                self._queue.give_back(range(loading.start, begin))
+            queue, first = self._queue, self._ends.first_chunk
+            chunks = queue.pop_back_in_turn() if self._in_turn else queue.pop_back()
+            if chunks is None:
+                self._back_ended = True
+                return None
+            chunks = range(first + chunks.start, first + chunks.stop)
+            self._loading.add(chunks)
+            return chunks
+
+    def loaded(self, chunks: range, begin: int) -> None:
+        """Of claimed chunks, those from index `begin` on are loaded.
+
+        If that is not all of them, nothing more is claimed: the front computes the rest and all
+        before it, also what is or will be loaded of that.
+        """
+        with self._lock:
+            self._loading.remove(chunks)
+            if begin > chunks.start:
+                begin -= self._ends.first_chunk
+                self._queue.give_back(range(self._queue.back, max(begin, self._queue.back)))
+                self._back_ended = True
 
     def end_back(self) -> None:
-        """Load nothing more: the front computes what was claimed and not loaded, and the rest."""
+        """Claim nothing more of the back; no piece is under way."""
         with self._lock:
-            queue, loading = self._queue, self._loading
-            self._loading, self._back_ended = None, True
-            queue.give_back(range(queue.back, queue.back) if loading is None else loading)
+            self._queue.give_back(range(self._queue.back, self._queue.back))
+            self._back_ended = True

@@ -14,13 +14,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from splitpoint.costs.fetching import measured_rate
+from splitpoint.costs.fetching import ROUND_TRIP_SECONDS, measured_rate
 from splitpoint.errors import SplitpointError
 from splitpoint.keys import chunk_keys
 from splitpoint.observe.logs import for_request
 from splitpoint.shapes import ArenaLayout
 from splitpoint.tiers import ChunkSource
-from worker_service.pipeline.meeting import Ends, Meeting
+from worker_service.pipeline.meeting import PIECES_UNDER_WAY, Ends, Meeting
 from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import Match, StoreClient, WrittenChunk
 from worker_service.store.fetch import FetchResult, FetchSource
@@ -44,7 +44,6 @@ class _Load:
     meeting: Meeting
     filled: dict[int, WrittenChunk] = field(default_factory=dict)
     result: FetchResult = field(default_factory=FetchResult)
-    transfer_seconds: float = 0.0
     task: asyncio.Task[None] = field(init=False)
 
 
@@ -73,16 +72,26 @@ class TierLoader:
         self._measured = measured
         self._cleanups = Cleanups()
         self._loads: dict[SequenceKey, _Load] = {}
+        # By first chunk; loads of one prefix take turns, and the second finds it in the arena.
+        self._turns: dict[bytes, asyncio.Event] = {}
+        self._turn_of: dict[SequenceKey, bytes] = {}
 
-    async def wait_turn(self, salt: bytes, tokens: Sequence[int]) -> None:
-        """Wait while the first chunk of these tokens belongs to a load that is under way."""
-        first = self._keys(salt, tokens[: self._layout.chunk_tokens])
-        while tasks := [
-            load.task
-            for load in self._loads.values()
-            if not load.task.done() and load.keys[:1] == first
-        ]:
-            await asyncio.wait(tasks)
+    async def wait_turn(self, key: SequenceKey, salt: bytes, tokens: Sequence[int]) -> None:
+        """Wait until no other load of the first chunk of these tokens is under way.
+
+        The turn lasts until `end_turn`, or until the load that begins under this key has ended.
+        """
+        (first,) = self._keys(salt, tokens[: self._layout.chunk_tokens]) or (b"",)
+        while (turn := self._turns.get(first)) is not None:
+            await turn.wait()
+        self._turns[first] = asyncio.Event()
+        self._turn_of[key] = first
+
+    def end_turn(self, key: SequenceKey) -> None:
+        """Let another load of the same first chunk begin; without a turn, nothing happens."""
+        first = self._turn_of.pop(key, None)
+        if first is not None:
+            self._turns.pop(first).set()
 
     def begin(
         self,
@@ -112,12 +121,13 @@ class TierLoader:
             ),
             in_turn=self._in_turn,
         )
-        pieces = [tuple(tokens[start : start + size]) for start in range(0, count * size, size)]
+        parts = [tuple(tokens[start : start + size]) for start in range(0, count * size, size)]
         keys = self._keys(salt, tokens[: count * size])
-        load = _Load(key, source.place, match.connection, salt, keys, pieces, first, meeting)
+        load = _Load(key, source.place, match.connection, salt, keys, parts, first, meeting)
         self._loads[key] = load
         # Before a step can claim all of it.
-        running = self._run(load, meeting.claim_back(), source.time_limit)
+        pieces = [meeting.claim_back() for _ in range(PIECES_UNDER_WAY)]
+        running = self._run(load, pieces, source.time_limit)
         with for_request(key[0]):
             load.task = asyncio.create_task(running, name=f"load {key[0]}")
         return meeting
@@ -159,37 +169,48 @@ class TierLoader:
 
     # -- one load -----------------------------------------------------------------------
 
-    async def _run(self, load: _Load, chunks: range | None, time_limit: float) -> None:
-        """Load `chunks`, which were claimed before, and what can be claimed then."""
+    async def _run(self, load: _Load, pieces: Sequence[range | None], time_limit: float) -> None:
+        """Load these pieces at the same time, and after each what can be claimed then."""
         began = time.monotonic()
         try:
-            async with asyncio.timeout(time_limit):
-                while chunks is not None:
-                    load.meeting.loaded(await self._fill(load, chunks))
-                    self._on_change()
-                    chunks = load.meeting.claim_back()
+            async with asyncio.timeout(time_limit), asyncio.TaskGroup() as group:
+                for chunks in pieces:
+                    group.create_task(self._load_pieces(load, chunks))
         except TimeoutError:
             log.warning("loading from %s took too long", load.place)
-        except SplitpointError as error:
-            log.warning("not loaded from %s: %s", load.place, error.message)
         except Exception:
             # The front can compute everything.
             log.exception("loading from %s failed", load.place)
         finally:
             load.meeting.end_back()
+            self.end_turn(load.key)
             self._end(load, time.monotonic() - began)
             self._on_change()
+
+    async def _load_pieces(self, load: _Load, chunks: range | None) -> None:
+        """Load claimed chunks, and after them what can be claimed then. Raises nothing."""
+        while chunks is not None:
+            begin = chunks.stop
+            try:
+                begin = await self._fill(load, chunks)
+            except SplitpointError as error:
+                log.warning("not loaded from %s: %s", load.place, error.message)
+            finally:
+                load.meeting.loaded(chunks, begin)
+                self._on_change()
+            chunks = load.meeting.claim_back()
 
     def _end(self, load: _Load, seconds: float) -> None:
         """Sum up what was loaded, and let the rates learn from it."""
         result, size = load.result, self._layout.chunk_tokens
+        begin = load.meeting.first_loaded_chunk
         result.seconds = seconds
-        result.tokens = len(load.filled) * size
+        result.tokens = sum(index >= begin for index in load.filled) * size
         result.bytes = len(load.filled) * self._layout.chunk_bytes
-        computed = min(load.filled, default=len(load.keys)) - load.first_chunk
-        result.recomputed_tokens = computed * size
+        result.recomputed_tokens = (begin - load.first_chunk) * size
         if load.filled:
-            result.rate = measured_rate(result.bytes, seconds, load.transfer_seconds)
+            # Pieces overlap: only all of them together have a rate.
+            result.rate = measured_rate(result.bytes, seconds, seconds - ROUND_TRIP_SECONDS)
         self._measured(load.place, result)
 
     async def _fill(self, load: _Load, chunks: range) -> int:
@@ -202,8 +223,7 @@ class TierLoader:
         begin = chunks.stop
         try:
             keys = load.keys[chunks.start : chunks.stop]
-            checksums, seconds = await self._store.fill(connection, load.place.tier, granted, keys)
-            load.transfer_seconds += seconds
+            checksums = await self._store.fill(connection, load.place.tier, granted, keys)
             for index in reversed(chunks):
                 checksum = checksums[index - chunks.start]
                 if checksum is None:
@@ -223,8 +243,9 @@ class TierLoader:
         return begin
 
     async def _seal(self, load: _Load, lease_ids: list[int]) -> None:
-        """Seal the filled slots in sequence order, batch by batch."""
-        written = [load.filled[index] for index in sorted(load.filled)]
+        """Seal what was loaded behind the front in sequence order, batch by batch."""
+        begin = load.meeting.first_loaded_chunk
+        written = [load.filled[index] for index in sorted(load.filled) if index >= begin]
         for start in range(0, len(written), BATCH_CHUNKS):
             batch = written[start : start + BATCH_CHUNKS]
             lease_id = lease_ids[-1] if lease_ids else 0
@@ -237,6 +258,7 @@ class TierLoader:
         if not load.task.done():
             load.task.cancel()
             await asyncio.wait({load.task})
+        self.end_turn(load.key)
 
     async def _stop_and_give_up(self, load: _Load) -> None:
         await self._stop(load)

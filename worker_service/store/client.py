@@ -172,11 +172,11 @@ class StoreClient:
         tier: Tier,
         granted: Sequence[tuple[int, int]],
         keys: Sequence[bytes],
-    ) -> tuple[list[int | None], float]:
+    ) -> list[int | None]:
         """Have the store fill granted slots from one of its tiers.
 
-        Return a checksum for each slot, None if the tier lacks its chunk or had it damaged, and
-        the seconds of the transfer. Raises Unavailable if the tier is away: the store may be up.
+        Return a checksum for each slot, None if the tier lacks its chunk or had it damaged.
+        Raises Unavailable if the tier is away: the store may be up.
         """
         answer = await call_once(
             self._session.stub.FillSlots,
@@ -189,8 +189,7 @@ class StoreClient:
                 ],
             ),
         )
-        checksums = [slot.checksum if slot.is_filled else None for slot in answer.slots]
-        return checksums, answer.transfer_seconds
+        return [slot.checksum if slot.is_filled else None for slot in answer.slots]
 
     async def reserve(
         self, connection: Connection, salt: bytes, slot_count: int
