@@ -3,8 +3,8 @@
 In each case the disk tier and the link have random emulated rates (`--tier-rate`, `--link-rate`),
 drawn around those at which loading and computing take equally long. A worker first measures the
 tier by a few loads. Then the planner is asked, and its choice is timed in turns with the others:
-to load all of the prefix, half of it or nothing, restored from the arena in each way. The arena is
-emptied before each run.
+to load all of the prefix, half of it or nothing, restored from the arena in each way, or to load
+its back while its front is computed. Device and arena are emptied before each run.
 
 A choice is near the best if its time to the first token is at most 10 % longer than the best that
 was measured; times are medians of the quieter half of the runs.
@@ -34,7 +34,9 @@ from scheduler_service.placement.footprint import Grant
 from scheduler_service.placement.planning import PlanOptions, plan_attempt
 from scheduler_service.prefixes.lookup import FetchSource
 from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.config import parse_size
 from splitpoint.costs.fetching import rate_of
+from splitpoint.costs.meeting import TierEnds
 from splitpoint.keys import numerics_salt
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.tiers import Tier
@@ -68,17 +70,23 @@ CHUNK_TOKENS, STEP_TOKENS = 64, 512
 # Loads by which the worker measures the tier.
 LOADS = 3
 MEMORY = "512MiB"
+# The device has room for so many tokens, and so many requests of so many tokens empty it.
+DEVICE_TOKENS, FLUSHES, FLUSH_TOKENS = 2048, 2, 2040
 SECONDS = 60.0
 DISK = FetchSource("", 0, Tier.DISK)
 
 
 @dataclass(slots=True)
 class Way:
-    """One choice: so many tokens are loaded from the tier (0: none), restored by this plan."""
+    """One choice: the tier holds so many tokens that are used (0: none), restored by this plan.
+
+    `meeting_tokens`: those that are computed while the rest is loaded; 0: all are loaded first.
+    """
 
     name: str
-    loaded_tokens: int
+    used_tokens: int
     plan: Plan
+    meeting_tokens: int = 0
     runs: list[Timed[int]] = field(default_factory=list)
 
     @property
@@ -98,6 +106,7 @@ class Served:
         self._store = store
         self._run = run
         self._numbers = itertools.count()
+        self._rng = random.Random(0)
 
     async def _cached_tokens(self, prompt: Sequence[int]) -> int:
         """Return the leading tokens in the arena."""
@@ -116,6 +125,19 @@ class Served:
                 if not await self._cached_tokens(prompt):
                     return
                 await asyncio.sleep(0.02)
+
+    async def run(self, prompt: Sequence[int], way: Way) -> Timed[int]:
+        """Return the first token and its time, of a request that runs this way."""
+        return await self.first_token(
+            prompt, way.plan, way.used_tokens, meeting_tokens=way.meeting_tokens
+        )
+
+    async def empty(self, prompt: Sequence[int]) -> None:
+        """Leave nothing of a prompt on the device and in the arena."""
+        for _ in range(FLUSHES):
+            other = random_ids(self._rng, FLUSH_TOKENS)
+            await self.run(other, recompute(self.facts, len(other)))
+        await self.empty_arena(prompt)
 
     async def tokens_on_disk(self) -> int:
         """Return how many tokens the tier holds."""
@@ -159,7 +181,10 @@ class Served:
                 for each in response.tokens:
                     if each.request_id == name:
                         token, took = each.token_ids[0], time.perf_counter() - began
-                if any(finish.request_id == name for finish in response.finishes):
+                ended = [each for each in response.finishes if each.request_id == name]
+                if any(finish.error_message for finish in ended):
+                    raise RuntimeError(f"a request failed: {ended[0].error_message}")
+                if ended:
                     break
         foreign = (busy_seconds() - busy) - (tree_seconds() - own)
         self.last_restore = restore
@@ -223,6 +248,7 @@ def facts_of(info: worker_pb2.GetInfoResponse, stack: Stack) -> WorkerFacts:
         staging_tokens=info.staging_tokens,
         max_batched_tokens=info.max_batched_tokens,
         encoding=layout.encoding,
+        shares_pages=info.shares_pages,
         numerics_digest=info.numerics_digest,
     )
 
@@ -231,43 +257,90 @@ def grant_of(facts: WorkerFacts) -> Grant:
     return Grant(Residency.RESIDENT, facts.cache_capacity_bytes, "the benchmark's")
 
 
+def recompute(facts: WorkerFacts, tokens: int) -> Way:
+    plan = plan_attempt(facts, grant_of(facts), token_count=tokens, cached_tokens=0).plan
+    return Way("recompute", 0, plan)
+
+
 def chosen_way(facts: WorkerFacts, tokens: int, on_disk: int) -> Way:
     """Return the planner's choice for a prompt of so many tokens."""
     source = replace(DISK, cached_tokens=on_disk)
     planned = plan_attempt(
         facts, grant_of(facts), token_count=tokens, cached_tokens=0, sources=[source]
     )
-    loaded = planned.source.cached_tokens if planned.source else 0
-    return Way(_name(planned.plan, loaded), loaded, planned.plan)
+    if planned.source is None:
+        return Way("recompute", 0, planned.plan)
+    used = planned.source.cached_tokens
+    name = _name(planned.plan, used, planned.meeting_tokens)
+    return Way(name, used, planned.plan, planned.meeting_tokens)
 
 
 def other_ways(facts: WorkerFacts, tokens: int, on_disk: int) -> list[Way]:
-    """Return every choice: all, half or nothing, each restored in each way."""
-    ways = []
+    """Return every choice: all, half or nothing, each restored in each way; and both ends."""
     half = on_disk // 2 // facts.chunk_tokens * facts.chunk_tokens
-    for loaded in (on_disk, half, 0):
-        for method in (RestoreMethod.LOAD, RestoreMethod.TOKENS) if loaded else (None,):
-            plan = plan_attempt(
-                facts,
-                grant_of(facts),
-                token_count=tokens,
-                cached_tokens=loaded,
-                options=PlanOptions(restore_method=method),
-            ).plan
-            size = loaded // facts.chunk_tokens * facts.slot_bytes
-            seconds = rate_of(facts.profile, DISK.place).seconds(size) if loaded else 0.0
-            plan = replace(
-                plan,
-                fetched_tokens=loaded,
-                predicted_fetch_seconds=seconds,
-                predicted_ttft_seconds=plan.predicted_ttft_seconds + seconds,
-            )
-            ways.append(Way(_name(plan, loaded), loaded, plan))
-    return ways
+    ways = [
+        loading(facts, tokens, used, method)
+        for used in (on_disk, half)
+        for method in (RestoreMethod.LOAD, RestoreMethod.TOKENS)
+    ]
+    ways.append(recompute(facts, tokens))
+    meeting = both_ends(facts, tokens, on_disk)
+    return [*ways, meeting] if meeting else ways
 
 
-def _name(plan: Plan, loaded: int) -> str:
-    return f"load {loaded:,}, {plan.method.value}" if loaded else "recompute"
+def loading(facts: WorkerFacts, tokens: int, used: int, method: RestoreMethod) -> Way:
+    """Return the way that loads first, and then restores by this method."""
+    plan = plan_attempt(
+        facts,
+        grant_of(facts),
+        token_count=tokens,
+        cached_tokens=used,
+        options=PlanOptions(restore_method=method),
+    ).plan
+    size = used // facts.chunk_tokens * facts.slot_bytes
+    seconds = rate_of(facts.profile, DISK.place).seconds(size)
+    plan = _with_fetch(plan, used, seconds)
+    return Way(_name(plan, used), used, plan)
+
+
+def both_ends(facts: WorkerFacts, tokens: int, on_disk: int) -> Way | None:
+    """Return the way that loads the back while it computes the front; None if they never meet."""
+    chunk_count = on_disk // facts.chunk_tokens
+    point = TierEnds(
+        facts.shape,
+        facts.profile,
+        0,
+        chunk_count,
+        facts.chunk_tokens,
+        facts.slot_bytes,
+        rate_of(facts.profile, DISK.place).bytes_per_second,
+        facts.max_batched_tokens,
+    ).meeting_point()
+    if point is None:
+        return None
+    plan = plan_attempt(
+        facts,
+        grant_of(facts),
+        token_count=tokens,
+        cached_tokens=on_disk,
+        options=PlanOptions(restore_method=RestoreMethod.TOKENS),
+    ).plan
+    plan = _with_fetch(plan, on_disk - point.tokens, point.seconds)
+    name = _name(plan, on_disk, point.tokens)
+    return Way(name, on_disk, replace(plan, recomputed_tokens=point.tokens), point.tokens)
+
+
+def _with_fetch(plan: Plan, tokens: int, seconds: float) -> Plan:
+    return replace(
+        plan,
+        fetched_tokens=tokens,
+        predicted_fetch_seconds=seconds,
+        predicted_ttft_seconds=plan.predicted_ttft_seconds + seconds,
+    )
+
+
+def _name(plan: Plan, used: int, meeting: int = 0) -> str:
+    return "load and compute" if meeting else f"load {used:,}, {plan.method.value}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +358,7 @@ def drawn(number: int, seed: int, facts: WorkerFacts) -> Drawn:
     rng = random.Random(f"{seed} {number}")
     prefix = rng.randrange(*PREFIX_TOKENS) // facts.chunk_tokens * facts.chunk_tokens
     prompt = random_ids(rng, prefix + rng.randrange(*NEW_TOKENS))
-    alone = plan_attempt(facts, grant_of(facts), token_count=prefix, cached_tokens=0).plan
+    alone = recompute(facts, prefix).plan
     rate = prefix // facts.chunk_tokens * facts.slot_bytes / alone.predicted_ttft_seconds
 
     def share(low: float, high: float) -> float:
@@ -297,31 +370,35 @@ def drawn(number: int, seed: int, facts: WorkerFacts) -> Drawn:
     )
 
 
-async def run_case(number: int, drawn: Drawn, rounds: int) -> dict[str, Any]:
+async def run_case(number: int, drawn: Drawn, device_bytes: int, rounds: int) -> dict[str, Any]:
     """Measure every choice of one case."""
     with tempfile.TemporaryDirectory(prefix="planner-tiers-") as folder:
         async with served(
             Path(folder) / "tier",
+            device_memory=str(device_bytes),
+            no_device_prefix_cache=False,
             tier_rate=str(drawn.tier_rate),
             link_rate=str(drawn.link_rate),
         ) as stack:
             prompt, prefix = drawn.prompt, drawn.prefix_tokens
-            compute = other_ways(stack.facts, len(prompt), prefix)[-1]
-            answer = (await stack.first_token(prompt, compute.plan, 0)).result
+            alone = recompute(stack.facts, len(prompt))
+            answer = (await stack.run(prompt, alone)).result
             # A second use sends it to the tier.
-            await stack.first_token(prompt, compute.plan, 0)
+            await stack.run(prompt, alone)
             await stack.until_on_disk(prefix)
             for _ in range(LOADS):
-                await stack.empty_arena(prompt)
-                way = other_ways(stack.facts, len(prompt), prefix)[0]
-                await stack.first_token(prompt, way.plan, way.loaded_tokens)
+                await stack.empty(prompt)
+                way = loading(stack.facts, len(prompt), prefix, RestoreMethod.LOAD)
+                await stack.run(prompt, way)
             chosen = chosen_way(stack.facts, len(prompt), prefix)
             ways = other_ways(stack.facts, len(prompt), prefix)
             ways = [chosen, *(way for way in ways if way.name != chosen.name)]
             for index in range(rounds):
                 for way in ways if index % 2 else reversed(ways):
-                    await stack.empty_arena(prompt)
-                    way.runs.append(await stack.first_token(prompt, way.plan, way.loaded_tokens))
+                    await stack.empty(prompt)
+                    way.runs.append(await stack.run(prompt, way))
+                    if stack.last_restore.device_tokens:
+                        raise RuntimeError("the device had a part of the prompt already")
             wrong = {way.name for way in ways for run in way.runs if run.result != answer}
             if wrong:
                 raise RuntimeError(f"another first token came by: {', '.join(sorted(wrong))}")
@@ -349,11 +426,14 @@ async def run_case(number: int, drawn: Drawn, rounds: int) -> dict[str, Any]:
 async def measure(first: int, cases: int, rounds: int, seed: int) -> dict[str, Any]:
     progress = Progress()
     with tempfile.TemporaryDirectory(prefix="planner-tiers-") as folder:
-        async with served(Path(folder) / "tier") as stack:
+        async with served(Path(folder) / "tier", device_memory=MEMORY) as stack:
             facts = stack.facts
+    pages = DEVICE_TOKENS // facts.chunk_tokens * facts.page_bytes
+    device_bytes = parse_size(MEMORY) - facts.cache_capacity_bytes + pages
     results = []
     for number in progress.track("cases", range(first, first + cases)):
-        results.append(await run_case(number, drawn(number, seed, facts), rounds))
+        case = drawn(number, seed, facts)
+        results.append(await run_case(number, case, device_bytes, rounds))
         progress.say(_line(results[-1]))
     over = [case["chosen_seconds"] / case["best_seconds"] for case in results]
     errors = [abs(case["predicted_seconds"] / case["chosen_seconds"] - 1) for case in results]

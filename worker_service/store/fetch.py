@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from splitpoint.arena.payload import Payload
-from splitpoint.costs.fetching import measured_rate
+from splitpoint.costs.fetching import ASSUMED_BYTES_PER_SECOND, measured_rate
 from splitpoint.errors import DataLoss, FailedPrecondition, SplitpointError, Unavailable
 from splitpoint.keys import chunk_key
 from splitpoint.observe import tracing
@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 
 # Smaller fetches measure round trips, not the link.
 MEASURABLE_BYTES = 1 << 20
-# A rate that is not measured again for so long is forgotten: a source that was slow for a while
-# is tried again.
-RATE_SECONDS = 300.0
+# A rate below the assumed one that is not measured again for so long is doubled: a source that was
+# slow while the machine was busy is tried again, the sooner the less slow it was.
+AGING_SECONDS = 10.0
 # Weight of a new rate in the moving average.
 NEW_RATE_SHARE = 0.3
 LONGEST_SECONDS = 30.0
@@ -147,8 +147,8 @@ class PrefixFetcher:
         self._turns: dict[bytes, tuple[asyncio.Lock, list[None]]] = {}
         # Stores from which the own store could not load, until these times.
         self._not_loaded_from: dict[str, float] = {}
-        # When rates are forgotten.
-        self._forgetting: dict[str, asyncio.TimerHandle] = {}
+        # When rates age.
+        self._aging: dict[str, asyncio.TimerHandle] = {}
 
     async def fetch(self, source: FetchSource, salt: bytes, tokens: Sequence[int]) -> FetchResult:
         """Fetch what the source has more of. Raises only CancelledError."""
@@ -175,7 +175,7 @@ class PrefixFetcher:
 
     async def close(self) -> None:
         """Release resources. No fetch may run any more."""
-        for timer in self._forgetting.values():
+        for timer in self._aging.values():
             timer.cancel()
         await self._cleanups.wait(CLOSE_SECONDS)
         self._lane.shutdown()
@@ -364,17 +364,26 @@ class PrefixFetcher:
         key = place.rate_key(result.transfer)
         before = self.rates.get(key, result.rate)
         self.rates[key] = before + NEW_RATE_SHARE * (result.rate - before)
-        if (timer := self._forgetting.pop(key, None)) is not None:
+        self._set_timer(key)
+        self._rate_changed(self.rates)
+
+    def _set_timer(self, key: str) -> None:
+        """Let a rate age if nothing is measured for a while."""
+        if (timer := self._aging.pop(key, None)) is not None:
             timer.cancel()
-        loop = asyncio.get_running_loop()
-        self._forgetting[key] = loop.call_later(RATE_SECONDS, self._forget, key)
+        if self.rates.get(key, ASSUMED_BYTES_PER_SECOND) < ASSUMED_BYTES_PER_SECOND:
+            loop = asyncio.get_running_loop()
+            self._aging[key] = loop.call_later(AGING_SECONDS, self._age, key)
+
+    def _age(self, key: str) -> None:
+        self.rates[key] = min(2 * self.rates[key], ASSUMED_BYTES_PER_SECOND)
+        self._set_timer(key)
         self._rate_changed(self.rates)
 
     def _forget(self, key: str) -> None:
-        """Plan with the assumed rate again."""
-        if (timer := self._forgetting.pop(key, None)) is not None:
-            timer.cancel()
+        """Plan with the assumed rate again, or with that of another transfer."""
         if self.rates.pop(key, None) is not None:
+            self._set_timer(key)
             self._rate_changed(self.rates)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from splitpoint.costs.fetching import ROUND_TRIP_SECONDS
+from splitpoint.costs.fetching import ASSUMED_BYTES_PER_SECOND, ROUND_TRIP_SECONDS
 from splitpoint.shapes import ArenaLayout, DataType
 from splitpoint.tiers import ChunkSource, Tier
 from splitpoint.transport.servers import create_server, listen
@@ -158,20 +158,22 @@ async def test_waits_in_the_store_count_in_the_rate(socket_address: str) -> None
     assert fetcher.rates["disk"] <= fastest * 1.01
 
 
-async def test_a_rate_that_is_not_measured_again_is_forgotten(
+async def test_a_slow_rate_that_is_not_measured_again_ages(
     socket_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A source that was slow once would never be tried again."""
-    monkeypatch.setattr("worker_service.store.fetch.RATE_SECONDS", 0.2)
+    monkeypatch.setattr("worker_service.store.fetch.AGING_SECONDS", 0.01)
+    slow = LOADED * LAYOUT.chunk_bytes / 100
     store = Store([progress(LOADED, seconds=100.0)])
     async with fetching(socket_address, store) as fetcher:
         await fetcher.fetch(on_disk(90), SALT, TOKENS)
-        assert "disk" in fetcher.rates
+        assert fetcher.rates["disk"] in {slow * 2**times for times in range(20)}
         async with asyncio.timeout(30):
-            while fetcher.rates:
+            while fetcher.rates["disk"] < ASSUMED_BYTES_PER_SECOND:
                 await asyncio.sleep(0.01)
-        await fetcher.fetch(on_disk(90), SALT, TOKENS)
-        assert "disk" in fetcher.rates
+        # No rate is invented beyond that.
+        assert fetcher.rates["disk"] == ASSUMED_BYTES_PER_SECOND
+        assert not fetcher._aging
 
 
 @pytest.mark.parametrize(
