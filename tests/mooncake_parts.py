@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.mooncake.installed import how_to_install
+
+_CAPACITY = "master_total_capacity_bytes "
 
 needs_mooncake = pytest.mark.skipif(bool(how_to_install()), reason=how_to_install())
 
@@ -27,35 +30,50 @@ class Master:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        program = Path(sys.executable).parent / "mooncake_master"
-        found = str(program) if program.exists() else shutil.which("mooncake_master")
-        assert found is not None, "the wheel brings mooncake_master"
         port, metrics_port = self._ports
-        self._process = subprocess.Popen(
-            [
-                found,
-                f"--rpc_port={port}",
-                "--rpc_address=127.0.0.1",
-                f"--metrics_port={metrics_port}",
-                "--metrics_host=127.0.0.1",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+        self._process = start_program(
+            "mooncake_master",
+            *(f"--rpc_port={port}", "--rpc_address=127.0.0.1"),
+            *(f"--metrics_port={metrics_port}", "--metrics_host=127.0.0.1"),
         )
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    return
-            time.sleep(0.02)
-        raise AssertionError("the master does not listen")
+        wait_for_port(port)
+
+    def has_memory(self) -> bool:
+        """Return True if a process has given memory to the pool."""
+        url = f"http://127.0.0.1:{self._ports[1]}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            metrics = answer.read().decode()
+        line = next(each for each in metrics.splitlines() if each.startswith(_CAPACITY))
+        return float(line.removeprefix(_CAPACITY)) > 0
 
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+def start_program(name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start a program that the wheel brings."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    assert found is not None, f"the wheel brings {name}"
+    return subprocess.Popen(
+        [found, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"nothing listens on port {port}")
 
 
 @contextmanager
@@ -78,3 +96,19 @@ def child_of(store_pid: int) -> int:
     ]
     assert len(found) == 1, children
     return found[0]
+
+
+@contextmanager
+def pool_memory(master: Master, port: int, size: str = "256 MB") -> Iterator[None]:
+    """A `mooncake_client` that gives memory to the pool, and is no store."""
+    arguments = (
+        *("-host", "127.0.0.1", "-port", str(port), "-global_segment_size", size),
+        *("-metadata_server", "P2PHANDSHAKE", "-master_server_address", master.address),
+    )
+    process = start_program("mooncake_client", *arguments)
+    try:
+        wait_for_port(port)
+        yield
+    finally:
+        process.kill()
+        process.wait()

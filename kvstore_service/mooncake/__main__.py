@@ -29,8 +29,10 @@ from splitpoint.errors import FailedPrecondition, SplitpointError, Unavailable
 if TYPE_CHECKING:
     from kvstore_service.mooncake.pool_client import PoolClient
 
-# Reads from other stores, and calls of the pool, that run at a time.
-_THREADS = 8
+# Reads from other stores, and calls of the pool, that run at a time. They have threads of their
+# own: calls of a pool whose master is away hang for seconds.
+_READ_THREADS = 4
+_POOL_THREADS = 8
 # Seconds between two looks at the pool's master.
 _LOOK_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -43,7 +45,8 @@ class Child:
         self._link = link
         self._lines = link.makefile("rb")
         self._sending = threading.Lock()
-        self._threads = ThreadPoolExecutor(_THREADS)
+        self._reads = ThreadPoolExecutor(_READ_THREADS)
+        self._pool_calls = ThreadPoolExecutor(_POOL_THREADS)
         self._cancelled: set[int] = set()
         self._pool: PoolClient | None = None
 
@@ -63,7 +66,13 @@ class Child:
             if message["op"] == "cancel":
                 self._cancelled.add(message["of"])
             else:
-                self._threads.submit(self._answer, message)
+                threads = self._reads if message["op"] == "read" else self._pool_calls
+                threads.submit(self._answer, message)
+
+    def leave(self) -> None:
+        """Leave the pool, so that its master knows at once that this memory is gone."""
+        if self._pool is not None:
+            self._pool.close()
 
     def _start(self, settings: Message) -> None:
         # Here, so that a missing library is told to the store.
@@ -185,8 +194,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # of a terminal; the store decides
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     link = socket.socket(fileno=sys.stdin.fileno())
+    child = Child(link)
     try:
-        Child(link).serve()
+        child.serve()
+        child.leave()
     except (OSError, messages.BadMessage) as error:
         print(f"the store's socket: {error}", file=sys.stderr, flush=True)
     finally:

@@ -24,6 +24,10 @@ from splitpoint.errors import Unavailable
 _PARTS_AT_ONCE = 512
 # Mooncake's codes of calls that the master did not answer (types.h of its source).
 _AWAY = (-900, -901)
+# The object has another size than a chunk.
+_WRONG_SIZE = -600
+# A name that no chunk has.
+_PROBE = "splitpoint-probe"
 
 Item = TypeVar("Item")
 
@@ -52,7 +56,8 @@ class PoolClient:
             raise Unavailable(f"the Mooncake master at {master} does not answer (code {code})")
 
     def is_up(self) -> bool:
-        return int(self._store.health_check()) == 0
+        """Ask the master. A client that gives no memory has no heartbeat that would know."""
+        return int(self._store.health_check()) == 0 and int(self._store.is_exist(_PROBE)) >= 0
 
     def held(self, keys: Sequence[bytes]) -> int:
         """Return how many leading keys the pool has."""
@@ -69,10 +74,12 @@ class PoolClient:
             codes = self._store.batch_get_into_multi_buffers(*self._named(batch, trailers))
             self._check(codes)
             for (key, _), trailer, code in zip(batch, trailers, codes, strict=True):
-                found.append(self._checksum(key, trailer.raw) if code >= 0 else None)
+                found.append(self._checksum(key, trailer.raw, code))
         return found
 
-    def _checksum(self, key: bytes, trailer: bytes) -> int:
+    def _checksum(self, key: bytes, trailer: bytes, code: int) -> int | None:
+        if code < 0 and code != _WRONG_SIZE:
+            return None
         checksum = decode(trailer, key, self._size)
         return DAMAGED if checksum is None else checksum
 

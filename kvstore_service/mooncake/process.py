@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 START_SECONDS = 20.0
 # Pauses before the next start. A process that ran for the last of them begins anew.
 RESTART_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0, 15.0)
-# Seconds in which the process ends by itself once its socket is closed.
-GOODBYE_SECONDS = 0.5
+# Seconds in which the process leaves the pool and ends, once its socket is closed. Leaving takes
+# 2 s if it gave memory.
+GOODBYE_SECONDS = 3.0
 # Seconds for a cancelled call to finish what is under way.
 CANCEL_SECONDS = 2.0
 # Lines of the process's errors that are kept to explain its end.
@@ -99,19 +100,30 @@ class MooncakeProcess:
 
     # -- calls ---------------------------------------------------------------------------
 
-    async def call(self, op: str, seconds: float, **fields: Any) -> Any:
+    async def ask(self, op: str, seconds: float, **fields: Any) -> Any:
+        """Return the process's answer to a question that touches no slot.
+
+        Raises Unavailable: it has none, says that it failed, or is late. Nothing is ended then.
+        """
+        number, answer, _, _ = self._sent(op, fields)
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer
+        except TimeoutError:
+            raise Unavailable("Mooncake did not answer in time", reason="MOONCAKE") from None
+        finally:
+            self._calls.pop(number, None)
+
+    async def call(
+        self, op: str, seconds: float, *, cancel_seconds: float = CANCEL_SECONDS, **fields: Any
+    ) -> Any:
         """Return the process's answer. Raises Unavailable: it has none, or says that it failed.
 
-        If `seconds` have passed, the process is ended.
+        The process is ended if `seconds` have passed, or `cancel_seconds` since a cancellation:
+        it may still write to slots.
         """
-        process, writer = self._process, self._writer
-        if process is None or writer is None or not self.stats.is_up:
-            raise Unavailable(f"Mooncake is away: {self.stats.message}", reason="MOONCAKE")
-        number = next(self._numbers)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[number] = answer
+        number, answer, process, writer = self._sent(op, fields)
         try:
-            writer.write(messages.encode({"id": number, "op": op, **fields}))
             done, _ = await asyncio.wait({answer}, timeout=seconds)
             if not done:
                 log.warning("Mooncake did not answer within %.1f s: it is ended", seconds)
@@ -119,12 +131,25 @@ class MooncakeProcess:
                 raise Unavailable("Mooncake did not answer in time", reason="MOONCAKE")
             return answer.result()
         except asyncio.CancelledError:
-            await self._finish(process, writer, number, answer)
+            await self._finish(process, writer, number, answer, cancel_seconds)
             raise
         finally:
             self._calls.pop(number, None)
             if answer.done() and not answer.cancelled():
                 answer.exception()  # was seen
+
+    def _sent(
+        self, op: str, fields: Message
+    ) -> tuple[int, asyncio.Future[Any], asyncio.subprocess.Process, asyncio.StreamWriter]:
+        """Send a message. Return its number and its answer. Raises Unavailable."""
+        process, writer = self._process, self._writer
+        if process is None or writer is None or not self.stats.is_up:
+            raise Unavailable(f"Mooncake is away: {self.stats.message}", reason="MOONCAKE")
+        number = next(self._numbers)
+        writer.write(messages.encode({"id": number, "op": op, **fields}))
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        return number, answer, process, writer
 
     async def _finish(
         self,
@@ -132,12 +157,13 @@ class MooncakeProcess:
         writer: asyncio.StreamWriter,
         number: int,
         answer: asyncio.Future[Any],
+        seconds: float,
     ) -> None:
         """Return when a cancelled call is over. Further cancellations wait for that, too."""
 
         async def finish() -> None:
             writer.write(messages.encode({"op": "cancel", "of": number}))
-            done, _ = await asyncio.wait({answer}, timeout=CANCEL_SECONDS)
+            done, _ = await asyncio.wait({answer}, timeout=seconds)
             if not done:
                 log.warning("a cancelled call of Mooncake does not end: its process is ended")
                 await self._end(process)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from kvstore_service.mooncake.limits import seconds_for
+from kvstore_service.mooncake.limits import POOL_CANCEL_SECONDS, QUESTION_SECONDS, pool_seconds_for
 from kvstore_service.mooncake.messages import names
 from kvstore_service.mooncake.process import MooncakeProcess
 from kvstore_service.mooncake.trailer import DAMAGED
@@ -46,14 +46,15 @@ class MooncakeTier:
 
     async def held(self, keys: Sequence[bytes]) -> int:
         self._check_up()
-        found = await self._process.call("pool_held", seconds_for(0), keys=names(keys))
+        found = await self._process.ask("pool_held", QUESTION_SECONDS, keys=names(keys))
         return int(found)
 
     async def read(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[int | None]:
         self._check_up()
         found: list[int | None] = await self._process.call(
             "pool_read",
-            seconds_for(len(keys) * self._chunk_bytes),
+            pool_seconds_for(len(keys) * self._chunk_bytes),
+            cancel_seconds=POOL_CANCEL_SECONDS,
             keys=names(keys),
             slots=list(slots),
         )
@@ -68,7 +69,8 @@ class MooncakeTier:
         self._check_up()
         stored: list[bool] = await self._process.call(
             "pool_write",
-            seconds_for(len(entries) * self._chunk_bytes),
+            pool_seconds_for(len(entries) * self._chunk_bytes),
+            cancel_seconds=POOL_CANCEL_SECONDS,
             keys=names([entry.key for entry in entries]),
             slots=[entry.slot for entry in entries],
             checksums=[entry.checksum for entry in entries],
@@ -81,7 +83,7 @@ class MooncakeTier:
         self._stats.damaged_chunks += len(keys)
         with suppress(Unavailable):  # their next reader compares them again
             self._check_up()
-            await self._process.call("pool_drop", seconds_for(0), keys=names(keys))
+            await self._process.ask("pool_drop", QUESTION_SECONDS, keys=names(keys))
 
     async def start(self) -> None:
         await self._process.start()
