@@ -137,8 +137,13 @@ def file_system_of(folder: Path, places: Places) -> tuple[str, str]:
 
 
 def _rotates(device: str, places: Places) -> bool:
-    """Return True if the kernel says so of the device, or of the disk that it is a part of."""
+    """Return True if the kernel says so of the device, or of the disk that it is a part of.
+
+    It says so of every disk of a virtual machine, whatever is behind it.
+    """
     block = places.sys / "dev/block" / device
+    if "/virtio" in os.path.realpath(block):
+        return False
     texts = (read_text(block / "queue/rotational"), read_text(block / "../queue/rotational"))
     return "1" in texts
 

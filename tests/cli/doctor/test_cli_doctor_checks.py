@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -437,6 +438,24 @@ def test_file_systems_of_a_disk_tier(
     # One that is still to be made lies where its parent does.
     found = disk.check_tier_disk(folder / "new", "1MiB", places_on(tmp_path, folder, kind))
     assert f"on {kind}" in found.found
+
+
+def test_a_virtual_disk_is_not_said_to_rotate(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    folder.mkdir(mode=0o700)
+    places = places_on(tmp_path, folder, "ext4")
+    number = folder.stat().st_dev
+    link = tmp_path / "sys/dev/block" / f"{os.major(number)}:{os.minor(number)}"
+    shutil.rmtree(link)
+    device = tmp_path / "sys/devices/pci0000:00/virtio1/block/vda"
+    write(device, queue__rotational="1")
+    link.symlink_to(device)
+    assert disk.check_tier_disk(folder, "1MiB", places).verdict == "ok"
+    link.unlink()
+    device = tmp_path / "sys/devices/pci0000:00/ata1/block/sda"
+    write(device, queue__rotational="1")
+    link.symlink_to(device)
+    assert disk.check_tier_disk(folder, "1MiB", places).verdict == "warning"
 
 
 def test_a_disk_tier_that_does_not_fit_is_told_before_it_is_full(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore_service.mooncake.installed import how_to_install
 from splitpoint.client import Client
 from splitpoint.errors import DeadlineExceeded, Unavailable
 from tools.monitoring.trial.processes import free_ports, running
@@ -55,7 +56,9 @@ def trial(folder: Path) -> Iterator[Trial]:
         redis = RedisServer(folder)
         redis.start()
         cleanup.callback(redis.stop)
-        up = cleanup.enter_context(running("up", _up(address, http, first, redis.url), folder))
+        up = cleanup.enter_context(
+            running("up", _up(address, http, first, redis.url, folder), folder)
+        )
         command = [sys.executable, "-m", "tests.worker.gpu_exporter_double", "--metrics", exporter]
         double = cleanup.enter_context(running("gpu-double", command, folder))
         _await_serving(address, up, folder)
@@ -68,12 +71,16 @@ def trial(folder: Path) -> Iterator[Trial]:
         yield Trial(address, f"http://{http}", up, redis, prometheus)
 
 
-def _up(address: str, http: str, metrics: int, redis: str) -> list[str]:
+def _up(address: str, http: str, metrics: int, redis: str, folder: Path) -> list[str]:
+    tier = ["--tier-disk", str(folder / "tier"), "--tier-disk-size", "1GiB"]
+    if not how_to_install():
+        tier += ["--transfer", "mooncake", "--transfer-interface", "lo"]
     return [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--listen", address, "--http", http),
         *("--device", "cpu", "--workers", "2", "--threads", "1", "--dtype", "float32"),
         *("--activations", "always", "--link-rate", LINK_RATE, *_SIZES),
         *("--metrics", str(metrics), "--redis", redis),
+        *tier,
         *("--instance", f"monitoring-{secrets.token_hex(4)}"),
     ]
 
