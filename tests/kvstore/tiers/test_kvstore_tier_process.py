@@ -6,6 +6,7 @@ import asyncio
 import random
 import signal
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,13 +111,26 @@ def expected_payload(tokens: list[int], index: int) -> bytes:
     return b"".join(payload_of(LAYOUT, tokens[0] + index, SIZE).values())
 
 
-def start(folder: Path, address: str, *more: str, arena: str = "arena") -> StoreProcess:
-    tier = ["--tier-disk", str(folder / "tier"), "--tier-disk-size", "128MiB"]
-    store = StoreProcess(
-        folder / arena / "arena", address, *tier, "--layout", LAYOUT.to_json(), *more
-    )
-    assert store.address == address, store.end()[1]
-    return store
+Start = Callable[..., StoreProcess]
+
+
+@pytest.fixture
+def start(shm_folder: Path) -> Iterator[Start]:
+    """Starts stores with one tier; kills what still runs at the end."""
+    stores: list[StoreProcess] = []
+
+    def run(address: str, *more: str, arena: str = "arena") -> StoreProcess:
+        tier = ["--tier-disk", str(shm_folder / "tier"), "--tier-disk-size", "128MiB"]
+        layout = ["--layout", LAYOUT.to_json()]
+        path = shm_folder / arena / "arena"
+        stores.append(StoreProcess(path, address, *layout, *tier, *more))
+        assert stores[-1].address == address
+        return stores[-1]
+
+    yield run
+    for store in stores:
+        if store.process.stderr is not None and not store.process.stderr.closed:
+            store.end(signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +153,10 @@ def test_options_that_do_not_fit(
 
 
 async def test_a_new_arena_finds_what_an_earlier_one_held(
-    shm_folder: Path, socket_address: str
+    start: Start, socket_address: str
 ) -> None:
     """Chunks of a clean stop, too, though nothing evicted them."""
-    store = start(shm_folder, socket_address)
+    store = start(socket_address)
     client = await Client(socket_address).attach()
     for tokens in SEQUENCES[:STORED]:
         await client.write(tokens)
@@ -151,7 +165,7 @@ async def test_a_new_arena_finds_what_an_earlier_one_held(
     assert stats.tiers[0].dropped_chunk_count == 0
     await client.close()
     assert store.end()[0] == 0
-    store = start(shm_folder, socket_address, "--tier-rate", "100MB", arena="new")
+    store = start(socket_address, "--tier-rate", "100MB", arena="new")
     client = await Client(socket_address).attach()
     for tokens in SEQUENCES[:STORED]:
         assert await client.load(tokens) == CHUNKS
@@ -162,9 +176,7 @@ async def test_a_new_arena_finds_what_an_earlier_one_held(
     store.end()
 
 
-async def test_kills_while_chunks_go_down_and_come_up(
-    shm_folder: Path, socket_address: str
-) -> None:
+async def test_kills_while_chunks_go_down_and_come_up(start: Start, socket_address: str) -> None:
     chance = random.Random(7)
     written = 0
 
@@ -175,9 +187,11 @@ async def test_kills_while_chunks_go_down_and_come_up(
             written += 1
             await client.load(SEQUENCES[chance.randrange(written)])
 
-    for _ in range(4):
-        store = start(shm_folder, socket_address)
-        client = await Client(socket_address).attach()
+    for kill in range(4):
+        # gRPC waits before it connects to an address again that refused it.
+        address = f"{socket_address}{kill}"
+        store = start(address)
+        client = await Client(address).attach()
         found = [await client.load(tokens) for tokens in SEQUENCES[:written]]
         assert sum(found) >= 0.5 * CHUNKS * written
         await client.stats()
