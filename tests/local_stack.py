@@ -56,6 +56,8 @@ class StackShape:
     # Most tests here are about what comes from the store.
     shares_prefixes: bool = False
     speculation: SpeculativeConfig | None = None
+    # The workers copy and compute in turn.
+    is_serial: bool = False
     # The workers take their store for one on another host.
     mirror_memory_bytes: int | None = None
 
@@ -233,6 +235,7 @@ async def serving_worker(
                 max_batched_tokens=shape.max_batched_tokens,
                 verify_rate=shape.verify_rate,
                 shares_prefixes=shape.shares_prefixes,
+                is_serial=shape.is_serial,
                 speculation=shape.speculation,
                 kvstore_is_remote=mirror_memory_bytes is not None,
                 mirror_memory_bytes=mirror_memory_bytes,

@@ -98,6 +98,15 @@ async def test_with_shared_pages_and_with_activations(
         assert other.tokens == OTHER_WANTED
 
 
+async def test_the_serial_twin_loads_up_to_the_expected_point(case: Case) -> None:
+    async with case.stack(shape=StackShape(is_serial=True, activations="never")) as stack:
+        report = await meet(stack, expected=10 * CHUNK)
+        assert (report.recomputed_tokens, report.fetched_tokens) == (
+            10 * CHUNK,
+            SHARED - 10 * CHUNK,
+        )
+
+
 async def test_a_prefix_that_begins_in_the_arena(case: Case) -> None:
     async with case.stack() as stack:
         begin = await stack.ask("begin", PREFIX[: 6 * CHUNK], 1)
