@@ -273,14 +273,17 @@ class ModelRunner:
     def _step_span(self, batch: Batch, start: float, end: float) -> Span:
         """Return the span of a step that only computes: the model and sampling.
 
-        One that only computes fronts of restores counts as their prefill.
+        One that only computes fronts of restores counts as their prefill. Of one that only
+        prefills and reads every token the FLOP are known, too.
         """
         kind = "decode" if not batch.prefills else "mixed" if batch.decode_count else "prefill"
-        name, flops = f"{kind} step", 0
+        name, count_flops = f"{kind} step", self._model.shape.prefill_flops
         if all(sequence.restoring is not None for sequence in batch.sequences):
-            name = "prefill"
+            name, count_flops = "prefill", self._model.shape.fill_flops
+        flops = 0
+        if name.startswith("prefill") and not batch.selected.takes_part:
             flops = sum(
-                self._model.shape.fill_flops(count, sequence.computed)
+                count_flops(count, sequence.computed)
                 for sequence, count in zip(batch.sequences, batch.counts, strict=True)
             )
         return Span(Lane.COMPUTE, name, start, end, tokens=sum(batch.counts), amount=flops)

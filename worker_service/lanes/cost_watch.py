@@ -18,6 +18,8 @@ from worker_service.lanes.timeline import FETCHING_ROWS, REBUILDING, Span, StepT
 # of link and device are wrong by.
 _TELLING_SECONDS = 0.02
 _LEAST_SECONDS = 1e-6
+# A prefill of fewer tokens shows what each step takes, not the device's rate.
+_TELLING_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +110,14 @@ class CostWatch:
     # -- measurements --------------------------------------------------------------------
 
     def computed(self, spans: Iterable[Span]) -> None:
-        """Learn from the products of a restore whose copies do not show the link's rate."""
+        """Learn from the products of a step or restore whose copies do not show the link's rate."""
         spans = list(spans)
         self._tracker.rebuild.observe(_of(spans, Lane.COMPUTE, "rebuild"))
         # The time of a prefill that waited for its weights does not show the device's rate.
         if not self.profile.host_weight_bytes:
             self._tracker.prefill.observe(_of(spans, Lane.COMPUTE, "prefill"))
+            steps = [span for span in spans if span.tokens >= _TELLING_TOKENS]
+            self._tracker.prefill.observe(_of(steps, Lane.COMPUTE, "prefill step"))
 
     def _observe(self, spans: list[Span]) -> None:
         # Single rows show another rate than whole chunks.

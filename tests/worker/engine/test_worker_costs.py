@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_runner import CPU, Transcript, admission, make_engine
+from engine_runner import CPU, Transcript, admission, make_engine, run_all
 from store_runner import StoreRunner, store_runner, streamed
 from tiny_models import VOCABULARY, write_tiny
 
@@ -187,6 +187,29 @@ def test_a_prefill_that_waited_for_weights_says_nothing_of_the_device(host_bytes
     else:
         assert told is not None
         assert told.prefill_flops_per_second < PROFILE.prefill_flops_per_second / 10
+
+
+@pytest.mark.parametrize("tokens", [127, 128])
+def test_a_long_prefill_step_shows_the_device_and_a_short_one_does_not(tokens: int) -> None:
+    watch = CostWatch(PROFILE)
+    slow = PROFILE.prefill_flops_per_second / 4
+    watch.computed([Span(Lane.COMPUTE, "prefill step", 0.0, 1.0, tokens=tokens, amount=slow)])
+    told = watch.changed_profile()
+    if tokens < 128:
+        assert told is None
+    else:
+        assert told is not None
+        assert told.prefill_seconds(slow) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("max_batched_tokens", [64, 256])
+def test_ordinary_prefills_refit_the_costs(model: Decoder, max_batched_tokens: int) -> None:
+    engine = make_engine(model, max_batched_tokens=max_batched_tokens)
+    engine.watch_costs(PROFILE)
+    run_all(engine, [admission("0", PROMPT, Sampling(max_tokens=1, ignore_eos=True))])
+    # 130 tokens in steps of 64 are too few each.
+    is_learned = engine.profile.prefill_flops_per_second != PROFILE.prefill_flops_per_second
+    assert is_learned == (max_batched_tokens == 256)
 
 
 def test_drafts_do_not_count_as_the_step_that_verifies_them() -> None:
