@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
 import time
@@ -176,24 +177,32 @@ async def test_a_new_arena_finds_what_an_earlier_one_held(
     store.end()
 
 
-async def test_kills_while_chunks_go_down_and_come_up(start: Start, socket_address: str) -> None:
+@pytest.mark.parametrize(
+    "kills", [4, pytest.param(50, marks=[pytest.mark.chaos, pytest.mark.timeout(600)])]
+)
+async def test_kills_while_chunks_go_down_and_come_up(
+    start: Start, socket_address: str, kills: int
+) -> None:
+    """Every byte that comes up is compared."""
     chance = random.Random(7)
-    written = 0
+    written = came_up = 0
 
     async def work(client: Client) -> None:
-        nonlocal written
+        nonlocal written, came_up
         while True:
-            await client.write(SEQUENCES[written])
-            written += 1
-            await client.load(SEQUENCES[chance.randrange(written)])
+            if written < len(SEQUENCES):
+                await client.write(SEQUENCES[written])
+                written += 1
+            came_up += await client.load(SEQUENCES[chance.randrange(written)])
 
-    for kill in range(4):
+    for kill in range(kills):
         # gRPC waits before it connects to an address again that refused it.
         address = f"{socket_address}{kill}"
         store = start(address)
         client = await Client(address).attach()
         found = [await client.load(tokens) for tokens in SEQUENCES[:written]]
         assert sum(found) >= 0.5 * CHUNKS * written
+        came_up += sum(found)
         await client.stats()
         killed = asyncio.create_task(_kill_after(store, chance.uniform(0.05, 0.4)))
         with pytest.raises(grpc.RpcError) as caught:
@@ -202,6 +211,8 @@ async def test_kills_while_chunks_go_down_and_come_up(start: Start, socket_addre
         await killed
         await client.close()
     assert written > 10
+    report = {"test": "kills of a store process", "kills": kills, "chunks_compared": came_up}
+    print(json.dumps(report))
 
 
 async def _kill_after(store: StoreProcess, seconds: float) -> None:
