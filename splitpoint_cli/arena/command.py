@@ -31,18 +31,27 @@ Which = Annotated[
         metavar="PATH|INSTANCE",
     ),
 ]
+WhichOrTier = Annotated[
+    str,
+    typer.Argument(
+        help="The file, the instance of `splitpoint up` (port-50050 unless told otherwise), or the "
+        "folder of a disk tier.",
+        metavar="PATH|INSTANCE|DIR",
+    ),
+]
 
 
 @app.callback()
 def arena() -> None:
-    """Inspect, verify or remove the shared-memory file of a store."""
+    """Inspect, verify or remove the shared-memory file of a store; look at its disk tier."""
 
 
 @app.command()
-def inspect(which: Which, as_json: AsJson = False, output: OutputFile = None) -> None:
+def inspect(which: WhichOrTier, as_json: AsJson = False, output: OutputFile = None) -> None:
     """Show what an arena is and what its slots hold; exit code 1 when anything is damaged.
 
-    Reads superblocks, records and tokens, no payload.
+    Reads superblocks, records and tokens, no payload. Of the folder of a disk tier: its layouts,
+    segments and chunks, by the headers of all records.
     """
     from splitpoint.arena.mapping import Arena
     from splitpoint_cli.arena.check import Damage, read_contents, read_superblocks
@@ -54,6 +63,9 @@ def inspect(which: Which, as_json: AsJson = False, output: OutputFile = None) ->
     )
 
     path = find(which)
+    if path.is_dir():
+        _look_at_tier(path, with_payload=False, as_json=as_json, output=output)
+        return
     copies = read_superblocks(path)
     report = describe_file(path, copies)
     is_whole = not any(isinstance(copy, Damage) for copy in copies)
@@ -80,17 +92,21 @@ def inspect(which: Which, as_json: AsJson = False, output: OutputFile = None) ->
 
 
 @app.command()
-def verify(which: Which, as_json: AsJson = False, output: OutputFile = None) -> None:
+def verify(which: WhichOrTier, as_json: AsJson = False, output: OutputFile = None) -> None:
     """Check every record and the payload of every sealed chunk against its checksum.
 
     Names each damaged slot and the invariant of docs/arena-format.md that it
     violates; exit code 1 when there is one. Changes nothing. Slots that a
-    running store changes meanwhile are looked at again, and no damage.
+    running store changes meanwhile are looked at again, and no damage. Of the
+    folder of a disk tier: every record and payload (docs/disk-tier-format.md).
     """
     from splitpoint.arena.mapping import Arena
     from splitpoint_cli.arena.check import Damage, read_contents, read_superblocks
 
     path = find(which)
+    if path.is_dir():
+        _look_at_tier(path, with_payload=True, as_json=as_json, output=output)
+        return
     copies = read_superblocks(path)
     mapped = Arena.attach_read_only(path)
     try:
@@ -150,6 +166,25 @@ def rm(which: Which) -> None:
         (folder / "key").unlink(missing_ok=True)
     owner.remove()
     err.print(f"removed {path}" + ("" if folder.exists() else " and its folder"))
+
+
+def _look_at_tier(path: Path, *, with_payload: bool, as_json: bool, output: Path | None) -> None:
+    """Show the folder of a disk tier; exit code 1 when anything in it is damaged."""
+    from splitpoint_cli.arena.disk_tier import describe_folder, folder_bytes, folder_lines
+
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("segments", total=folder_bytes(path))
+        report = describe_folder(
+            path, with_payload=with_payload, done=lambda size: progress.advance(task, size)
+        )
+
+    def show() -> None:
+        for line in folder_lines(report):
+            out.print(escape(line))
+
+    hand_over(report, show, as_json=as_json, output=output)
+    if report["damages"]:
+        raise typer.Exit(1)
 
 
 def find(which: str) -> Path:
