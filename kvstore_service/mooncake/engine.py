@@ -6,7 +6,8 @@ The only modules that import Mooncake are this one and `pool_client`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from mooncake.engine import TransferEngine
@@ -19,8 +20,10 @@ from splitpoint.errors import FailedPrecondition, Unavailable
 # Pieces of one read under way at a time. More are no faster, and if the source is gone the engine
 # gives up a few of them a second.
 _PIECES_UNDER_WAY = 16
+# Bytes of these pieces: a cancelled read waits for them.
+_BYTES_UNDER_WAY = 16 << 20
 # Pause between two looks at them. The engine has no call that waits without using a processor.
-_POLL_SECONDS = 0.0003
+_POLL_SECONDS = 0.0005
 _REGISTERED_AT_ONCE = 16 << 30
 # Time for connections that came in before the sockets were confined to be accepted.
 _SETTLE_SECONDS = 0.05
@@ -83,32 +86,34 @@ class Engine:
         read. Each piece is a batch of its own: the engine reports a failed batch while other
         pieces of it are still being written.
         """
-        waiting = iter(pieces)
-        under_way: list[int] = []
-        has_failed = is_over = False
-        while under_way or not is_over:
-            while not is_over and len(under_way) < _PIECES_UNDER_WAY:
-                piece = next(waiting, None)
-                if piece is None or has_failed or is_cancelled():
-                    is_over = True
-                    has_failed = has_failed or piece is not None
-                    break
+        waiting = deque(pieces)
+        under_way: dict[int, int] = {}  # sizes by batches
+        has_failed = False
+        while waiting or under_way:
+            while waiting and _is_room(under_way.values()):
+                piece = waiting.popleft()
                 batch = self._engine.batch_transfer_async_read(
                     segment, [own_address + piece.target], [address + piece.source], [piece.size]
                 )
                 if batch:
-                    under_way.append(batch)
+                    under_way[batch] = piece.size
                 else:
                     has_failed = True
-            still = []
-            for batch in under_way:
-                status = self._engine.transfer_check_status(batch)
-                if status == 0:
-                    still.append(batch)
-                elif status < 0:
+                if has_failed or is_cancelled():
                     has_failed = True
-            under_way = still
+                    waiting.clear()
+            for batch in list(under_way):
+                status = self._engine.transfer_check_status(batch)
+                if status != 0:
+                    del under_way[batch]
+                    has_failed = has_failed or status < 0
+            if has_failed:
+                waiting.clear()
             if under_way:
                 time.sleep(_POLL_SECONDS)
         if has_failed:
             raise Unavailable(f"not everything was read from {segment}")
+
+
+def _is_room(sizes: Collection[int]) -> bool:
+    return len(sizes) < _PIECES_UNDER_WAY and sum(sizes) < _BYTES_UNDER_WAY

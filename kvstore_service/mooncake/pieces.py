@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from splitpoint.arena.format import Geometry
 
 # Larger pieces cost the engine less each; a few of them still fill its connections.
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
