@@ -206,8 +206,8 @@ TRUSTED_NETWORK = Option(
     "trusted-network",
     bool,
     False,
-    "Allow Mooncake beside --tokens: every host that reaches the interface can read and write "
-    "all chunks.",
+    "Allow Mooncake beside --tokens: every host that reaches the interface can read the chunks of "
+    "all tenants, and write to the pool.",
 )
 
 HUGE_PAGES: Option[str] = Option(

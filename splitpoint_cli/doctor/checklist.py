@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -28,6 +29,7 @@ from splitpoint_cli.checks import (
     limits,
     memory,
     model,
+    mooncake,
     ports,
     power,
     processors,
@@ -119,6 +121,7 @@ def _stack(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[C
             "disk tier",
             lambda: disk.check_tier_disk(folder, options.tier_disk_size, options.places),
         )
+    yield Check("Mooncake", lambda: mooncake.check_mooncake(_mooncake_options(options)))
     yield Check("huge pages", lambda: memory.check_huge_pages(options.huge_pages, options.places))
     yield Check(
         "arenas",
@@ -127,6 +130,15 @@ def _stack(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[C
             None if own is not None else _instance(options),
         ),
     )
+
+
+def _mooncake_options(options: DoctorOptions) -> Namespace:
+    """Return the options of a store that are about Mooncake."""
+    names = (
+        *("transfer", "transfer_interface", "trusted_network", "tokens"),
+        *("tier_mooncake", "tier_mooncake_memory", "tier_mooncake_replicas"),
+    )
+    return Namespace(**{name: getattr(options, name) for name in names})
 
 
 def _checkpoint(folder: Path, shape: ModelShape | None) -> Iterator[Check]:

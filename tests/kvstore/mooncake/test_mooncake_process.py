@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -178,8 +179,46 @@ async def test_a_cancelled_read_ends_before_it_returns(
             os.kill(source, signal.SIGCONT)
 
 
+# A stranger's client: reads and writes what it is told, and prints what came of it.
+STRANGER = """
+import ctypes, sys
+from mooncake.engine import TransferEngine
+segment, slot, before = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+engine = TransferEngine()
+assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+data = ctypes.create_string_buffer(b"x" * 64, 64)
+address = ctypes.addressof(data)
+print(engine.transfer_sync_write(segment, address, slot, 64))
+print(engine.transfer_sync_read(segment, address, before, 64))
+print(engine.transfer_sync_read(segment, address, slot, 64), data.raw.hex())
+"""
+
+
+async def test_other_hosts_can_read_payload_and_write_nothing(shm_folder: Path) -> None:
+    async with pair_of(shm_folder) as pair:
+        endpoint, geometry = pair.source.endpoint, pair.there.geometry
+        assert endpoint is not None
+        plane = geometry.planes[0]
+        slot = endpoint.arena_address + plane.offset + 3 * plane.slot_bytes
+        tokens = endpoint.arena_address + geometry.tokens_offset
+        checksum = pair.there.checksum(3)
+        stranger = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", STRANGER, endpoint.segment, str(slot), str(tokens)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        printed, _ = await stranger.communicate()
+        wrote, read_tokens, read = printed.decode().splitlines()
+        assert wrote == "-1"
+        assert read_tokens == "-1"  # the prompts' tokens, which lie before the payload
+        payload = pair.there.plane(plane.layer, plane.tensor)[3, :64].tobytes()
+        assert read == f"0 {payload.hex()}"
+        assert pair.there.checksum(3) == checksum
+        await pair.read([3], [4])  # its engine goes on
+        assert pair.here.checksum(4) == checksum
+
+
 async def test_it_listens_on_its_interface_only(shm_folder: Path) -> None:
-    """Every socket is bound to the device; other hosts can read payload, and write nothing."""
     async with pair_of(shm_folder) as pair:
         endpoint = pair.source.endpoint
         assert endpoint is not None
