@@ -29,7 +29,6 @@ from splitpoint_cli.checks import (
     limits,
     memory,
     model,
-    mooncake,
     ports,
     power,
     processors,
@@ -39,7 +38,7 @@ from splitpoint_cli.checks import (
 )
 from splitpoint_cli.checks.finding import Check, Finding, Verdict, attempt, run_check
 from splitpoint_cli.devices import choose_devices, visible_gpu_count
-from splitpoint_cli.doctor import arenas, own_stack
+from splitpoint_cli.doctor import arenas, mooncake, own_stack
 from splitpoint_cli.doctor.options import DoctorOptions
 from splitpoint_cli.stack.plan import arena_bytes, instance_of
 

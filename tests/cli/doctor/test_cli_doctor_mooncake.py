@@ -12,8 +12,8 @@ from mooncake_parts import needs_mooncake
 from kvstore_service.mooncake import installed
 from kvstore_service.mooncake import settings as mooncake_settings
 from splitpoint.extras import need
-from splitpoint_cli.checks import mooncake
 from splitpoint_cli.checks.finding import Finding, Verdict
+from splitpoint_cli.doctor import mooncake
 from splitpoint_cli.doctor.checklist import examine
 from splitpoint_cli.doctor.options import DoctorOptions
 
