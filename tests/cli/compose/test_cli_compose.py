@@ -252,6 +252,17 @@ def test_the_services_of_the_cluster_prove_who_they_are() -> None:
         assert command.metrics is None
 
 
+def test_a_disk_tier_has_a_volume_to_lie_on() -> None:
+    folder = "/var/lib/splitpoint-tier"
+    given = f"--tier-disk {folder} --tier-disk-size 100g"
+    content = base(SPLITPOINT_KVSTORE_ARGS=given)
+    store = content["services"]["kvstore"]
+    assert str(parsed(store["command"]).tier_disk) == folder
+    assert mounts(store)[folder] is True
+    assert content["volumes"]["tier"] is None  # on disk, unlike the arena
+    assert given in (ROOT / "docs" / "deployment.md").read_text()
+
+
 def test_further_arguments_come_last_and_win() -> None:
     content = base(SPLITPOINT_WORKER_ARGS="--threads 2 --max-batch 4")
     command = parsed(content["services"]["worker-1"]["command"])
