@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.options import scheduler, store, worker
-from splitpoint.options.option import SIZE, Option
+from splitpoint.options.option import RATE, SIZE, Option
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.residency.load import SLICE_TOKENS
@@ -32,6 +32,23 @@ _PROFILE: Option[str] = Option(
 )
 _CACHED: Option[int] = Option(
     "cached", int, 0, "Number of cached prefix tokens (K).", unit="K", is_required=True
+)
+_TIER_TOKENS: Option[int] = Option(
+    "tier-tokens",
+    int,
+    0,
+    "Leading prompt tokens, the cached ones included, that a tier behind the arena holds: the plan "
+    "says whether loading them pays.",
+    unit="N",
+    least=0,
+)
+_TIER_RATE: Option[str | None] = Option(
+    "tier-rate",
+    str,
+    None,
+    "Bytes per second that come from the tier, for --tier-tokens; absent: the profile's rate of a "
+    "disk tier, or 1 GB/s.",
+    unit=RATE,
 )
 _NEW: Option[int] = Option(
     "new", int, 0, "Number of new prompt tokens (T).", unit="T", is_required=True
@@ -124,6 +141,8 @@ class PlanOptions:
     profile: str = of(_PROFILE)
     cached: int = of(_CACHED)
     new: int = of(_NEW)
+    tier_tokens: int = of(_TIER_TOKENS)
+    tier_rate: str | None = of(_TIER_RATE)
     max_tokens: int = of(_MAX_TOKENS)
     schedule: str = of(_SCHEDULE)
     objective: str = of(scheduler.OBJECTIVE)

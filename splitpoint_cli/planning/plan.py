@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from splitpoint.config import format_size, parse_size
+from splitpoint.config import format_size, parse_rate, parse_size
 from splitpoint.costs.profile import Profile, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.tiers import Tier
 from splitpoint.words import counted
 from splitpoint_cli.models import find_shape
 from splitpoint_cli.options import takes_options
@@ -64,7 +65,7 @@ def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = Non
     request = _request(options, shape)
     if weights is not None:
         request = dataclasses.replace(request, prefill_tokens=weights.max_batched_tokens)
-    answer = plan_request(shape, costs, request)
+    answer = _with_tier(options, shape, costs, request)
     report, rows = plan_report(shape, costs, request, answer), _rows(shape, costs, request, answer)
     if weights is not None:
         step = step_of(shape, weights, request, answer)
@@ -75,6 +76,40 @@ def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = Non
 
 
 plan.__doc__ = f"{plan.__doc__}\n\n{EXIT_HELP}"
+
+
+def _with_tier(options: PlanOptions, shape: ModelShape, costs: Profile, request: PlanInput) -> Plan:
+    """Return the plan, with a load from a tier before it if that pays."""
+    answer = plan_request(shape, costs, request)
+    if not options.tier_tokens:
+        return answer
+    # Imported here: it loads what only extras bring.
+    from scheduler_service.placement.fetch_plan import ChunkSizes, best_fetch
+    from scheduler_service.prefixes.lookup import FetchSource
+
+    total = options.cached + options.new
+    if options.tier_tokens > total:
+        raise InvalidArgument(
+            f"--tier-tokens is more than the {counted(total, 'prompt token')}", field="tier_tokens"
+        )
+    if options.tier_rate is not None:
+        rate = parse_rate(options.tier_rate, field="tier_rate")
+        costs = dataclasses.replace(costs, remote_bytes_per_second={Tier.DISK.value: rate})
+
+    def planned(cached: int) -> Plan:
+        longer = dataclasses.replace(request, cached_tokens=cached, new_tokens=total - cached)
+        return plan_request(shape, costs, longer)
+
+    token_bytes = shape.stored_kv_bytes_per_token(request.encoding)
+    if request.has_activations:
+        token_bytes += shape.layer_count * shape.stored_activation_bytes_per_token_layer(
+            request.encoding
+        )
+    sizes = ChunkSizes(
+        options.chunk_tokens, options.chunk_tokens * token_bytes, request.prefill_tokens
+    )
+    source = FetchSource("", options.tier_tokens, Tier.DISK)
+    return best_fetch(answer, planned, costs, [source], sizes).plan
 
 
 def _weights(options: PlanOptions, shape: ModelShape, costs: Profile) -> PlannedWeights | None:
@@ -161,6 +196,7 @@ def _rows(
         ("rho = X / (K+V)", f"{shape.rho:.2f}"),
         ("schedule", f"{answer.schedule.value} ({_SCHEDULES[answer.schedule]})"),
         ("method", answer.method.value),
+        *_fetched(answer),
         *_parts(answer),
         ("load everything", seconds_text(answer.predicted_load_seconds)),
         ("restore as planned", seconds_text(answer.predicted_restore_seconds)),
@@ -168,6 +204,13 @@ def _rows(
         ("first token after", seconds_text(answer.predicted_ttft_seconds)),
         ("cache in memory", format_size(answer.footprint_bytes)),
     ]
+
+
+def _fetched(answer: Plan) -> list[tuple[str, str]]:
+    if not answer.fetched_tokens:
+        return []
+    seconds = seconds_text(answer.predicted_fetch_seconds)
+    return [("loaded from a tier first", f"{counted(answer.fetched_tokens, 'token')}, {seconds}")]
 
 
 def _parts(answer: Plan) -> list[tuple[str, str]]:
