@@ -13,7 +13,7 @@ import os
 import random
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ SEED = int(os.environ.get("SPLITPOINT_CHAOS_SEED", "1818"))
 BOUND = 48 << 20
 # Holds 58 chunks; each question has 17. Without layer inputs loading pays on a busy machine, too.
 ARENA = ("--host-memory", "16MiB", "--activations", "never")
+# Keys and values of 16 tokens in 8 layers, float32.
+CHUNK_BYTES = 256 << 10
 SHARED = "import asyncio\nimport collections\nimport contextlib\n"
 WORDS = ("stream", "buffer", "reader", "writer", "parser", "format", "number", "window")
 FIRST = ("def", "import", "class", "for", "if", "try", "with", "while", "return", "print", "0", "#")
@@ -237,19 +239,41 @@ async def test_a_full_disk_costs_reuse_not_requests(tmp_path: Path) -> None:
     if await run(*mount) != 0:
         pytest.skip("this container mounts no file system")
     try:
+        other, rest = tier / "other", tier / "rest"
+        other.write_bytes(bytes(5 << 20))
         with one(tier_options(tier)) as running:
             async with AsyncClient(running.addresses[0]) as client:
-                load = await Load.of(client, asked(6), SEED, salts=[""])
-                # Something else takes up most of it.
-                (tier / "other").write_bytes(bytes(6 << 20))
+                # The disk is full long before the bound is reached.
+                load = await Load.of(client, asked(8), SEED, salts=[""])
                 for _ in range(2):
                     await ask_all(load, client)
-                assert (await tier_stats(running)).is_up
-                (tier / "other").write_bytes(bytes(9 << 20)[: os.statvfs(tier).f_bavail * 4096])
+                found = await tier_stats(running)
+                assert found.is_up
+                assert 0 < found.used_bytes <= 5 << 20
+                assert found.written_chunk_count * CHUNK_BYTES > 5 << 20
+                # Now nothing can be written at all.
+                other.unlink()
+                fill(rest)
+                before = (await tier_stats(running)).written_chunk_count
                 await ask_all(load, client)
+                rest.unlink()
+
+                async def is_written() -> bool:
+                    await ask_all(load, client)
+                    return (await tier_stats(running)).written_chunk_count > before + 8
+
+                await until(is_written)
+                assert load.finished >= 4 * len(load.truths)
             await running.store_is_clean()
     finally:
         assert await run("umount", "-l", str(tier)) == 0
+
+
+def fill(path: Path) -> None:
+    """Write until the file system is full."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(64 << 10)):
+            pass
 
 
 async def run(*command: str) -> int:

@@ -125,17 +125,24 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def find_segments(path: Path) -> Iterator[FoundSegment]:
-    """Yield all segments below a tier's folder, in no order. Raises OSError."""
+    """Yield all segments below a tier's folder, in no order. Raises OSError.
+
+    Those that are removed meanwhile are left out.
+    """
     for folder in os.scandir(path):
         if _LAYOUT_NAME.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
-            yield from _segments_in(folder)
+            with suppress(FileNotFoundError):
+                yield from _segments_in(folder)
 
 
 def _segments_in(folder: os.DirEntry[str]) -> Iterator[FoundSegment]:
     for file in os.scandir(folder):
         name = _SEGMENT_NAME.fullmatch(file.name)
         if name is not None and file.is_file(follow_symlinks=False):
-            facts = file.stat(follow_symlinks=False)
+            try:
+                facts = file.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
             yield FoundSegment(
                 path=Path(file.path),
                 layout_name=folder.name,

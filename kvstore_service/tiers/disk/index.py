@@ -27,10 +27,15 @@ class Segment:
 
 
 class SegmentIndex:
-    """All chunks of one layout by key, and their segments by number."""
+    """All chunks of one layout by key, and their segments by number.
+
+    Attributes:
+        disk_bytes: of all segments.
+    """
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
+        self.disk_bytes = 0
         self._places: dict[bytes, tuple[Segment, int]] = {}
         self._use_count = 0
 
@@ -51,8 +56,15 @@ class SegmentIndex:
         """Add a segment with its keys; a chunk that is held already moves to this segment."""
         keys, segment.keys = segment.keys, []
         self.segments[segment.number] = segment
+        self.disk_bytes += segment.size_bytes
         for key in keys:
             self.append(segment, key)
+
+    def resize(self, segment: Segment, size_bytes: int) -> None:
+        """Note a segment's size. One that was removed meanwhile does not count."""
+        if self.segments.get(segment.number) is segment:
+            self.disk_bytes += size_bytes - segment.size_bytes
+        segment.size_bytes = size_bytes
 
     def append(self, segment: Segment, key: bytes | None) -> None:
         """Note the segment's next record."""
@@ -76,6 +88,7 @@ class SegmentIndex:
     def remove_segment(self, segment: Segment) -> list[bytes]:
         """Remove a segment. Return the keys of the chunks that go with it."""
         del self.segments[segment.number]
+        self.disk_bytes -= segment.size_bytes
         keys = [key for key in segment.keys if key is not None]
         for key in keys:
             del self._places[key]

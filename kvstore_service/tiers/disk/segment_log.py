@@ -24,15 +24,15 @@ from kvstore_service.tiers.disk.folder import (
 )
 from kvstore_service.tiers.disk.format import FOLDER_BYTES, Division, record_offset, segment_size
 from kvstore_service.tiers.disk.index import Segment, SegmentIndex
-from kvstore_service.tiers.disk.segment_file import (
+from kvstore_service.tiers.disk.segment_reader import (
     LoadedSegment,
     Miss,
-    SegmentWriter,
     Wanted,
     load_segment,
     read_records,
     zero_header,
 )
+from kvstore_service.tiers.disk.segment_writer import SegmentWriter
 from splitpoint.arena.format import ArenaFormatError
 from splitpoint.shapes import ArenaLayout, align
 
@@ -46,7 +46,7 @@ _SQUEEZE_SECONDS = 60.0
 
 @dataclass(slots=True)
 class LogCounts:
-    """Counts since the log was made."""
+    """Counts since the start, over all logs of a tier, one after another."""
 
     written_chunks: int = 0
     read_chunks: int = 0
@@ -78,11 +78,12 @@ class SegmentLog:
         layout: ArenaLayout,
         size_bytes: int,
         *,
+        counts: LogCounts,
         files: Files,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder
-        self.counts = LogCounts()
+        self.counts = counts
         self._layout = layout
         self._size_bytes = size_bytes
         self._division = Division.of(layout, size_bytes)
@@ -106,18 +107,28 @@ class SegmentLog:
         name = self._layout.layout_hash.hex()
         self._layout_folder = self.folder.layout_folder(self._layout)
         for found in sorted(find_segments(self.folder.path), key=lambda each: each.number):
+            loaded = None
             if found.layout_name == name:
                 self._next_number = max(self._next_number, found.number + 1)
-                try:
-                    own.append(load_segment(self._files, found.path, self._layout, found.number))
-                    continue
-                except ArenaFormatError as error:
-                    _log.warning("%s is not used: %s", found.path, error.message)
-            self._foreign.append(found)
+                loaded = self._load(found)
+            if loaded is None:
+                self._foreign.append(found)
+            else:
+                own.append(loaded)
         self._foreign.sort(key=lambda each: -each.changed_at)
         for loaded in own:
             self._adopt(loaded, is_last=loaded is own[-1])
         self._make_room(0)
+
+    def _load(self, found: FoundSegment) -> LoadedSegment | None:
+        """Return what is in a segment. None if it cannot be read."""
+        try:
+            return load_segment(self._files, found.path, self._layout, found.number)
+        except ArenaFormatError as error:
+            _log.warning("%s is not used: %s", found.path, error.message)
+        except OSError as error:
+            _log.warning("%s is not used: %s", found.path, error.strerror)
+        return None
 
     def _adopt(self, loaded: LoadedSegment, *, is_last: bool) -> None:
         segment = Segment(loaded.number, loaded.path, align(loaded.size_bytes), loaded.keys)
@@ -173,8 +184,7 @@ class SegmentLog:
     def used_bytes(self) -> int:
         """Bytes of all segments on the disk, in whole pages, those of other layouts included."""
         with self._lock:
-            own = sum(each.size_bytes for each in self._index.segments.values())
-            return own + sum(each.disk_bytes for each in self._foreign)
+            return self._index.disk_bytes + sum(each.disk_bytes for each in self._foreign)
 
     def take_changed(self) -> list[bytes]:
         """Return the keys of chunks that came or went since the last call."""
@@ -282,7 +292,9 @@ class SegmentLog:
                 writer.sync_if_due()
             else:
                 self._active = None
-                segment.size_bytes = segment_size(self._layout, len(segment.keys))
+                with self._lock:
+                    size = segment_size(self._layout, len(segment.keys))
+                    self._index.resize(segment, size)
                 writer.finish()
         if self._active is None:
             self._make_room(self._division.segment_bytes)
@@ -303,7 +315,7 @@ class SegmentLog:
         writer.append(entry, parts)
         with self._lock:
             self._index.append(segment, entry.key)
-            segment.size_bytes = align(record_offset(self._layout, len(segment.keys)))
+            self._index.resize(segment, align(record_offset(self._layout, len(segment.keys))))
             self._changed.append(entry.key)
             self.counts.written_chunks += 1
 

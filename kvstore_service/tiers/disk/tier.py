@@ -19,8 +19,9 @@ from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.tiers.disk.files import Files, Part
 from kvstore_service.tiers.disk.folder import FolderLost, TierFolder
 from kvstore_service.tiers.disk.index import Segment
-from kvstore_service.tiers.disk.segment_file import Wanted
-from kvstore_service.tiers.disk.segment_log import SegmentLog
+from kvstore_service.tiers.disk.pause import LEAST_PAUSE_SECONDS, Pause
+from kvstore_service.tiers.disk.segment_log import LogCounts, SegmentLog
+from kvstore_service.tiers.disk.segment_reader import Wanted
 from kvstore_service.tiers.tier import TierStats
 from splitpoint.arena.mapping import Arena
 from splitpoint.errors import FailedPrecondition, SplitpointError, Unavailable
@@ -28,9 +29,6 @@ from splitpoint.tiers import Tier
 
 _logger = logging.getLogger(__name__)
 
-# Bounds of the pause before another try, in seconds.
-LEAST_PAUSE_SECONDS = 1.0
-_MOST_PAUSE_SECONDS = 60.0
 _READ_THREADS = 4
 # Bytes that one thread reads for one call before another may continue it.
 _READ_BYTES = 8 << 20
@@ -68,13 +66,12 @@ class DiskTier:
         self._stats = TierStats(location=str(folder), is_up=False, capacity_bytes=size_bytes)
         self._log: SegmentLog | None = None
         self._device: int | None = None
+        self._counts = LogCounts()
         self._writing = asyncio.Lock()
-        self._pause = _Pause(clock, pause_seconds)
+        self._pause = Pause(clock, pause_seconds)
         self._retry: asyncio.Task[None] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk-write")
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="disk-read")
-        # Counts of logs that were closed, since the folder was lost.
-        self._counted = TierStats(location="")
 
     @property
     def tier(self) -> Tier:
@@ -101,7 +98,12 @@ class DiskTier:
             if self._device is not None and folder.device != self._device:
                 raise FolderLost(f"{self._path} is on another file system than before")
             log = SegmentLog(
-                folder, self._layout, self._size_bytes, files=self._files, clock=self._clock
+                folder,
+                self._layout,
+                self._size_bytes,
+                counts=self._counts,
+                files=self._files,
+                clock=self._clock,
             )
             log.open()
         except BaseException:
@@ -236,13 +238,12 @@ class DiskTier:
         self._log = None
         self._stats.is_up, self._stats.message = False, message
         self._stats.used_bytes = self._stats.chunk_count = 0
-        self._add_counts(log, self._counted)
         self._tell(lost)
         self._retry = asyncio.create_task(self._come_back(log))
 
     async def _come_back(self, log: SegmentLog) -> None:
         """Close the log, and open the folder again as soon as that is possible."""
-        pause = _Pause(self._clock, self._pause.first_seconds)
+        pause = Pause(self._clock, self._pause.first_seconds)
         await self._in_thread(self._writer, lambda: _close(log))
         while True:
             pause.begin()
@@ -265,16 +266,15 @@ class DiskTier:
             return
         self._stats.used_bytes = log.used_bytes
         self._stats.chunk_count = log.chunk_count
-        for name in _COUNTS:
-            setattr(self._stats, name, getattr(self._counted, name))
-        self._add_counts(log, self._stats)
+        counts, size = self._counts, self._layout.chunk_bytes
+        self._stats.written_chunks = counts.written_chunks
+        self._stats.written_bytes = counts.written_chunks * size
+        self._stats.read_chunks = counts.read_chunks
+        self._stats.read_bytes = counts.read_chunks * size
+        self._stats.missed_chunks = counts.missed_chunks
+        self._stats.damaged_chunks = counts.damaged_chunks
+        self._stats.evicted_chunks = counts.evicted_chunks
         self._tell(log.take_changed())
-
-    def _add_counts(self, log: SegmentLog, stats: TierStats) -> None:
-        for name in _COUNTS:
-            setattr(stats, name, getattr(stats, name) + getattr(log.counts, name))
-        stats.written_bytes = stats.written_chunks * self._layout.chunk_bytes
-        stats.read_bytes = stats.read_chunks * self._layout.chunk_bytes
 
     def _tell(self, keys: Sequence[bytes]) -> None:
         if keys and self.on_change is not None:
@@ -295,34 +295,6 @@ class DiskTier:
             if not task.cancelled():
                 task.exception()  # so that asyncio does not report it
             raise
-
-
-_COUNTS = ("written_chunks", "read_chunks", "missed_chunks", "damaged_chunks", "evicted_chunks")
-
-
-class _Pause:
-    """A pause that doubles with each error in a row.
-
-    Attributes:
-        seconds: length of the current or last pause.
-    """
-
-    def __init__(self, clock: Callable[[], float], first_seconds: float) -> None:
-        self.first_seconds = first_seconds
-        self.seconds = 0.0
-        self._clock = clock
-        self._until = 0.0
-
-    @property
-    def is_on(self) -> bool:
-        return self._clock() < self._until
-
-    def begin(self) -> None:
-        self.seconds = min(max(self.first_seconds, 2 * self.seconds), _MOST_PAUSE_SECONDS)
-        self._until = self._clock() + self.seconds
-
-    def end(self) -> None:
-        self.seconds = self._until = 0.0
 
 
 def _close(log: SegmentLog) -> None:

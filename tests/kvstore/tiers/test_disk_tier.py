@@ -253,6 +253,22 @@ async def test_a_sector_that_cannot_be_read_is_a_miss(bench: TierBench) -> None:
     assert await bench.check_read(1, 2) == [False, True]
 
 
+async def test_segments_that_cannot_be_read_at_a_start_are_not_used(bench: TierBench) -> None:
+    await bench.start()
+    await bench.write(*range(2 * RECORDS))
+    await bench.close()
+    bench.files.read_error = errno.EIO
+    tier = await bench.start()
+    assert tier.stats.chunk_count == 0
+    assert tier.stats.used_bytes > 2 * RECORDS * LAYOUT.chunk_bytes
+    bench.files.read_error = None
+    await bench.write(*range(1000, 1000 + 14 * RECORDS))
+    assert bench.disk_bytes() <= SIZE
+    await bench.close()
+    await bench.start()
+    assert await bench.check_read(1000 + 14 * RECORDS - 1) == [True]
+
+
 async def test_a_removed_segment_is_a_miss(bench: TierBench) -> None:
     tier = await bench.start()
     told: list[bytes] = []
