@@ -8,12 +8,10 @@ computing them in the prefill:
     round trip + chunks * chunk bytes / rate + restore(K + F) - restore(K)
         < prefill(T | K) - prefill(T - F | K + F)
 
-A later token costs more to compute than an earlier one and as much to copy, so mostly all of a
-source pays or nothing. Parts pay where the prefill comes in few long pieces, or where the restore
-of a longer prefix is limited by another rate; some are compared.
-
-What comes from a tier can also meet what is computed meanwhile: the front of the missing tokens by
-ordinary steps, while the store loads the back (`splitpoint.costs.meeting`).
+by a few percent of the time to the first token. A later token costs more to compute than an
+earlier one and as much to copy, so mostly all of a source pays or nothing. Parts pay where the
+prefill comes in few long pieces, or where the restore of a longer prefix is limited by another
+rate; some are compared.
 
 Only full chunks are fetched: keys of partial last chunks are known to their own store alone. Pure
 arithmetic.
@@ -35,6 +33,9 @@ from splitpoint.words import counted
 
 # Share of the seconds of loading that computing beside it must save.
 WORTH_IT = 0.05
+# Share of the time to the first token that any fetch must save: less is within the predictions'
+# errors, and what is computed takes neither a disk nor a network.
+LEAST_SAVED = 0.03
 # Parts of what the best source holds, besides all of it.
 _PARTS = 4
 
@@ -110,7 +111,7 @@ def best_fetch(
         > best.saved_seconds + WORTH_IT * best.attempt.plan.predicted_fetch_seconds
     ):
         best = meeting
-    if best.saved_seconds > 0:
+    if best.saved_seconds > LEAST_SAVED * plan.predicted_ttft_seconds:
         return best.attempt
     reason = f"{plan.reason}; not {whole.verb}ed: {whole.words}"
     return PlannedAttempt(replace(plan, reason=reason))
