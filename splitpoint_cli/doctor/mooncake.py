@@ -75,5 +75,5 @@ def _master(address: str) -> Finding:
             "Mooncake's master",
             Verdict.WARNING,
             f"{address}: {error.strerror or 'no answer'}; the pool is away until it answers",
-            "Start it: mooncake_master --rpc_port=PORT",
+            "Start it: mooncake_master --rpc_port=PORT --metrics_host=127.0.0.1",
         )

@@ -275,6 +275,8 @@ def test_stores_alone_reach_mooncake() -> None:
     master = found["Deployment", "splitpoint-mooncake-master"]["spec"]["template"]["spec"]
     (container,) = master["containers"]
     assert f"--rpc_port={service['port']}" in container["command"]
+    # By HTTP it tells all keys to whatever asks.
+    assert "--metrics_host=127.0.0.1" in container["command"]
     (store,) = (pod for name, pod in pods() if name == "everything-splitpoint-kvstore")
     given = kvstore.parse_arguments(store["containers"][0]["args"])
     assert given.tier_mooncake == f"splitpoint-mooncake-master:{service['port']}"

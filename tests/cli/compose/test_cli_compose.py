@@ -221,6 +221,8 @@ def test_each_host_of_the_cluster_has_its_store_and_its_worker(host: str) -> Non
     assert store.trusted_network
     master, _, port = store.tier_mooncake.rpartition(":")
     assert f"--rpc_port={port}" in services[master]["command"]
+    # By HTTP it tells all keys to whatever asks.
+    assert "--metrics_host=127.0.0.1" in services[master]["command"]
     assert "image" in services[master]
     assert services[master]["image"] == services[f"store-{host}"]["image"]
     # The folder is in the image, so that a new volume belongs to the services' user.
