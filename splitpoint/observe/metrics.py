@@ -488,7 +488,9 @@ CACHE_TOKENS = _worker.counter(
     "ids). Restores count each token once, streamed requests in every step.",
     "residency method",
 )
-FETCHED_TOKENS = _worker.counter("fetched_tokens_total", "Tokens copied from other hosts' stores.")
+FETCHED_TOKENS = _worker.counter(
+    "fetched_tokens_total", "Tokens copied from tiers and other hosts' stores."
+)
 FETCH_SECONDS = _worker.counter("fetch_seconds_total", "Seconds of these copies.")
 RESTORES = _worker.counter("restores_total", "Prefixes restored, by method.", "method")
 RESTORE_SECONDS = _worker.histogram(
