@@ -118,7 +118,7 @@ def test_only_the_worker_and_the_benchmarks_import_torch() -> None:
 
 # They take long to load, and are needed only with a Redis, a certificate, a collector of traces or
 # a GPU, or to tell a version: so they are imported where they are used.
-SLOW = {"redis", "cryptography", "importlib.metadata", "pynvml", "opentelemetry"}
+SLOW = {"redis", "cryptography", "importlib.metadata", "mooncake", "pynvml", "opentelemetry"}
 
 
 def loaded_at_start(module: str) -> set[str]:
@@ -171,6 +171,26 @@ def test_a_client_starts_without_what_extras_bring(program: str) -> None:
     tops = {name.partition(".")[0] for name in loaded_at_start(program)}
     assert "grpc" in tops
     assert tops & {module for modules in extras.MODULES.values() for module in modules} == set()
+
+
+def test_only_its_own_process_imports_mooncake() -> None:
+    """A store imports the modules that do so in a function of the child's program."""
+    importers = {
+        name
+        for name, tree in sources(*ALLOWED)
+        for module in imported(tree)
+        if module.partition(".")[0] == "mooncake"
+    }
+    assert importers == {
+        f"kvstore_service/mooncake/{name}.py" for name in ("engine", "pool_client")
+    }
+    for program in ("kvstore_service.__main__", "kvstore_service.mooncake.opening"):
+        loaded = loaded_at_start(program)
+        assert "kvstore_service.mooncake.settings" in loaded
+        assert not loaded & {
+            "kvstore_service.mooncake.engine",
+            "kvstore_service.mooncake.pool_client",
+        }
 
 
 def test_the_worker_does_not_need_transformers() -> None:

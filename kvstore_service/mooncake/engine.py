@@ -5,6 +5,7 @@ The only modules that import Mooncake are this one and `pool_client`.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -25,6 +26,8 @@ _BYTES_UNDER_WAY = 16 << 20
 # Pause between two looks at them. The engine has no call that waits without using a processor.
 _POLL_SECONDS = 0.0005
 _REGISTERED_AT_ONCE = 16 << 30
+# Time limit for the first connection to a segment. The engine's own attempt may take a minute.
+_CONNECT_SECONDS = 2.0
 # Time for connections that came in before the sockets were confined to be accepted.
 _SETTLE_SECONDS = 0.05
 
@@ -56,6 +59,7 @@ class Engine:
         end_connections()
         self.segment = f"{self.address}:{self._engine.get_rpc_port()}"
         self.inner = self._engine.get_engine()
+        self._reached: set[str] = set()
 
     def register(self, arena: Arena, registered: Callable[[int], None]) -> int:
         """Let other engines read the payload of an arena that is mapped read-only.
@@ -86,6 +90,7 @@ class Engine:
         read. Each piece is a batch of its own: the engine reports a failed batch while other
         pieces of it are still being written.
         """
+        self._reach(segment)
         waiting = deque(pieces)
         under_way: dict[int, int] = {}  # sizes by batches
         has_failed = False
@@ -112,7 +117,19 @@ class Engine:
             if under_way:
                 time.sleep(_POLL_SECONDS)
         if has_failed:
+            self._reached.discard(segment)
             raise Unavailable(f"not everything was read from {segment}")
+
+    def _reach(self, segment: str) -> None:
+        """Raise Unavailable if a segment that was not read before accepts no connections."""
+        if segment in self._reached:
+            return
+        host, _, port = segment.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        except (OSError, ValueError) as error:
+            raise Unavailable(f"{segment} cannot be reached: {error}") from error
+        self._reached.add(segment)
 
 
 def _is_room(sizes: Collection[int]) -> bool:

@@ -274,7 +274,8 @@ class MooncakeProcess:
 
     def _set_pool(self, is_up: bool, message: str) -> None:
         if is_up != self.pool_is_up:
-            log.warning("Mooncake's pool is %s", "up" if is_up else f"away: {message}")
+            level = logging.INFO if is_up else logging.WARNING
+            log.log(level, "Mooncake's pool is %s", "up" if is_up else f"away: {message}")
         self.pool_is_up, self.pool_message = is_up, message
         self.on_pool()
 

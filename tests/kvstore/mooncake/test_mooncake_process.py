@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from mooncake_parts import needs_mooncake
 
+from kvstore_service.mooncake import process as under_test
 from kvstore_service.mooncake.process import MooncakeProcess
 from kvstore_service.mooncake.settings import MooncakeSettings
 from splitpoint.arena.mapping import Arena
@@ -155,6 +157,54 @@ async def test_a_source_that_hangs_ends_the_readers_process(shm_folder: Path) ->
             assert not os.path.exists(f"/proc/{reader}")
         finally:
             os.kill(source, signal.SIGCONT)
+
+
+async def test_a_segment_that_refuses_connections_costs_no_process(shm_folder: Path) -> None:
+    async with pair_of(shm_folder) as pair:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            segment = f"127.0.0.1:{closed.getsockname()[1]}"
+        with pytest.raises(Unavailable, match="cannot be reached"):
+            await pair.reader.call(
+                *("read", SECONDS),
+                segment=segment,
+                address=0,
+                slot_count=40,
+                sources=[1],
+                targets=[1],
+            )
+        assert pair.reader.stats.restarts == 0
+        await pair.read([1], [1])
+
+
+async def test_nothing_is_written_after_a_read_has_failed(
+    shm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots of a failed read may be granted to another session at once."""
+    monkeypatch.setattr(under_test, "RESTART_SECONDS", (0.05,))
+    rng = random.Random(7)
+    slots = list(range(0, 60, 2))  # many pieces: no two are adjacent
+    failed = 0
+    async with pair_of(shm_folder, there_slots=60, here_slots=60) as pair:
+        for _ in range(8):
+            await until_ready(pair.source)
+            reading = asyncio.create_task(pair.read(slots, slots))
+            await asyncio.sleep(rng.uniform(0, 0.012))
+            pid = pair.source.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            try:
+                await reading
+            except Unavailable:
+                failed += 1
+            for plane in pair.here.geometry.planes:
+                pair.here.plane(plane.layer, plane.tensor)[:] = 0xA5
+            await asyncio.sleep(0.1)
+            for plane in pair.here.geometry.planes:
+                assert (pair.here.plane(plane.layer, plane.tensor) == 0xA5).all()
+            async with asyncio.timeout(SECONDS):
+                while pair.source.pid == pid:
+                    await asyncio.sleep(0.01)
+    assert failed
 
 
 async def test_a_cancelled_read_ends_before_it_returns(
