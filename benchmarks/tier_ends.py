@@ -1,10 +1,10 @@
 """Time to the first token of a prefix that only the disk tier holds: three ways to bring it back.
 
 Load all of it first, compute all of it, or compute its front while the store loads its back (both
-ends). The tier has an emulated rate (`--tier-rate`), at which loading the prefix takes 0.7, 1.5 or 3
-times as long as computing it, as the idle worker's profile predicts. Every run has a prompt of its
-own, which was computed before and pushed out of the arena and of the device; the ways take turns.
-Each first token must equal that of the run that computed the prompt at first.
+ends). The tier has an emulated rate (`--tier-rate`), at which loading the prefix takes 0.7, 1.5 or
+3 times as long as computing it, as the idle worker's profile predicts. Every run has a prompt of
+its own, which was computed before and pushed out of the arena and of the device; the ways take
+turns. Each first token must equal that of the run that computed the prompt at first.
 
     python -m benchmarks.tier_ends [--tokens N] [--rounds N] [--shares N,N] [--json] [--output FILE]
 """
