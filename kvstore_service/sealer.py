@@ -48,7 +48,8 @@ class Sealer:
         keep_leased: bool,
     ) -> SealOutcome:
         """Seal each chunk whose payload has its checksum. Raises what `KvStore.seal` raises."""
-        with self._store.protect_parents(chunks):
+        unchanged = self._store.pool.grants.checking([chunk.slot for chunk in chunks])
+        with self._store.protect_parents(chunks), unchanged:
             await self._maintenance.verify(lambda: self._store.recovered.in_seal(salt, chunks))
             damages = await self.read_back(chunks)
             return self._store.seal(

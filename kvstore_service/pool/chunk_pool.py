@@ -180,6 +180,7 @@ class ChunkPool:
             self._chunk_block(entry, seal_number=self._seal_number),
             encode_token_row(identity.packed_tokens, self.layout.chunk_tokens),
         )
+        self.grants.sealed(slot)
         self.index.add(entry)
         self._chunks[slot] = entry
         self._policy.use(slot)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from kvstore_service.pool.recovered_state import RecoveredState
 from kvstore_service.pool.slot_table import SlotTable
 from kvstore_service.sessions import ProcessIdentity
 from splitpoint.arena.records import SlotState
+from splitpoint.errors import FailedPrecondition
 
 # Tag of slots that an unknown tenant wrote. No salt has it.
 _UNKNOWN_TENANT = b""
@@ -48,6 +49,7 @@ class SlotGrants:
         prepared: slots between `prepare` and `grant` or `abandon`.
         copied: slots between `begin_copy` and `end_copy`, with the number of copies.
         set_aside: free slots among them, which are granted after their last copy.
+        checked: granted slots between the comparison of their checksums and their seal.
     """
 
     def __init__(self, slots: SlotTable, recovered: RecoveredState) -> None:
@@ -55,6 +57,10 @@ class SlotGrants:
         self.prepared: set[int] = set()
         self.set_aside: set[int] = set()
         self.copied: Counter[int] = Counter()
+        self.checked: Counter[int] = Counter()
+        # Granted slots that a tier or another store filled. Their bytes may be another tenant's
+        # until their chunk is sealed.
+        self._filled: set[int] = set()
         self._slots = slots
         # Salt tag of the tenant that last wrote a slot. Slots without a tag are all zeros.
         self._tags = {
@@ -104,10 +110,17 @@ class SlotGrants:
     def give_back(self, slot: int) -> None:
         """Free a slot that holds no chunk any more. It is reused after its copies have ended."""
         self._slots.free(slot)
+        if slot in self._filled:
+            self._filled.discard(slot)
+            self._tags[slot] = _UNKNOWN_TENANT
         if slot in self.copied:
             self.set_aside.add(slot)
         else:
             self.allocator.free(slot)
+
+    def sealed(self, slot: int) -> None:
+        """Note that a granted slot holds a verified chunk of the tenant it was granted for."""
+        self._filled.discard(slot)
 
     # -- copies between slots and tiers ----------------------------------------------------------
 
@@ -125,11 +138,34 @@ class SlotGrants:
                     self.allocator.free(slot)
 
     @contextmanager
-    def copying(self, slots: Iterable[int]) -> Iterator[None]:
-        """Keep slots from being reused inside the block."""
+    def filling(self, slots: Iterable[int]) -> Iterator[None]:
+        """Let bytes of any tenant come into granted slots inside the block.
+
+        The slots are not reused before its end, and zeroed before their next grant unless their
+        chunk is sealed.
+        """
         kept = list(slots)
+        self._filled.update(kept)
         self.begin_copy(kept)
         try:
             yield
         finally:
             self.end_copy(kept)
+
+    @contextmanager
+    def checking(self, slots: Sequence[int]) -> Iterator[None]:
+        """Keep granted slots from being filled inside the block, which seals them at its end.
+
+        Raises FailedPrecondition if one of them is being filled.
+        """
+        for slot in slots:
+            if slot in self._filled and slot in self.copied:
+                raise FailedPrecondition(
+                    f"a tier still reads into slot {slot}", reason="BEING_FILLED"
+                )
+        self.checked.update(slots)
+        try:
+            yield
+        finally:
+            self.checked.subtract(slots)
+            self.checked = +self.checked

@@ -36,8 +36,9 @@ class SlotFiller:
         self._check_granted(request.session_id, granted)
         keys = [each.chunk_key for each in request.slots]
         slots = [slot for slot, _ in granted]
-        # The session may end meanwhile, and its slots must not be reused then.
-        with self._store.pool.grants.copying(slots):
+        # The session may end meanwhile, and its slots must not be reused then. The keys may be
+        # those of another tenant's chunks.
+        with self._store.pool.grants.filling(slots):
             checksums = await self._read(name, keys, slots)
             damaged = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._damaged, slots, checksums
@@ -61,13 +62,22 @@ class SlotFiller:
         )
 
     def _check_granted(self, session_id: bytes, granted: Sequence[tuple[int, int]]) -> None:
-        """Raise FailedPrecondition unless the session may write into all of these slots."""
+        """Raise FailedPrecondition unless the session may write into all of these slots.
+
+        No call fills a slot that another one fills or seals: the bytes would change behind its
+        comparison of the checksum.
+        """
         session = self._store.sessions.arena_user(session_id)
+        grants = self._store.pool.grants
         for slot, generation in granted:
             if session.granted.get(slot) != generation:
                 raise FailedPrecondition(
                     f"slot {slot} is not granted to this session in generation {generation}",
                     reason="NOT_GRANTED",
+                )
+            if slot in grants.copied or slot in grants.checked:
+                raise FailedPrecondition(
+                    f"slot {slot} is being filled or sealed by another call", reason="IN_USE"
                 )
 
     async def _read(

@@ -161,7 +161,7 @@ class ChunkLoader:
         try:
             slots = [slot for slot, _ in granted]
             # The session may end during the read, and its slots must not be reused then.
-            with self._store.pool.grants.copying(slots):
+            with self._store.pool.grants.filling(slots):
                 checksums = await self._read(load, keys, slots)
                 intact = await self._intact(load, keys, granted, checksums)
             if intact:

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from kvstore_helpers import read_payload
 from tier_service import KEYS, SIZE, TOKENS, Service, eventually, fill_and_evict, serving
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -135,3 +136,94 @@ async def test_slots_that_are_released_under_the_read_are_not_reused_before_its_
         service.tier.gate.set()
         await filling
         await eventually(lambda: pool.free_count == free + 2)
+
+
+async def test_what_was_filled_and_not_sealed_is_zeroed_before_it_is_granted(
+    tmp_path: Path,
+) -> None:
+    """The keys of another tenant's chunks bring its bytes."""
+    async with serving(tmp_path) as service:
+        await fill_and_evict(service)
+        store, salt = service.bench.store, b"tenant B"
+        runs = store.reserve(service.session, 2, salt)
+        slots = [(run.first + n, g) for run in runs for n, g in enumerate(run.generations)]
+        answer = await fill(service, slots, KEYS[:2])
+        assert all(slot.is_filled for slot in answer.slots)
+        assert any_bytes(service, slots)
+        store.sessions.release(service.session, [], slots)
+        again = store.reserve(service.session, 8, salt)
+        assert not any_bytes(service, slots)
+        places = [(run.first + n, g) for run in again for n, g in enumerate(run.generations)]
+        store.sessions.release(service.session, [], places)
+
+
+def any_bytes(service: Service, slots: Sequence[tuple[int, int]]) -> bool:
+    return any(
+        any(plane)
+        for slot, _ in slots
+        for plane in read_payload(service.bench.arena, slot).values()
+    )
+
+
+async def test_sealed_slots_are_not_zeroed_for_their_own_tenant(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        await fill_and_evict(service)
+        slots = await granted(service, 2)
+        filled = await fill(service, slots, KEYS[:2])
+        await seal(service, slots, 0, [slot.checksum for slot in filled.slots])
+        store = service.bench.store
+        assert store.evict_all() == 2
+        assert store.prepare(service.session, 8, b"").dirty_slots == ()
+
+
+async def test_a_slot_is_not_sealed_while_a_tier_reads_into_it(tmp_path: Path) -> None:
+    """Not even if the read ends before the seal, after the checksums were compared."""
+    async with serving(tmp_path) as service:
+        await fill_and_evict(service)
+        store = service.bench.store
+        slots = await granted(service, 1)
+        checksum = store.arena.checksum(slots[0][0])
+        service.tier.gate.clear()
+        calls = service.tier.calls
+        filling = asyncio.create_task(fill(service, slots, KEYS[3:4]))
+        await eventually(lambda: service.tier.calls > calls)
+        with pytest.raises(grpc.RpcError) as caught:
+            await seal(service, slots, 0, [checksum])
+        error = error_of(caught.value)
+        assert isinstance(error, FailedPrecondition)
+        assert error.reason == "BEING_FILLED"
+        with pytest.raises(FailedPrecondition, match="another call"):
+            await fill(service, slots, KEYS[:1])
+        service.tier.gate.set()
+        await filling
+        again = await fill(service, slots, KEYS[:1])
+        await seal(service, slots, 0, [again.slots[0].checksum])
+        service.assert_payloads(TOKENS, 1)
+
+
+async def test_a_slot_is_not_filled_while_it_is_being_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as service:
+        await fill_and_evict(service)
+        slots = await granted(service, 1)
+        filled = await fill(service, slots, KEYS[:1])
+        compared, may_seal = asyncio.Event(), asyncio.Event()
+        sealer = service.servicer._sealer
+        read_back = sealer.read_back
+
+        async def read_back_slowly(chunks: Any) -> Any:
+            damages = await read_back(chunks)
+            compared.set()
+            await may_seal.wait()
+            return damages
+
+        monkeypatch.setattr(sealer, "read_back", read_back_slowly)
+        sealing = asyncio.create_task(seal(service, slots, 0, [filled.slots[0].checksum]))
+        await compared.wait()
+        with pytest.raises(FailedPrecondition, match="another call"):
+            await fill(service, slots, KEYS[3:4])
+        may_seal.set()
+        await sealing
+        service.assert_payloads(TOKENS, 1)
+        assert not service.bench.store.pool.grants.checked

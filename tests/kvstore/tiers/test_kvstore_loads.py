@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from fuzzing import call_with_bytes, random_messages
-from kvstore_helpers import LAYOUT, store_sequence
+from kvstore_helpers import LAYOUT, read_payload, store_sequence, write_payload
 from tier_double import MemoryTransfer
 from tier_service import KEYS, OTHERS, SIZE, TOKENS, eventually, fill_and_evict, serving
 
@@ -109,6 +110,33 @@ async def test_chunks_come_from_another_store(tmp_path: Path) -> None:
         service.assert_payloads(TOKENS, 5)
         with pytest.raises(Unavailable):
             await service.loaded(OTHERS[0], source_address="peer:2")
+
+
+async def test_what_a_source_wrote_and_did_not_bring_is_zeroed_before_it_is_granted(
+    tmp_path: Path,
+) -> None:
+    """A slot of the other store is reused by another tenant while it is read."""
+    async with serving(tmp_path, has_transfer=True) as service:
+        transfer = service.servicer.transfer
+        assert isinstance(transfer, MemoryTransfer)
+        peer, arena = transfer.peer, service.bench.arena
+        peer.chunks = dict.fromkeys(KEYS, (b"", 0))
+        foreign: set[int] = set()
+
+        async def read(keys: Sequence[bytes], slots: Sequence[int]) -> list[int | None]:
+            for slot in slots:
+                write_payload(arena, slot, 7, SIZE)
+                foreign.add(slot)
+            return [None] * len(keys)
+
+        peer.read = read  # type: ignore[method-assign]
+        [answer] = await service.loaded(source_address="peer:1")
+        assert answer.cached_tokens == 0
+        assert len(foreign) == 5
+        await service.reserve(8)
+        assert not any(
+            any(plane) for slot in foreign for plane in read_payload(arena, slot).values()
+        )
 
 
 async def test_sources_that_are_not_there(tmp_path: Path) -> None:
