@@ -157,6 +157,11 @@ def _check_method(plan: Plan, *, forces_split: bool) -> None:
 def _source_of(command: worker_pb2.AdmitCommand) -> FetchSource | None:
     """Return what to fetch from; None if nothing is. Raises InvalidArgument."""
     address, tier = command.source_store_address, command.source_tier
+    _check_not_negative(command.meeting_tokens, "meeting_tokens")
+    if command.meeting_tokens and not tier:
+        raise InvalidArgument(
+            "only what comes from a tier can meet what is computed", field="admit.meeting_tokens"
+        )
     if not address and not tier:
         return None
     if len(address) > ADDRESS_LIMIT:
@@ -164,11 +169,6 @@ def _source_of(command: worker_pb2.AdmitCommand) -> FetchSource | None:
             f"more than {ADDRESS_LIMIT} characters", field="admit.source_store_address"
         )
     _check_not_negative(command.source_cached_tokens, "source_cached_tokens")
-    _check_not_negative(command.meeting_tokens, "meeting_tokens")
-    if command.meeting_tokens and not tier:
-        raise InvalidArgument(
-            "only what comes from a tier can meet what is computed", field="admit.meeting_tokens"
-        )
     try:
         place = ChunkSource(address, tier_from_proto(tier) if tier else Tier.ARENA)
     except ValueError as error:

@@ -228,7 +228,7 @@ def _meeting(
         split_intercept=0.0,
         split_cap=0,
         recomputed_tokens=point.tokens,
-        reason=f"{longer.reason}; {words}",
+        reason=f"{plan.reason}; {words}",
         predicted_restore_seconds=own_restore + restore,
         predicted_ttft_seconds=ttft,
         fetched_tokens=loaded,

@@ -149,6 +149,11 @@ BAD_ADMISSIONS: dict[str, Callable[[], worker_pb2.RunRequest]] = {
     "no line of splits": lambda: admit("x", plan=tokens_plan(method=1, split_slope=float("nan"))),
     "a line without activations": lambda: admit("x", plan=tokens_plan(method=1, split_cap=64)),
     "resident below zero": lambda: admit("x", plan=tokens_plan(method=1, resident_tokens=-1)),
+    "a meeting without a tier": lambda: admit("x", meeting_tokens=16),
+    "a meeting with another store": lambda: admit(
+        "x", meeting_tokens=16, source_store_address="10.0.0.1:1", source_cached_tokens=16
+    ),
+    "a meeting below zero": lambda: admit("x", meeting_tokens=-1, source_tier=types_pb2.TIER_DISK),
     "salt too long": lambda: admit("x", tenant_salt=b"s" * 129),
     "everything delivered": lambda: admit("x", delivered_token_ids=list(range(3, 15))),
 }
