@@ -3,20 +3,70 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
-from catalog_helpers import SIZE, ended, linked, until
+from catalog_helpers import SIZE, ended, linked, query, reading, until
 from kvstore_helpers import LAYOUT, Bench, store_sequence
 from redis_server import RedisServer
 from tier_double import MemoryTier
 
 from kvstore_service.catalog import CatalogPublisher
 from kvstore_service.tiers.manager import TierManager
+from scheduler_service.prefixes.catalog import StoreTokens
+from scheduler_service.prefixes.redis import RedisCatalog
+from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.entries import REVISION_FIELD, STORES, StoreEntry, chunks_key, entry_key
 from splitpoint.keys import chunk_keys
+from splitpoint.tiers import Tier
+from splitpoint.transport.servers import create_server, listen
+from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 
 TOKENS = list(range(3 * SIZE + 1))  # three full chunks and a tail
 KEYS = list(chunk_keys(LAYOUT.layout_hash, b"", TOKENS, SIZE))
+
+
+class PooledStore(kvstore_pb2_grpc.KvStoreServiceServicer):
+    """Knows what its pool holds."""
+
+    def __init__(self) -> None:
+        self.asked: list[kvstore_pb2.MatchRequest] = []
+
+    async def Match(
+        self, request: kvstore_pb2.MatchRequest, context: object
+    ) -> kvstore_pb2.MatchResponse:
+        self.asked.append(request)
+        pool = kvstore_pb2.TierPrefix(tier=types_pb2.TIER_MOONCAKE, cached_tokens=2 * SIZE)
+        return kvstore_pb2.MatchResponse(cached_tokens=SIZE, tiers=[pool])
+
+
+async def test_one_store_of_a_pool_is_asked_what_it_holds(
+    redis_server: RedisServer, socket_address: str
+) -> None:
+    servicer, server = PooledStore(), create_server()
+    kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
+    listen(server, socket_address)
+    await server.start()
+    entries = [
+        StoreEntry(bytes([number]) * 16, 1, address, LAYOUT.layout_hash, 8, tiers=tiers)
+        for number, (address, tiers) in enumerate(
+            ((socket_address, ("mooncake",)), ("10.0.0.9:1", ("mooncake",)), ("10.0.0.8:1", ()))
+        )
+    ]
+    direct = StoreCatalog(5.0)
+    async with linked(redis_server) as link:
+        catalog = RedisCatalog(link, lambda: entries, direct)
+        found = await catalog.cached_tokens(query(TOKENS, salt=b""))
+        assert found[socket_address] == StoreTokens(SIZE, {Tier.MOONCAKE: 2 * SIZE})
+        assert found["10.0.0.9:1"] == found["10.0.0.8:1"] == StoreTokens()
+        [request] = servicer.asked
+        assert request.asks_tiers
+        # A store that is asked anyway is not asked again.
+        asked = replace(query(TOKENS, salt=b""), stores=frozenset({socket_address, "10.0.0.9:1"}))
+        await catalog.cached_tokens(asked)
+        assert len(servicer.asked) == 1
+    await direct.close()
+    await server.stop(0)
 
 
 async def test_values_follow_the_arena_and_the_disk(
@@ -48,6 +98,10 @@ async def test_values_follow_the_arena_and_the_disk(
             await until(lambda: values() == on_disk)
             bench.store.evict_all()
             await until(lambda: values() == ["0d", "0d", None])
+            async with reading(redis_server) as (catalog, directory):
+                await until(lambda: len(directory.stores) == 1)
+                found = await catalog.cached_tokens(query(TOKENS, salt=b""))
+                assert found == {"h:1": StoreTokens(0, {Tier.DISK: 2 * SIZE})}
             redis_server.flush()
             await until(lambda: publisher.rebuild_count == 2)
             assert values() == ["0d", "0d", None]
