@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import compress
 
 from kvstore_service import validation
 from kvstore_service.recovery.recovered_chunks import damage_of
@@ -45,19 +46,17 @@ class SlotFiller:
             )
         if damaged:
             await tier.drop([keys[index] for index in damaged])
-        self._tiers.writers[name].know(
-            [
-                key
-                for index, (key, checksum) in enumerate(zip(keys, checksums, strict=True))
-                if checksum is not None and index not in damaged
-            ]
-        )
+        filled = [
+            checksum is not None and index not in damaged
+            for index, checksum in enumerate(checksums)
+        ]
+        writer = self._tiers.writers[name]
+        writer.know(list(compress(keys, filled)))
+        writer.forget(key for key, is_filled in zip(keys, filled, strict=True) if not is_filled)
         return pb.FillSlotsResponse(
             slots=[
-                pb.FilledSlot()
-                if checksum is None or index in damaged
-                else pb.FilledSlot(is_filled=True, checksum=checksum)
-                for index, checksum in enumerate(checksums)
+                pb.FilledSlot(is_filled=True, checksum=checksum) if is_filled else pb.FilledSlot()
+                for checksum, is_filled in zip(checksums, filled, strict=True)
             ]
         )
 

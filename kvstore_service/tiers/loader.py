@@ -164,6 +164,8 @@ class ChunkLoader:
             with self._store.pool.grants.filling(slots):
                 checksums = await self._read(load, keys, slots)
                 intact = await self._intact(load, keys, granted, checksums)
+            if load.tier is not None:
+                self._tiers.writers[load.tier].forget(keys[len(intact) :])
             if intact:
                 self._seal(load, intact)
             return len(intact) == len(keys)

@@ -182,7 +182,9 @@ class TierManager:
         for task in done:
             error = task.exception()
             if error is None:
-                found[asked[task]] = task.result()
+                name, count = asked[task], task.result()
+                found[name] = count
+                self.writers[name].forget(keys[count:])
             elif not isinstance(error, SplitpointError):
                 raise error
         return found

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvstore_service.pool.chunk_pool import ChunkPool
 from kvstore_service.pool.prefix_index import Entry
@@ -32,7 +32,7 @@ _CLEAN_MOST = 256
 _CLEAN_SECONDS = 0.05
 # Pause after a write that did not store everything.
 _RETRY_SECONDS = 1.0
-# Chunks that a pool is known to hold; it tells nothing without I/O.
+# Chunks that were written and not missed since. A pool tells nothing else without I/O.
 _MOST_KNOWN = 65_536
 
 
@@ -122,9 +122,16 @@ class TierWriter:
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Note chunks that the tier may lack: they are written again."""
+        for key in keys:
+            self._known.pop(key, None)
+
     def _lacks(self, entry: Entry) -> bool:
-        is_full = entry.token_count == self._pool.layout.chunk_tokens
-        return is_full and self._tier.holds(entry.key) is not True
+        if entry.token_count != self._pool.layout.chunk_tokens:
+            return False
+        is_held = self._tier.holds(entry.key)
+        return entry.key not in self._known if is_held is None else not is_held
 
     def give_up_waiting(self) -> None:
         """Free the slots of evicted chunks whose write has not begun."""
@@ -138,8 +145,10 @@ class TierWriter:
         """Write until cancelled."""
         while True:
             self._wake.clear()
-            if self._leaving and not self._tier.stats.is_up:
-                self.give_up_waiting()
+            if not self._tier.stats.is_up:
+                self._known.clear()  # what the tier keeps is unknown when it comes back
+                if self._leaving:
+                    self.give_up_waiting()
             batch, leaving = self._next_batch()
             pause = _CLEAN_SECONDS
             if batch:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvstore_helpers import LAYOUT, Bench, store_sequence
 from tier_double import MemoryTier
-from tier_service import KEYS, OTHERS, SIZE, TOKENS, Service, eventually, serving
+from tier_service import (
+    KEYS,
+    OTHERS,
+    SIZE,
+    TOKENS,
+    Service,
+    eventually,
+    fill_and_evict,
+    serving,
+)
 
 from kvstore_service.eviction.policies import POLICIES
 from kvstore_service.eviction.watermarks import WatermarkEvictor, Watermarks
@@ -18,6 +31,7 @@ from splitpoint.errors import ResourceExhausted, SplitpointError
 from splitpoint.keys import chunk_keys
 from splitpoint.tiers import Tier
 from splitpoint.v1 import kvstore_pb2 as pb
+from splitpoint.v1 import types_pb2
 
 
 def dropped(service: Service) -> int:
@@ -276,3 +290,81 @@ async def test_a_stop_writes_what_the_arena_holds(tmp_path: Path, is_kept: bool)
     finally:
         await tiers.close()
         bench.close()
+
+
+class PoolBench:
+    """A store whose only tier is a pool, which tells what it holds by I/O only."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.bench = Bench(folder, 8)
+        self.store = self.bench.store
+        self.tier = MemoryTier(self.bench.arena, Tier.MOONCAKE)
+        self.tiers = TierManager(self.store.pool, [self.tier], **options)
+        self.session = self.bench.attach()
+
+    @property
+    def written(self) -> Counter[bytes]:
+        """The number of writes of each chunk."""
+        return Counter(key for keys in self.tier.writes for key in keys)
+
+    def match(self) -> None:
+        found = self.store.match(self.session, b"", TOKENS)
+        self.tiers.used(found.entries)
+        self.store.sessions.release(self.session, [found.lease_id], [])
+
+
+@asynccontextmanager
+async def pool_bench(folder: Path, **options: Any) -> AsyncIterator[PoolBench]:
+    bench = PoolBench(folder, **options)
+    running = asyncio.create_task(bench.tiers.run())
+    try:
+        yield bench
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        bench.bench.close()
+
+
+@pytest.mark.parametrize("on_eviction", [True, False])
+async def test_a_pool_gets_each_chunk_once(tmp_path: Path, on_eviction: bool) -> None:
+    async with pool_bench(tmp_path, on_eviction=on_eviction) as bench:
+        for _ in range(3):
+            store_sequence(bench.store, bench.session, b"", TOKENS)
+            for _ in range(4):
+                bench.match()
+                await asyncio.sleep(0.01)
+            await bench.tiers.make_room(8)
+            assert bench.tier.chunks.keys() == set(KEYS)
+        assert bench.written == Counter(KEYS)
+
+
+@pytest.mark.parametrize("loss", ["peek", "read", "fill", "away"])
+async def test_a_pool_gets_again_what_it_proved_to_lack(tmp_path: Path, loss: str) -> None:
+    async with serving(tmp_path, tier_name=Tier.MOONCAKE) as service:
+        await fill_and_evict(service)
+        held = service.tier.held
+        service.tier.chunks.clear()
+        if loss == "peek":
+            await service.peek()
+        elif loss == "away":
+            service.tier.go_away()
+            await asyncio.sleep(0.1)
+            service.tier.come_back()
+        elif loss == "fill":
+            answer = await service.reserve(5)
+            slots = [
+                (r.first_slot + n, g) for r in answer.runs for n, g in enumerate(r.generations)
+            ]
+            await service.fill(slots, KEYS, tier=types_pb2.TIER_MOONCAKE)
+            give_back(service, answer)
+        else:
+
+            async def stale(keys: Sequence[bytes]) -> int:
+                return len(keys)
+
+            service.tier.held = stale  # type: ignore[method-assign]
+            [loaded] = await service.loaded(tier=types_pb2.TIER_MOONCAKE)
+            assert loaded.cached_tokens == 0
+            service.tier.held = held  # type: ignore[method-assign]
+        await fill_and_evict(service)
+        assert service.tier.chunks.keys() == set(KEYS)

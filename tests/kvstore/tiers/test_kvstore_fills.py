@@ -23,24 +23,6 @@ async def granted(service: Service, count: int) -> list[tuple[int, int]]:
     return [(run.first_slot + n, g) for run in answer.runs for n, g in enumerate(run.generations)]
 
 
-async def fill(
-    service: Service, slots: Sequence[tuple[int, int]], keys: Sequence[bytes], **fields: Any
-) -> pb.FillSlotsResponse:
-    fields = {"session_id": service.session, "tier": types_pb2.TIER_DISK, **fields}
-    request = pb.FillSlotsRequest(
-        slots=[
-            pb.SlotToFill(slot=slot, generation=generation, chunk_key=key)
-            for (slot, generation), key in zip(slots, keys, strict=True)
-        ],
-        **fields,
-    )
-    try:
-        answer: pb.FillSlotsResponse = await service.stub.FillSlots(request, timeout=10)
-    except grpc.RpcError as error:
-        raise error_of(error) from error
-    return answer
-
-
 async def seal(
     service: Service, slots: Sequence[tuple[int, int]], first: int, checksums: Sequence[int]
 ) -> pb.SealResponse:
@@ -68,10 +50,10 @@ async def test_the_back_is_filled_first_and_sealed_behind_the_front(tmp_path: Pa
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
         slots = await granted(service, 5)
-        back = await fill(service, slots[3:], KEYS[3:])
+        back = await service.fill(slots[3:], KEYS[3:])
         assert [slot.is_filled for slot in back.slots] == [True, True]
         assert service.bench.store.peek(b"", TOKENS).cached_tokens == 0
-        front = await fill(service, slots[:3], KEYS[:3])
+        front = await service.fill(slots[:3], KEYS[:3])
         await seal(service, slots[:3], 0, [slot.checksum for slot in front.slots])
         await seal(service, slots[3:], 3, [slot.checksum for slot in back.slots])
         assert service.bench.store.peek(b"", TOKENS).cached_tokens == 5 * SIZE
@@ -84,7 +66,7 @@ async def test_missing_and_damaged_chunks_stay_empty(tmp_path: Path) -> None:
         del service.tier.chunks[KEYS[1]]
         service.tier.damage(KEYS[2])
         slots = await granted(service, 4)
-        answer = await fill(service, slots, KEYS[:4])
+        answer = await service.fill(slots, KEYS[:4])
         assert [slot.is_filled for slot in answer.slots] == [True, False, False, True]
         assert KEYS[2] not in service.tier.chunks
         stats = service.tier.stats
@@ -97,25 +79,25 @@ async def test_what_is_refused(tmp_path: Path) -> None:
         await fill_and_evict(service)
         slots = await granted(service, 2)
         with pytest.raises(InvalidArgument, match="tier"):
-            await fill(service, slots, KEYS[:2], tier=types_pb2.TIER_UNSPECIFIED)
+            await service.fill(slots, KEYS[:2], tier=types_pb2.TIER_UNSPECIFIED)
         with pytest.raises(InvalidArgument, match="1 to 4096"):
-            await fill(service, [], [])
+            await service.fill([], [])
         with pytest.raises(InvalidArgument, match="twice"):
-            await fill(service, [slots[0], slots[0]], KEYS[:2])
+            await service.fill([slots[0], slots[0]], KEYS[:2])
         with pytest.raises(InvalidArgument, match="outside the arena"):
-            await fill(service, [(99, 1)], KEYS[:1])
+            await service.fill([(99, 1)], KEYS[:1])
         with pytest.raises(InvalidArgument, match="32 bytes"):
-            await fill(service, slots[:1], [b"short"])
+            await service.fill(slots[:1], [b"short"])
         with pytest.raises(FailedPrecondition, match="no mooncake tier"):
-            await fill(service, slots, KEYS[:2], tier=types_pb2.TIER_MOONCAKE)
+            await service.fill(slots, KEYS[:2], tier=types_pb2.TIER_MOONCAKE)
         with pytest.raises(FailedPrecondition, match="not granted"):
-            await fill(service, [(slots[0][0], slots[0][1] + 1)], KEYS[:1])
+            await service.fill([(slots[0][0], slots[0][1] + 1)], KEYS[:1])
         other = service.bench.attach()
         with pytest.raises(FailedPrecondition, match="not granted"):
-            await fill(service, slots, KEYS[:2], session_id=other)
+            await service.fill(slots, KEYS[:2], session_id=other)
         service.tier.go_away()
         with pytest.raises(Unavailable):
-            await fill(service, slots, KEYS[:2])
+            await service.fill(slots, KEYS[:2])
         service.bench.store.sessions.release(service.session, [], slots)
 
 
@@ -129,7 +111,7 @@ async def test_slots_that_are_released_under_the_read_are_not_reused_before_its_
         free = pool.free_count
         service.tier.gate.clear()
         calls = service.tier.calls
-        filling = asyncio.create_task(fill(service, slots, KEYS[:2]))
+        filling = asyncio.create_task(service.fill(slots, KEYS[:2]))
         await eventually(lambda: service.tier.calls > calls)
         service.bench.store.sessions.release(service.session, [], slots)
         assert pool.free_count == free
@@ -147,7 +129,7 @@ async def test_what_was_filled_and_not_sealed_is_zeroed_before_it_is_granted(
         store, salt = service.bench.store, b"tenant B"
         runs = store.reserve(service.session, 2, salt)
         slots = [(run.first + n, g) for run in runs for n, g in enumerate(run.generations)]
-        answer = await fill(service, slots, KEYS[:2])
+        answer = await service.fill(slots, KEYS[:2])
         assert all(slot.is_filled for slot in answer.slots)
         assert any_bytes(service, slots)
         store.sessions.release(service.session, [], slots)
@@ -169,7 +151,7 @@ async def test_sealed_slots_are_not_zeroed_for_their_own_tenant(tmp_path: Path) 
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
         slots = await granted(service, 2)
-        filled = await fill(service, slots, KEYS[:2])
+        filled = await service.fill(slots, KEYS[:2])
         await seal(service, slots, 0, [slot.checksum for slot in filled.slots])
         store = service.bench.store
         assert store.evict_all() == 2
@@ -185,7 +167,7 @@ async def test_a_slot_is_not_sealed_while_a_tier_reads_into_it(tmp_path: Path) -
         checksum = store.arena.checksum(slots[0][0])
         service.tier.gate.clear()
         calls = service.tier.calls
-        filling = asyncio.create_task(fill(service, slots, KEYS[3:4]))
+        filling = asyncio.create_task(service.fill(slots, KEYS[3:4]))
         await eventually(lambda: service.tier.calls > calls)
         with pytest.raises(grpc.RpcError) as caught:
             await seal(service, slots, 0, [checksum])
@@ -193,10 +175,10 @@ async def test_a_slot_is_not_sealed_while_a_tier_reads_into_it(tmp_path: Path) -
         assert isinstance(error, FailedPrecondition)
         assert error.reason == "BEING_FILLED"
         with pytest.raises(FailedPrecondition, match="another call"):
-            await fill(service, slots, KEYS[:1])
+            await service.fill(slots, KEYS[:1])
         service.tier.gate.set()
         await filling
-        again = await fill(service, slots, KEYS[:1])
+        again = await service.fill(slots, KEYS[:1])
         await seal(service, slots, 0, [again.slots[0].checksum])
         service.assert_payloads(TOKENS, 1)
 
@@ -207,7 +189,7 @@ async def test_a_slot_is_not_filled_while_it_is_being_sealed(
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
         slots = await granted(service, 1)
-        filled = await fill(service, slots, KEYS[:1])
+        filled = await service.fill(slots, KEYS[:1])
         compared, may_seal = asyncio.Event(), asyncio.Event()
         sealer = service.servicer._sealer
         read_back = sealer.read_back
@@ -221,9 +203,11 @@ async def test_a_slot_is_not_filled_while_it_is_being_sealed(
         monkeypatch.setattr(sealer, "read_back", read_back_slowly)
         sealing = asyncio.create_task(seal(service, slots, 0, [filled.slots[0].checksum]))
         await compared.wait()
-        with pytest.raises(FailedPrecondition, match="another call"):
-            await fill(service, slots, KEYS[3:4])
-        may_seal.set()
+        try:
+            with pytest.raises(FailedPrecondition, match="another call"):
+                await service.fill(slots, KEYS[3:4])
+        finally:
+            may_seal.set()
         await sealing
         service.assert_payloads(TOKENS, 1)
         assert not service.bench.store.pool.grants.checked

@@ -96,6 +96,10 @@ class MemoryTier:
         self._stats.is_up = False
         self._stats.message = "unplugged"
 
+    def come_back(self) -> None:
+        self._stats.is_up = True
+        self._stats.message = ""
+
     def damage(self, key: bytes) -> None:
         payload, checksum = self.chunks[key]
         self.chunks[key] = (bytes([payload[0] ^ 1]) + payload[1:], checksum)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from tier_double import MemoryTier, MemoryTransfer
 from kvstore_service.server import KvStoreServicer
 from kvstore_service.tiers.manager import TierManager
 from splitpoint.keys import chunk_keys
+from splitpoint.tiers import Tier
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.servers import create_server, listen
 from splitpoint.transport.statuses import error_of
@@ -76,6 +77,23 @@ class Service:
             raise error_of(error) from error
         return answer
 
+    async def fill(
+        self, slots: Sequence[tuple[int, int]], keys: Sequence[bytes], **fields: Any
+    ) -> pb.FillSlotsResponse:
+        fields = {"session_id": self.session, "tier": types_pb2.TIER_DISK, **fields}
+        request = pb.FillSlotsRequest(
+            slots=[
+                pb.SlotToFill(slot=slot, generation=generation, chunk_key=key)
+                for (slot, generation), key in zip(slots, keys, strict=True)
+            ],
+            **fields,
+        )
+        try:
+            answer: pb.FillSlotsResponse = await self.stub.FillSlots(request, timeout=10)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        return answer
+
     def release(self, answer: pb.LoadChunksResponse) -> None:
         released = self.bench.store.sessions.release(self.session, [answer.lease_id], [])
         assert released.lease_count == 1
@@ -94,10 +112,15 @@ class Service:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, slot_count: int = 8, *, has_transfer: bool = False, **options: Any
+    folder: Path,
+    slot_count: int = 8,
+    *,
+    tier_name: Tier = Tier.DISK,
+    has_transfer: bool = False,
+    **options: Any,
 ) -> AsyncIterator[Service]:
     bench = Bench(folder, slot_count)
-    tier = MemoryTier(bench.arena)
+    tier = MemoryTier(bench.arena, tier_name)
     tiers = TierManager(bench.store.pool, [tier], **options)
     transfer = MemoryTransfer(MemoryTier(bench.arena)) if has_transfer else None
     servicer = KvStoreServicer(bench.store, tiers=tiers, transfer=transfer)
