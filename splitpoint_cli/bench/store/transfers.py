@@ -27,7 +27,7 @@ from splitpoint.transport.statuses import error_of
 from splitpoint.transport.store_session import remote_session
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
-from splitpoint_cli.bench.shared.processor_time import processor_seconds
+from splitpoint_cli.bench.shared.processor_time import ProcessorTime
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.store.remote import read_chunks
 from splitpoint_cli.bench.store.report import Passes, TransferResult
@@ -72,16 +72,16 @@ class _Reader:
     """One way to read, what it has taken so far, and how to forget what it read."""
 
     read: Callable[[], Awaitable[None]]
-    process_ids: tuple[int, ...]
+    processors: ProcessorTime
     clear: Callable[[], Awaitable[None]] | None
     seconds: list[float]
     processor_seconds: list[float]
 
     async def once(self) -> None:
-        used, began = processor_seconds(self.process_ids), time.perf_counter()
+        used, began = self.processors.seconds(), time.perf_counter()
         await self.read()
         self.seconds.append(time.perf_counter() - began)
-        self.processor_seconds.append(processor_seconds(self.process_ids) - used)
+        self.processor_seconds.append(self.processors.seconds() - used)
         if self.clear is not None:
             await self.clear()
 
@@ -119,7 +119,7 @@ async def measure_transfers(
 
             loads = _Loads(stores, sequence)
             readers = [
-                _Reader(stream, (stores.source.process_id,), None, [], []),
+                _Reader(stream, ProcessorTime([stores.source.process_id]), None, [], []),
                 _fetches(stores, fetcher, sequence),
                 loads.reader(),
             ]
@@ -156,8 +156,8 @@ def _fetches(stores: TransferStores, fetcher: PrefixFetcher, sequence: _Sequence
         await fetcher.quiesce()
         await _evict(store.client.address)
 
-    processes = (stores.source.process_id, store.process_id)
-    return _Reader(fetch, processes, clear, [], [])
+    processors = ProcessorTime([stores.source.process_id, store.process_id])
+    return _Reader(fetch, processors, clear, [], [])
 
 
 class _Loads:
@@ -174,8 +174,9 @@ class _Loads:
         self._lease_id = 0
 
     def reader(self) -> _Reader:
-        processes = (self._stores.source.process_id, self._stores.loading.process_id)
-        return _Reader(self._load, processes, self._clear, [], [])
+        stores = (self._stores.source, self._stores.loading)
+        processors = ProcessorTime([store.process_id for store in stores])
+        return _Reader(self._load, processors, self._clear, [], [])
 
     def _connection(self) -> Connection:
         connection = self._stores.loading.client.connection
