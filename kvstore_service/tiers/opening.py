@@ -47,12 +47,20 @@ def tier_settings(arguments: argparse.Namespace) -> TierSettings:
             "--tier-disk DIR and --tier-disk-size SIZE belong together",
             field="tier-disk" if disk is None else "tier-disk-size",
         )
+    mooncake = settings_of(arguments)
+    if disk is None and (mooncake is None or mooncake.pool is None):
+        for name, is_given in (
+            ("tier-rate", rate is not None),
+            ("tier-admission", arguments.tier_admission != ON_EVICTION),
+        ):
+            if is_given:
+                raise InvalidArgument(f"--{name} needs --tier-disk or --tier-mooncake", field=name)
     return TierSettings(
         on_eviction=arguments.tier_admission == ON_EVICTION,
         rate_limit=None if rate is None else parse_rate(rate, field="tier-rate"),
         disk=disk,
         disk_bytes=disk_bytes,
-        mooncake=settings_of(arguments),
+        mooncake=mooncake,
     )
 
 

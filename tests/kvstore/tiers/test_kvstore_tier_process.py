@@ -134,12 +134,17 @@ def start(shm_folder: Path) -> Iterator[Start]:
             store.end(signal.SIGKILL)
 
 
+DISK = ("--tier-disk", "/nowhere/tier", "--tier-disk-size", "1GiB")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--tier-disk", "/nowhere/tier"], "--tier-disk-size"),
         (["--tier-disk-size", "1GiB"], "--tier-disk"),
-        (["--tier-rate", "fast"], "tier-rate"),
+        ([*DISK, "--tier-rate", "fast"], "is not a rate"),
+        (["--tier-rate", "1GB"], "--tier-rate needs --tier-disk or --tier-mooncake"),
+        (["--tier-admission", "second-use"], "--tier-admission needs --tier-disk"),
     ],
 )
 def test_options_that_do_not_fit(
