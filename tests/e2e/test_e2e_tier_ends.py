@@ -117,7 +117,7 @@ async def host(folder: Path, tmp_path: Path, arena: Path, rate: str) -> AsyncIte
 async def test_both_ends_of_a_disk_give_the_same_text(
     folder: Path, tmp_path: Path, shm_folder: Path
 ) -> None:
-    async with host(folder, tmp_path, shm_folder / "a" / "arena", "5MB") as stack:
+    async with host(folder, tmp_path, shm_folder / "a" / "arena", "1MB") as stack:
         await stack.put_on_disk()
         await stack.meet()
         tokens, (report,) = await stack.end("both")
@@ -131,7 +131,7 @@ async def test_both_ends_of_a_disk_give_the_same_text(
 
 
 async def test_a_damaged_file_is_computed(folder: Path, tmp_path: Path, shm_folder: Path) -> None:
-    async with host(folder, tmp_path, shm_folder / "a" / "arena", "5MB") as stack:
+    async with host(folder, tmp_path, shm_folder / "a" / "arena", "1MB") as stack:
         await stack.put_on_disk()
         for path in (tmp_path / "tier").rglob("*"):
             if path.is_file() and path.stat().st_size > 100_000:
