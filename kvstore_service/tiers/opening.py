@@ -76,7 +76,7 @@ def tiers_of(
         # Imported here: a store without the tier starts without it.
         from kvstore_service.tiers.disk.tier import DiskTier
 
-        tiers.append(DiskTier(pool.arena, settings.disk, settings.disk_bytes))
+        tiers.append(DiskTier(pool.arena, settings.disk, settings.disk_bytes, holds=pool.grants))
     transfer: ChunkTransfer | None = None
     if settings.mooncake is not None:
         from kvstore_service.mooncake.opening import mooncake_parts

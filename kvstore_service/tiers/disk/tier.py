@@ -1,7 +1,7 @@
 """The disk tier: a folder of segments that keeps chunks beyond the arena and beyond a restart.
 
-It does its I/O in threads, and is away while its folder is: it then looks for the folder again,
-with growing pauses. Writes pause alike after an error, while reads go on.
+It does its I/O in threads, and is away while its folder is, or does not answer: it then looks for
+the folder again, with growing pauses. Writes pause alike after an error, while reads go on.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.tiers.disk.files import Files, Part
@@ -22,6 +21,7 @@ from kvstore_service.tiers.disk.index import Segment
 from kvstore_service.tiers.disk.pause import LEAST_PAUSE_SECONDS, Pause
 from kvstore_service.tiers.disk.segment_log import LogCounts, SegmentLog
 from kvstore_service.tiers.disk.segment_reader import Wanted
+from kvstore_service.tiers.disk.threads import DaemonThreads
 from kvstore_service.tiers.tier import TierStats
 from splitpoint.arena.mapping import Arena
 from splitpoint.errors import FailedPrecondition, SplitpointError, Unavailable
@@ -33,7 +33,23 @@ _READ_THREADS = 4
 # Bytes that one thread reads for one call before another may continue it.
 _READ_BYTES = 8 << 20
 
+# A call that takes longer than this, and its bytes at the lowest rate, makes the tier away.
+STALL_SECONDS = 10.0
+_LEAST_BYTES_PER_SECOND = 20e6
+# The index of a large folder takes seconds to read.
+_OPEN_SECONDS = 300.0
+# How long a stop waits for the disk.
+_CLOSE_SECONDS = 5.0
+
 Result = TypeVar("Result")
+
+
+class SlotHolds(Protocol):
+    """Keeps slots of the arena from being reused; see `SlotGrants`."""
+
+    def begin_copy(self, slots: Iterable[int]) -> None: ...
+
+    def end_copy(self, slots: Iterable[int]) -> None: ...
 
 
 class DiskTier:
@@ -42,8 +58,10 @@ class DiskTier:
     Args:
         arena: whose chunks it keeps; folders hold chunks of several layouts side by side.
         size_bytes: bound of all files in the folder.
+        holds: keeps slots that a call on a disk without an answer may still read or write.
         files: reads and writes.
         pause_seconds: after the first error.
+        stall_seconds: after which a call without an answer makes the tier away.
     """
 
     def __init__(
@@ -52,9 +70,11 @@ class DiskTier:
         folder: Path,
         size_bytes: int,
         *,
+        holds: SlotHolds,
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause_seconds: float = LEAST_PAUSE_SECONDS,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self.on_change: Callable[[Sequence[bytes]], None] | None = None
         self._layout = arena.layout
@@ -70,8 +90,13 @@ class DiskTier:
         self._writing = asyncio.Lock()
         self._pause = Pause(clock, pause_seconds)
         self._retry: asyncio.Task[None] | None = None
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk-write")
-        self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="disk-read")
+        self._holds = holds
+        self._stall_seconds = stall_seconds
+        self._writer = DaemonThreads(1, "disk-write")
+        self._readers = DaemonThreads(_READ_THREADS, "disk-read")
+        self._waiting_bytes = 0
+        # Calls that took too long, and may still use the folder and slots.
+        self._stuck: set[asyncio.Future[Any]] = set()
 
     @property
     def tier(self) -> Tier:
@@ -86,11 +111,18 @@ class DiskTier:
     async def start(self) -> None:
         """Open the folder and read its index; see `ChunkTier.start`."""
         try:
-            self._come_up(await self._in_thread(self._writer, self._open))
-        except OSError as error:
-            raise FailedPrecondition(
-                f"the disk tier's folder {self._path} cannot be used: {error.strerror}"
-            ) from error
+            async with asyncio.timeout(_OPEN_SECONDS):
+                log = await self._writer.submit(self._open)
+        except BaseException as error:
+            self._writer.close()
+            if isinstance(error, TimeoutError) and error.errno is None:
+                raise FailedPrecondition(f"the disk of {self._path} does not answer") from None
+            if isinstance(error, OSError):
+                raise FailedPrecondition(
+                    f"the disk tier's folder {self._path} cannot be used: {error.strerror}"
+                ) from error
+            raise
+        self._come_up(log)
 
     def _open(self) -> SegmentLog:
         folder = TierFolder.lock(self._path)
@@ -123,13 +155,17 @@ class DiskTier:
             self._retry.cancel()
             with suppress(asyncio.CancelledError):
                 await self._retry
-        async with self._writing:
-            log, self._log = self._log, None
-            if log is not None:
-                await self._in_thread(self._writer, lambda: _close(log))
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS), self._writing:
+                log, self._log = self._log, None
+                if log is not None:
+                    await self._writer.submit(lambda: _close(log))
+        except TimeoutError:
+            _logger.error("the disk of %s does not answer: it is left as it is", self._path)
+        self._log = None
         self._stats.is_up, self._stats.message = False, "closed"
-        self._writer.shutdown()
-        self._readers.shutdown()
+        self._writer.close()
+        self._readers.close()
 
     # -- asking ---------------------------------------------------------------------------
 
@@ -153,7 +189,7 @@ class DiskTier:
         """Read records in threads, several at a time; see `ChunkTier.read`."""
         log = self._opened()
         found: list[int | None] = [None] * len(keys)
-        jobs: list[tuple[Segment, list[int], list[Wanted]]] = []
+        jobs: list[tuple[Segment, list[int], list[Wanted]]] = []  # places in `keys`
         most = max(1, _READ_BYTES // self._layout.chunk_bytes)
         for place, (key, slot) in enumerate(zip(keys, slots, strict=True)):
             located = log.locate(key)
@@ -166,7 +202,10 @@ class DiskTier:
             jobs[-1][2].append(Wanted(index, key, self._parts(slot)))
 
         async def run(segment: Segment, places: list[int], wanted: list[Wanted]) -> None:
-            checksums = await self._in_thread(self._readers, lambda: log.read(segment, wanted))
+            used = [slots[place] for place in places]
+            checksums = await self._watched(
+                log, self._readers, lambda: log.read(segment, wanted), used
+            )
             for place, checksum in zip(places, checksums, strict=True):
                 found[place] = checksum
 
@@ -200,7 +239,8 @@ class DiskTier:
             if not new or self._pause.is_on:
                 return held
             try:
-                appended = await self._in_thread(self._writer, lambda: log.append(new))
+                used = [entry.slot for entry, _ in new]
+                appended = await self._watched(log, self._writer, lambda: log.append(new), used)
             except FolderLost as error:
                 self._go_away(log, error)
                 raise Unavailable(f"the disk tier is away: {self._stats.message}") from error
@@ -219,7 +259,9 @@ class DiskTier:
     async def drop(self, keys: Sequence[bytes]) -> None:
         log = self._log
         if log is not None:
-            await self._to_the_end(self._in_thread(self._readers, lambda: log.drop(keys)))
+            call = self._watched(log, self._readers, lambda: log.drop(keys), ())
+            with suppress(Unavailable):
+                await self._to_the_end(call)
             self._note()
 
     def _parts(self, slot: int) -> list[Part]:
@@ -231,7 +273,9 @@ class DiskTier:
         """Stop using the folder, and look for it again later."""
         if self._log is not log:
             return
-        message = error.message if isinstance(error, SplitpointError) else str(error.strerror)
+        message = (
+            error.message if isinstance(error, SplitpointError) else error.strerror or str(error)
+        )
         _logger.error("the disk tier %s is away: %s", self._path, message)
         self._note()
         lost = log.keys()
@@ -244,15 +288,17 @@ class DiskTier:
     async def _come_back(self, log: SegmentLog) -> None:
         """Close the log, and open the folder again as soon as that is possible."""
         pause = Pause(self._clock, self._pause.first_seconds)
-        await self._in_thread(self._writer, lambda: _close(log))
+        while self._stuck:
+            await asyncio.wait(self._stuck)
+            await asyncio.sleep(0)  # for its callback
+        await self._writer.submit(lambda: _close(log))
         while True:
             pause.begin()
             await asyncio.sleep(pause.seconds)
             try:
-                self._come_up(await self._in_thread(self._writer, self._open))
+                self._come_up(await self._writer.submit(self._open))
             except (OSError, SplitpointError) as error:
-                text = error.strerror if isinstance(error, OSError) else error.message
-                self._stats.message = str(text)
+                self._stats.message = _words_of(error)
             else:
                 _logger.info("the disk tier %s is back", self._path)
                 return
@@ -280,8 +326,40 @@ class DiskTier:
         if keys and self.on_change is not None:
             self.on_change(keys)
 
-    async def _in_thread(self, threads: ThreadPoolExecutor, call: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(threads, call)
+    async def _watched(
+        self,
+        log: SegmentLog,
+        threads: DaemonThreads,
+        call: Callable[[], Result],
+        slots: Sequence[int],
+    ) -> Result:
+        """Run a call in a thread. Raises Unavailable, and goes away, if the disk does not answer.
+
+        The slots are held then until the call ends.
+        """
+        size = len(slots) * self._layout.chunk_bytes
+        self._waiting_bytes += size
+        limit = self._stall_seconds + self._waiting_bytes / _LEAST_BYTES_PER_SECOND
+        future = threads.submit(call)
+        try:
+            async with asyncio.timeout(limit):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            if future.done():
+                raise  # the call's own
+        finally:
+            self._waiting_bytes -= size
+        self._holds.begin_copy(slots)
+        self._stuck.add(future)
+        future.add_done_callback(lambda ended: self._end_stuck(ended, slots))
+        self._go_away(log, Unavailable(f"the disk of {self._path} does not answer"))
+        raise Unavailable(f"the disk tier is away: {self._stats.message}")
+
+    def _end_stuck(self, ended: asyncio.Future[Any], slots: Sequence[int]) -> None:
+        self._stuck.discard(ended)
+        self._holds.end_copy(slots)
+        if not ended.cancelled():
+            ended.exception()  # so that asyncio does not report it
 
     async def _to_the_end(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run work that a cancelled caller waits for, since threads use the caller's slots."""
@@ -295,6 +373,12 @@ class DiskTier:
             if not task.cancelled():
                 task.exception()  # so that asyncio does not report it
             raise
+
+
+def _words_of(error: OSError | SplitpointError) -> str:
+    if isinstance(error, SplitpointError):
+        return error.message
+    return error.strerror or str(error)
 
 
 def _close(log: SegmentLog) -> None:

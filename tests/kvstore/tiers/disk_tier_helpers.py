@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from kvstore_helpers import LAYOUT, read_payload, write_payload
@@ -31,6 +33,7 @@ class FailingFiles(Files):
     Attributes:
         write_error, read_error, sync_error: errno; None: no error.
         room: returns the bytes left on the disk. None: no bound.
+        answers: while it is clear, no read or write returns.
     """
 
     def __init__(self) -> None:
@@ -38,13 +41,17 @@ class FailingFiles(Files):
         self.read_error: int | None = None
         self.sync_error: int | None = None
         self.room: Callable[[], int] | None = None
+        self.answers = threading.Event()
+        self.answers.set()
 
     def read(self, fd: int, parts: Sequence[Part], offset: int) -> int:
+        self.answers.wait()
         if self.read_error is not None:
             raise OSError(self.read_error, os.strerror(self.read_error))
         return super().read(fd, parts, offset)
 
     def write(self, fd: int, parts: Sequence[Part], offset: int) -> None:
+        self.answers.wait()
         if self.write_error is not None:
             # Half of it is there, as after a real error.
             super().write(fd, parts[: len(parts) // 2], offset)
@@ -58,6 +65,19 @@ class FailingFiles(Files):
         if self.sync_error is not None:
             raise OSError(self.sync_error, os.strerror(self.sync_error))
         super().sync(fd)
+
+
+class Holds:
+    """Counts the holds of slots."""
+
+    def __init__(self) -> None:
+        self.slots: Counter[int] = Counter()
+
+    def begin_copy(self, slots: Iterable[int]) -> None:
+        self.slots.update(slots)
+
+    def end_copy(self, slots: Iterable[int]) -> None:
+        self.slots.subtract(slots)
 
 
 class TierBench:
@@ -77,17 +97,20 @@ class TierBench:
         opened = open_or_create_arena(folder / "store" / "arena", layout, slot_count)
         self.owner, self.arena = opened.owner, opened.arena
         self.files = FailingFiles()
+        self.holds = Holds()
         self.now = 1000.0
         self.tier: DiskTier | None = None
 
-    async def start(self, *, pause_seconds: float = 0.01) -> DiskTier:
+    async def start(self, *, pause_seconds: float = 0.01, stall_seconds: float = 60.0) -> DiskTier:
         self.tier = DiskTier(
             self.arena,
             self.folder,
             self.size_bytes,
+            holds=self.holds,
             files=self.files,
             clock=lambda: self.now,
             pause_seconds=pause_seconds,
+            stall_seconds=stall_seconds,
         )
         await self.tier.start()
         return self.tier

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import os
 import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -129,6 +130,7 @@ async def test_too_small_a_bound_is_refused(bench: TierBench) -> None:
     bench.size_bytes = 64 << 10
     with pytest.raises(InvalidArgument, match="at least 4 chunks"):
         await bench.start()
+    assert threads_of("disk-") == []
     bench.size_bytes = bound_of(4, 1)
     await bench.start()
     await bench.write(*range(20))
@@ -313,6 +315,61 @@ async def test_a_folder_moved_away_and_back_is_found_again(bench: TierBench) -> 
     aside.rename(bench.folder)
     await soon(lambda: tier.stats.is_up)
     assert await bench.check_read(1, 2) == [True, True]
+
+
+async def test_a_disk_that_does_not_answer_reads_is_left_alone(bench: TierBench) -> None:
+    tier = await bench.start(stall_seconds=0.05)
+    await bench.write(1, 2)
+    bench.files.answers.clear()
+    await unavailable(tier.read(bench.keys(1, 2), [3, 4]))
+    assert not tier.stats.is_up
+    assert "does not answer" in tier.stats.message
+    assert +bench.holds.slots == {3: 1, 4: 1}
+    # Nothing waits for it any more.
+    await unavailable(tier.held(bench.keys(1)))
+    await unavailable(bench.write(3))
+    await tier.drop(bench.keys(1))
+    bench.files.answers.set()
+    await soon(lambda: tier.stats.is_up)
+    assert +bench.holds.slots == {}
+    assert await bench.check_read(1, 2) == [True, True]
+
+
+async def test_a_disk_that_does_not_answer_writes_is_left_alone(bench: TierBench) -> None:
+    tier = await bench.start(stall_seconds=0.05)
+    await bench.write(1)
+    bench.files.answers.clear()
+    await unavailable(bench.write(2, 3))
+    assert +bench.holds.slots == {0: 1, 1: 1}
+    assert tier.holds(bench.key(1)) is False
+    bench.files.answers.set()
+    await soon(lambda: tier.stats.is_up)
+    assert +bench.holds.slots == {}
+    # The late write was whole: it is found like after a kill.
+    assert await bench.check_read(1, 2, 3) == [True, True, True]
+
+
+@pytest.mark.parametrize("stall_seconds", [0.05, 60.0])
+async def test_a_stop_does_not_wait_for_a_disk_without_an_answer(
+    bench: TierBench, stall_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_service.tiers.disk.tier._CLOSE_SECONDS", 0.1)
+    tier = await bench.start(stall_seconds=stall_seconds)
+    await bench.write(1)
+    bench.files.answers.clear()
+    reading = asyncio.create_task(tier.read(bench.keys(1), [0]))
+    writing = asyncio.create_task(bench.write(2))
+    await asyncio.sleep(0.2)
+    async with asyncio.timeout(20):
+        await bench.close()
+    assert tier.stats.message == "closed"
+    bench.files.answers.set()
+    await asyncio.wait([reading, writing])
+    await soon(lambda: not threads_of("disk-"))
+
+
+def threads_of(prefix: str) -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith(prefix)]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts file systems")
