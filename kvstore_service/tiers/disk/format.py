@@ -257,6 +257,17 @@ def decode_trailer(trailer: bytes, number: int) -> tuple[int, int]:
     return count, headers_crc
 
 
+def check_footer(layout: ArenaLayout, number: int, size: int, trailer: bytes) -> tuple[int, int]:
+    """Return `decode_trailer` of a file of `size` bytes.
+
+    Raises ArenaFormatError, also if the records and the footer do not make up the file.
+    """
+    count, headers_crc = decode_trailer(trailer, number)
+    if record_offset(layout, count) + count * RECORD_HEADER_BYTES + TRAILER_BYTES != size:
+        raise Truncated("the footer does not lie where it should")
+    return count, headers_crc
+
+
 def keys_of_footer(headers: bytes, headers_crc: int) -> list[bytes]:
     """Return the keys of all records. Raises BadHeaderChecksum."""
     if zlib.crc32(headers) != headers_crc:

@@ -16,15 +16,16 @@ from kvstore_service.tiers.disk.format import (
     TRAILER_BYTES,
     RecordHeader,
     SegmentHeader,
-    decode_trailer,
+    check_footer,
     record_bytes,
     record_offset,
 )
-from splitpoint.arena.format import ArenaFormatError
+from splitpoint.arena.format import ArenaFormatError, Truncated
 from splitpoint.arena.records import PayloadMismatch
 from splitpoint.shapes import ArenaLayout
 
 _REMOVED = bytes(RECORD_HEADER_BYTES)
+_PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def _record_count(fd: int, layout: ArenaLayout, number: int) -> tuple[int, bool]
     size = os.fstat(fd).st_size
     try:
         trailer = os.pread(fd, TRAILER_BYTES, max(0, size - TRAILER_BYTES))
-        return decode_trailer(trailer, number)[0], True
+        return check_footer(layout, number, size, trailer)[0], True
     except ArenaFormatError:
         return max(0, size - SEGMENT_HEADER_BYTES) // record_bytes(layout), False
 
@@ -137,11 +138,22 @@ def _read_record(
         header = RecordHeader.decode(block)
         header.check_place(segment.layout, segment.number, index)
         if with_payload:
-            payload = os.pread(fd, header.payload_bytes, offset + RECORD_HEADER_BYTES)
-            if xxhash.xxh3_64_intdigest(payload) != header.checksum:
-                raise PayloadMismatch("the payload differs from its checksum")
+            _check_payload(fd, offset + RECORD_HEADER_BYTES, header)
     except ArenaFormatError as error:
         return error
     part.keys.add(header.key)
     part.salt_tags.add(header.salt_tag)
     return None
+
+
+def _check_payload(fd: int, offset: int, header: RecordHeader) -> None:
+    """Raise PayloadMismatch, or Truncated if the file ends inside the payload."""
+    digest, left = xxhash.xxh3_64(), header.payload_bytes
+    while left:
+        piece = os.pread(fd, min(left, _PIECE_BYTES), offset)
+        if not piece:
+            raise Truncated("the payload is cut off")
+        digest.update(piece)
+        offset, left = offset + len(piece), left - len(piece)
+    if digest.intdigest() != header.checksum:
+        raise PayloadMismatch("the payload differs from its checksum")

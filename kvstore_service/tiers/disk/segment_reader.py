@@ -19,7 +19,7 @@ from kvstore_service.tiers.disk.format import (
     NotOfThisChunk,
     RecordHeader,
     SegmentHeader,
-    decode_trailer,
+    check_footer,
     keys_of_footer,
     record_bytes,
     record_offset,
@@ -158,11 +158,8 @@ def _keys_by_footer(
     if trailer_at < SEGMENT_HEADER_BYTES:
         raise Truncated("a segment without a footer")
     trailer = _pread(files, fd, TRAILER_BYTES, trailer_at)
-    count, headers_crc = decode_trailer(trailer, number)
-    start = record_offset(layout, count)
-    if start + count * RECORD_HEADER_BYTES != trailer_at:
-        raise Truncated("the footer does not lie where it should")
-    headers = _pread(files, fd, count * RECORD_HEADER_BYTES, start)
+    count, headers_crc = check_footer(layout, number, size, trailer)
+    headers = _pread(files, fd, count * RECORD_HEADER_BYTES, record_offset(layout, count))
     return [key if any(key) else None for key in keys_of_footer(headers, headers_crc)]
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from disk_tier_helpers import TierBench
 from kvstore_helpers import LAYOUT
 from typer.testing import CliRunner
 
-from kvstore_service.tiers.disk.format import Division, record_offset
+from kvstore_service.tiers.disk.format import MOST_RECORDS, Division, SegmentHeader, record_offset
 from splitpoint_cli.main import app
 
 SIZE = 1 << 20
@@ -95,6 +98,29 @@ async def test_a_torn_tail_is_no_damage(bench: TierBench) -> None:
     status, found = report("verify", bench.folder)
     assert status == 0
     assert found["layouts"][0]["chunk_count"] == 2
+
+
+@pytest.mark.parametrize("record_count", [1, MOST_RECORDS])
+def test_a_footer_that_promises_more_than_the_file_holds(tmp_path: Path, record_count: int) -> None:
+    """Of a layout whose chunks have terabytes."""
+    layout = replace(
+        LAYOUT,
+        chunk_tokens=4096,
+        layer_count=1024,
+        kv_head_count=1024,
+        head_dim=1024,
+        hidden_size=1 << 20,
+    )
+    folder = tmp_path / layout.layout_hash.hex()
+    folder.mkdir()
+    body = b"SPLTINDX" + struct.pack("<IIQI32x", 1, record_count, 1, 0)
+    trailer = body + zlib.crc32(body).to_bytes(4, "little")
+    path = folder / "000000000001.segment"
+    path.write_bytes(SegmentHeader(layout, 1).encode() + bytes(256) + trailer)
+    for command in ("inspect", "verify"):
+        status, found = report(command, tmp_path)
+        assert status == 0
+        assert found["layouts"][0]["chunk_count"] == 0
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
