@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.mooncake.installed import how_to_install
+from kvstore_service.mooncake.process import Duty
 
 _CAPACITY = "master_total_capacity_bytes "
 
@@ -86,13 +87,12 @@ def master_process(port: int, metrics_port: int) -> Iterator[Master]:
         master.kill()
 
 
-def child_of(store_pid: int) -> int:
-    """Return the id of a store's Mooncake process."""
+def child_of(store_pid: int, duty: Duty = Duty.SERVE) -> int:
+    """Return the id of a store's Mooncake process for a duty."""
     children = Path(f"/proc/{store_pid}/task/{store_pid}/children").read_text().split()
+    name = f"\0kvstore_service.mooncake\0{duty}\0".encode()
     found = [
-        int(pid)
-        for pid in children
-        if b"kvstore_service.mooncake" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        int(pid) for pid in children if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(name)
     ]
     assert len(found) == 1, children
     return found[0]

@@ -1,7 +1,8 @@
-"""`python -m kvstore_service.mooncake`: the process of a store that runs Mooncake.
+"""`python -m kvstore_service.mooncake`: a process of a store that runs Mooncake.
 
-Only the store starts it. Standard input is the store's socket; the first line says what to do. A
-crash or a hang of Mooncake costs this process, not the store; it ends with the store.
+Only the store starts it. Standard input is the store's socket; the first line says what to do. The
+argument is for readers of `ps`. A crash or a hang of Mooncake costs this process, not the store; it
+ends with the store.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,6 +36,8 @@ _READ_THREADS = 4
 _POOL_THREADS = 8
 # Seconds between two looks at the pool's master.
 _LOOK_SECONDS = 1.0
+# How long it may take to answer. Mooncake itself waits for many seconds.
+_PROBE_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,6 +50,7 @@ class Child:
         self._sending = threading.Lock()
         self._reads = ThreadPoolExecutor(_READ_THREADS)
         self._pool_calls = ThreadPoolExecutor(_POOL_THREADS)
+        self._running: set[int] = set()
         self._cancelled: set[int] = set()
         self._pool: PoolClient | None = None
 
@@ -64,8 +68,9 @@ class Child:
         for line in self._lines:
             message = messages.decode(line)
             if message["op"] == "cancel":
-                self._cancelled.add(message["of"])
+                self._cancelled |= self._running & {message["of"]}
             else:
+                self._running.add(message["id"])
                 threads = self._reads if message["op"] == "read" else self._pool_calls
                 threads.submit(self._answer, message)
 
@@ -87,7 +92,7 @@ class Child:
         self._address = self._arena.payload.ctypes.data - self._arena.geometry.payload_offset
         self._engine = Engine(settings["interface"])
         self._send({"event": "started", "segment": self._engine.segment})
-        if settings["has_transfer"]:
+        if settings["is_shared"]:
             threading.Thread(target=self._register, args=(path,), daemon=True).start()
         if settings["master"]:
             pool = (settings["master"], settings["memory_bytes"], settings["replicas"])
@@ -111,6 +116,8 @@ class Child:
         from kvstore_service.mooncake.pool_client import PoolClient
 
         last: tuple[bool, str] | None = None
+        probes = ThreadPoolExecutor(1)
+        probe: Future[bool] | None = None
         while True:
             message = ""
             try:
@@ -118,8 +125,13 @@ class Child:
                     self._pool = PoolClient(
                         self._engine, master, memory_bytes, replicas, self._arena
                     )
-                if not self._pool.is_up():
+                probe = probe or probes.submit(self._pool.is_up)
+                is_up = probe.result(_PROBE_SECONDS)
+                probe = None
+                if not is_up:
                     message = f"the Mooncake master at {master} does not answer"
+            except TimeoutError:  # the same question is asked again
+                message = f"the Mooncake master at {master} does not answer in time"
             except SplitpointError as error:
                 message = error.message
             now = (not message, message)
@@ -136,6 +148,7 @@ class Child:
             answer["error"] = error.message
         except Exception as error:  # the store goes on without this call
             answer["error"] = f"{type(error).__name__}: {error}"
+        self._running.discard(message["id"])
         self._cancelled.discard(message["id"])
         self._send(answer)
 

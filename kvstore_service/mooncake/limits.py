@@ -8,8 +8,8 @@ _ROUND_TRIP_SECONDS = 5.0
 _POOL_SECONDS = 15.0
 # Mooncake itself gives up after 60 s, but may then still write into slots.
 _LONGEST_SECONDS = 30.0
-# A call of the pool takes some seconds to fail while its master is away.
-POOL_CANCEL_SECONDS = 15.0
+# A call of the pool takes some seconds to fail while its master or a host of it is away.
+POOL_CANCEL_SECONDS = 30.0
 QUESTION_SECONDS = 5.0
 
 

@@ -67,7 +67,10 @@ class PoolClient:
         return next((index for index, code in enumerate(found) if code != 1), len(keys))
 
     def read(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[int | None]:
-        """Read chunks into slots. Return their checksums; None: missing, DAMAGED: it is."""
+        """Read chunks into slots. Return their checksums; None: missing.
+
+        DAMAGED: the object was no such chunk, and is removed.
+        """
         found: list[int | None] = []
         for batch in self._batches(list(zip(keys, slots, strict=True))):
             trailers = [(ctypes.c_char * TRAILER_BYTES)() for _ in batch]
@@ -75,6 +78,10 @@ class PoolClient:
             self._check(codes)
             for (key, _), trailer, code in zip(batch, trailers, codes, strict=True):
                 found.append(self._checksum(key, trailer.raw, code))
+        # A key that is there is not written again.
+        damaged = [key for key, checksum in zip(keys, found, strict=True) if checksum == DAMAGED]
+        if damaged:
+            self.drop(damaged)
         return found
 
     def _checksum(self, key: bytes, trailer: bytes, code: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The store's end of its Mooncake process: starts it, asks it, and replaces it when it ends.
+"""The store's end of a Mooncake process: starts it, asks it, and replaces it when it ends.
 
 All methods run on the event loop. What a call was told to do is over when it returns, also if it
 is cancelled: a process that does not say so in time is ended.
@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from enum import StrEnum
 from typing import Any
 
 from kvstore_service.mooncake import messages
@@ -35,26 +36,39 @@ RESTART_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0, 15.0)
 # 2 s if it gave memory.
 GOODBYE_SECONDS = 3.0
 # Seconds for a cancelled call to finish what is under way.
-CANCEL_SECONDS = 2.0
+CANCEL_SECONDS = 10.0
 # Lines of the process's errors that are kept to explain its end.
 _LAST_LINES = 5
 # Of lines that the engine writes at each start.
 _ROUTINE = ("InitGoogleLogging", "Local segment descriptor not found")
 
 
+class Duty(StrEnum):
+    """What a process is for.
+
+    They are two, since a read from a host that is frozen can be ended only with its process: that
+    must not cost what other hosts read here.
+    """
+
+    SERVE = "serve"  # lets other stores read the arena, and is in the pool
+    READ = "read"  # reads from other stores
+
+
 class MooncakeProcess:
-    """One store's Mooncake process. Begin with `start`, end with `close`.
+    """One Mooncake process of a store. Begin with `start`, end with `close`.
 
     Attributes:
-        stats: of the transfer engine.
+        stats: of its transfer engine.
         endpoint: where other stores read this arena. None until it is registered.
         pool_is_up, pool_message: of the pool's master.
         on_pool: is called when they change.
     """
 
-    def __init__(self, arena: Arena, settings: MooncakeSettings) -> None:
+    def __init__(self, arena: Arena, settings: MooncakeSettings, duty: Duty = Duty.SERVE) -> None:
         self._arena = arena
         self._settings = settings
+        self._duty = duty
+        self._pool = settings.pool if duty is Duty.SERVE else None
         self.stats = TransferStats(settings.interface, message="it starts")
         self.endpoint: TransferEndpoint | None = None
         self.pool_is_up = False
@@ -197,6 +211,9 @@ class MooncakeProcess:
             self.stats.message = self._failure
             if not started.is_set():
                 return
+            if self._pool is not None:
+                start = f"start {self.stats.restarts + 2} follows"
+                self._set_pool(False, f"Mooncake's process ended ({self._failure}); {start}")
             log.error("Mooncake's process ended: %s", self._failure)
             if time.monotonic() - began > RESTART_SECONDS[-1]:
                 pauses = iter(RESTART_SECONDS)
@@ -210,7 +227,7 @@ class MooncakeProcess:
         link, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "kvstore_service.mooncake"),
+                *(sys.executable, "-P", "-m", "kvstore_service.mooncake", self._duty.value),
                 stdin=theirs.fileno(),
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
@@ -237,12 +254,12 @@ class MooncakeProcess:
             self._fail_calls()
 
     def _first_message(self) -> Message:
-        settings, pool = self._settings, self._settings.pool
+        settings, pool = self._settings, self._pool
         return {
             "arena": str(self._arena.path),
             "instance": self._arena.superblock.instance_id.hex(),
             "interface": settings.interface,
-            "has_transfer": settings.has_transfer,
+            "is_shared": settings.has_transfer and self._duty is Duty.SERVE,
             "master": pool.master if pool else "",
             "memory_bytes": pool.memory_bytes if pool else 0,
             "replicas": pool.replicas if pool else 0,
@@ -284,7 +301,7 @@ class MooncakeProcess:
         self._writer = None
         self.endpoint = None
         self.stats.is_up, self.stats.segment, self.stats.registered_bytes = False, "", 0
-        if self._settings.pool is not None:
+        if self._pool is not None:
             self._set_pool(False, "Mooncake's process ended")
 
     def _fail_calls(self) -> None:

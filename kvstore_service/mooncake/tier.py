@@ -67,10 +67,10 @@ class MooncakeTier:
 
     async def write(self, entries: Sequence[Entry]) -> int:
         self._check_up()
-        stored: list[bool] = await self._process.call(
+        # Only read slots: if they change under a late call, its object proves damaged.
+        stored: list[bool] = await self._process.ask(
             "pool_write",
             pool_seconds_for(len(entries) * self._chunk_bytes),
-            cancel_seconds=POOL_CANCEL_SECONDS,
             keys=names([entry.key for entry in entries]),
             slots=[entry.slot for entry in entries],
             checksums=[entry.checksum for entry in entries],

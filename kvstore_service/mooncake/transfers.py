@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from kvstore_service.mooncake.limits import seconds_for
 from kvstore_service.mooncake.process import MooncakeProcess
@@ -24,32 +25,47 @@ class MooncakeTransfer:
     """A ChunkTransfer.
 
     Args:
+        server: lets other stores read this arena.
+        reader: reads theirs.
         layout: of the own arena.
         identity: what this store shows to other stores.
     """
 
     def __init__(
-        self, process: MooncakeProcess, layout: ArenaLayout, identity: Identity = PLAIN
+        self,
+        server: MooncakeProcess,
+        reader: MooncakeProcess,
+        layout: ArenaLayout,
+        identity: Identity = PLAIN,
     ) -> None:
-        self._process = process
+        self._server = server
+        self._reader = reader
         self._layout = layout
         self._identity = identity
+        self._stats = TransferStats(server.stats.interface)
 
     @property
     def stats(self) -> TransferStats:
-        return self._process.stats
+        """Facts of both processes, and the counts of all reads."""
+        server, reader, stats = self._server.stats, self._reader.stats, self._stats
+        stats.is_up = server.is_up and reader.is_up
+        stats.message = server.message or reader.message
+        stats.segment, stats.registered_bytes = server.segment, server.registered_bytes
+        stats.restarts = server.restarts + reader.restarts
+        return stats
 
     @property
     def endpoint(self) -> TransferEndpoint | None:
-        return self._process.endpoint
+        return self._server.endpoint
 
     @asynccontextmanager
     async def open(
         self, address: str, salt: bytes, token_ids: Sequence[int]
     ) -> AsyncIterator[RemoteChunks]:
         """Lease a sequence's chunks in the store at an address; release them at the end."""
-        if not self.stats.is_up:
-            raise Unavailable(f"Mooncake is away: {self.stats.message}", reason="MOONCAKE")
+        reader = self._reader.stats
+        if not reader.is_up:
+            raise Unavailable(f"Mooncake is away: {reader.message}", reason="MOONCAKE")
         async with remote_session(
             address, CLIENT_NAME, self._layout.layout_hash, self._identity
         ) as session:
@@ -59,13 +75,25 @@ class MooncakeTransfer:
                     reason="NO_TRANSFER",
                 )
             found = await session.match(salt, token_ids)
-            yield RemoteChunks(self._process, self._layout, session, found, salt, token_ids)
+            sequence = _Leased(salt, token_ids, found)
+            yield RemoteChunks(self._reader, self._stats, self._layout, session, sequence)
 
     async def start(self) -> None:
-        await self._process.start()
+        await self._server.start()
+        await self._reader.start()
 
     async def close(self) -> None:
-        await self._process.close()
+        await self._reader.close()
+        await self._server.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Leased:
+    """A sequence, and what the source leased of it."""
+
+    salt: bytes
+    token_ids: Sequence[int]
+    found: pb.MatchResponse
 
 
 class RemoteChunks:
@@ -73,19 +101,18 @@ class RemoteChunks:
 
     def __init__(
         self,
-        process: MooncakeProcess,
+        reader: MooncakeProcess,
+        stats: TransferStats,
         layout: ArenaLayout,
         session: RemoteSession,
-        found: pb.MatchResponse,
-        salt: bytes,
-        token_ids: Sequence[int],
+        sequence: _Leased,
     ) -> None:
-        self._process = process
-        self._chunk_bytes = layout.chunk_bytes
+        self._reader = reader
+        self._stats = stats
+        self._layout = layout
         self._session = session
-        self._salt = salt
-        self._token_ids = token_ids
-        self._epoch = found.epoch
+        self._sequence = sequence
+        found = sequence.found
         self._chunks = {
             key: handle
             for key, handle in zip(found.chunk_keys, found.chunks, strict=True)
@@ -107,19 +134,19 @@ class RemoteChunks:
             await self._transfer(handles, [slots[index] for index in known])
         still = await self._still_there() if handles else set()
         checksums: list[int | None] = [None] * len(keys)
-        stats = self._process.stats
+        stats = self._stats
         for index, handle in zip(known, handles, strict=True):
             if (keys[index], handle.slot, handle.generation) in still:
                 checksums[index] = handle.checksum
                 stats.read_chunks += 1
-                stats.read_bytes += self._chunk_bytes
+                stats.read_bytes += self._layout.chunk_bytes
         return checksums
 
     async def drop(self, keys: Sequence[bytes]) -> None:
         """Have the source read chunks back: what came over was not what it committed."""
         handles = [self._chunks.pop(key) for key in keys if key in self._chunks]
         if handles:
-            self._process.stats.failed_reads += 1
+            self._stats.failed_reads += 1
             request = pb.ReportChunksRequest(
                 session_id=self._session.session_id,
                 request_id=handles[0].SerializeToString()[:64],
@@ -135,9 +162,9 @@ class RemoteChunks:
     ) -> None:
         attached = self._session.attached
         try:
-            await self._process.call(
+            await self._reader.call(
                 "read",
-                seconds_for(len(handles) * self._chunk_bytes),
+                seconds_for(len(handles) * self._layout.chunk_bytes),
                 segment=attached.transfer.segment,
                 address=attached.transfer.arena_address,
                 slot_count=attached.slot_count,
@@ -145,13 +172,13 @@ class RemoteChunks:
                 targets=list(targets),
             )
         except (Unavailable, asyncio.CancelledError):
-            self._process.stats.failed_reads += 1
+            self._stats.failed_reads += 1
             raise
 
     async def _still_there(self) -> set[tuple[bytes, int, int]]:
         """Ask the source which chunks of the sequence it has now: key, slot and generation."""
-        now = await self._session.peek(self._salt, self._token_ids)
-        if now.epoch != self._epoch:
+        now = await self._session.peek(self._sequence.salt, self._sequence.token_ids)
+        if now.epoch != self._sequence.found.epoch:
             raise Unavailable("the source restarted while it was read", reason="SOURCE_LOST")
         return {
             (key, handle.slot, handle.generation)

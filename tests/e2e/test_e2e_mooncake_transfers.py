@@ -19,6 +19,7 @@ from host_pair import NEW_TOKENS, SHAPE, Host, host
 from mooncake_parts import child_of, needs_mooncake
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
+from kvstore_service.mooncake.process import Duty
 from splitpoint.v1 import kvstore_pb2
 
 pytestmark = needs_mooncake
@@ -190,7 +191,7 @@ async def test_a_killed_engine_costs_the_transfer_only(hosts: tuple[Host, Host])
     """The worker streams by gRPC meanwhile; the engine comes back by itself."""
     first, second = hosts
     await first.generate(PROMPT)
-    os.kill(child_of(second.process.pid), signal.SIGKILL)
+    os.kill(child_of(second.process.pid, Duty.READ), signal.SIGKILL)
     tokens, restore = await second.generate(PROMPT, **source(first))
     assert tokens == ANSWER
     assert restore.fetched_tokens == len(PROMPT)
@@ -205,11 +206,11 @@ async def test_a_killed_engine_costs_the_transfer_only(hosts: tuple[Host, Host])
         await each.assert_clean()
 
 
-async def test_the_engine_ends_with_a_killed_store(hosts: tuple[Host, Host]) -> None:
+async def test_the_engines_end_with_a_killed_store(hosts: tuple[Host, Host]) -> None:
     first, _ = hosts
-    engine = child_of(first.process.pid)
+    engines = [child_of(first.process.pid, duty) for duty in Duty]
     first.process.kill()
     await first.process.wait()
     async with asyncio.timeout(SECONDS):
-        while os.path.exists(f"/proc/{engine}"):
+        while any(os.path.exists(f"/proc/{engine}") for engine in engines):
             await asyncio.sleep(0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from up_process import free_ports
 from kvstore_service.mooncake.process import MooncakeProcess
 from kvstore_service.mooncake.settings import MooncakeSettings, PoolSettings
 from kvstore_service.mooncake.tier import MooncakeTier
+from kvstore_service.mooncake.trailer import TRAILER_BYTES
 from kvstore_service.pool.prefix_index import Entry
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.owner import open_or_create_arena
@@ -103,6 +105,35 @@ async def test_an_object_of_another_size_is_none(shm_folder: Path, master: Maste
         assert await tier.write([larger]) == 1
         assert await wrong.read([larger.key], [5]) == [None]
         assert wrong.stats.damaged_chunks == 1
+        assert await tier.held([larger.key]) == 0  # it is removed
+
+
+# Another program's client: puts bytes under a name.
+STRANGER = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1]) == 0
+assert store.put(sys.argv[2], b"x" * int(sys.argv[3])) == 0
+store.close()
+"""
+
+
+async def test_garbage_under_a_chunks_name_is_removed(shm_folder: Path, master: Master) -> None:
+    async with pool(shm_folder / "a", master) as (arena, tier):
+        [chunk] = entries(arena, [1])
+        stranger = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", STRANGER, master.address, f"splitpoint-{chunk.key.hex()}"),
+            str(LAYOUT.chunk_bytes + TRAILER_BYTES),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        assert await stranger.wait() == 0
+        assert await tier.held([chunk.key]) == 1
+        assert await tier.read([chunk.key], [2]) == [None]
+        assert (tier.stats.damaged_chunks, await tier.held([chunk.key])) == (1, 0)
+        assert await tier.write([chunk]) == 1
+        assert await tier.read([chunk.key], [2]) == [chunk.checksum]
 
 
 async def test_a_full_pool_evicts_or_refuses(shm_folder: Path, master: Master) -> None:

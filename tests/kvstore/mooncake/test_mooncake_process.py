@@ -17,7 +17,7 @@ import pytest
 from mooncake_parts import needs_mooncake
 
 from kvstore_service.mooncake import process as under_test
-from kvstore_service.mooncake.process import MooncakeProcess
+from kvstore_service.mooncake.process import Duty, MooncakeProcess
 from kvstore_service.mooncake.settings import MooncakeSettings
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.owner import OpenedArena, open_or_create_arena
@@ -45,18 +45,25 @@ class Pair:
     def __init__(self, there: OpenedArena, here: OpenedArena) -> None:
         self.there, self.here = there.arena, here.arena
         self.source = MooncakeProcess(self.there, SETTINGS)
-        self.reader = MooncakeProcess(self.here, SETTINGS)
+        self.reader = MooncakeProcess(self.here, SETTINGS, Duty.READ)
 
     async def start(self) -> None:
         await asyncio.gather(self.source.start(), self.reader.start())
         await until_ready(self.source)
 
-    async def read(self, sources: list[int], targets: list[int], seconds: float = SECONDS) -> None:
+    async def read(
+        self,
+        sources: list[int],
+        targets: list[int],
+        seconds: float = SECONDS,
+        cancel_seconds: float = SECONDS,
+    ) -> None:
         endpoint = self.source.endpoint
         assert endpoint is not None
         await self.reader.call(
             "read",
             seconds,
+            cancel_seconds=cancel_seconds,
             segment=endpoint.segment,
             address=endpoint.arena_address,
             slot_count=self.there.slot_count,
@@ -217,7 +224,7 @@ async def test_a_cancelled_read_ends_before_it_returns(
         await pair.read([1], [1])
         os.kill(source, signal.SIGSTOP)
         try:
-            reading = asyncio.create_task(pair.read([2], [2]))
+            reading = asyncio.create_task(pair.read([2], [2], cancel_seconds=0.3))
             await asyncio.sleep(0.1)
             reading.cancel()
             await asyncio.sleep(0.05)
