@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,7 @@ class Master:
             *(f"--rpc_port={port}", "--rpc_address=127.0.0.1"),
             *(f"--metrics_port={metrics_port}", "--metrics_host=127.0.0.1"),
         )
-        wait_for_port(port)
+        wait_for_port(port, self._process)
 
     def has_memory(self) -> bool:
         """Return True if a process has given memory to the pool."""
@@ -67,9 +67,10 @@ def start_program(name: str, *arguments: str) -> subprocess.Popen[bytes]:
     )
 
 
-def wait_for_port(port: int) -> None:
+def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
+        assert process.poll() is None, f"{process.args!r} ended"
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
@@ -77,9 +78,16 @@ def wait_for_port(port: int) -> None:
     raise AssertionError(f"nothing listens on port {port}")
 
 
+def unused_ports(count: int) -> list[int]:
+    """Ports that the kernel chose, so that tests beside this one have others."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
 @contextmanager
-def master_process(port: int, metrics_port: int) -> Iterator[Master]:
-    master = Master(port, metrics_port)
+def master_process() -> Iterator[Master]:
+    master = Master(*unused_ports(2))
     master.start()
     try:
         yield master
@@ -99,15 +107,16 @@ def child_of(store_pid: int, duty: Duty = Duty.SERVE) -> int:
 
 
 @contextmanager
-def pool_memory(master: Master, port: int, size: str = "256 MB") -> Iterator[None]:
+def pool_memory(master: Master, size: str = "256 MB") -> Iterator[None]:
     """A `mooncake_client` that gives memory to the pool, and is no store."""
+    [port] = unused_ports(1)
     arguments = (
         *("-host", "127.0.0.1", "-port", str(port), "-global_segment_size", size),
         *("-metadata_server", "P2PHANDSHAKE", "-master_server_address", master.address),
     )
     process = start_program("mooncake_client", *arguments)
     try:
-        wait_for_port(port)
+        wait_for_port(port, process)
         yield
     finally:
         process.kill()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from local_stack import LocalStack, StackShape, local_stack, prompt_of
 from mooncake_parts import Master, child_of, master_process, needs_mooncake, pool_memory
-from up_process import free_ports
 
 from splitpoint.client.answers import Completion
 from splitpoint.v1 import kvstore_pb2, types_pb2
@@ -27,8 +26,7 @@ SECONDS = 30.0
 
 @pytest.fixture
 def master() -> Iterator[Master]:
-    port = free_ports(3)
-    with master_process(port, port + 1) as master, pool_memory(master, port + 2):
+    with master_process() as master, pool_memory(master):
         yield master
 
 

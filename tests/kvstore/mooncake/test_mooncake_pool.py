@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from mooncake_parts import Master, master_process, needs_mooncake
 from test_mooncake_process import LAYOUT, SECONDS, fill
-from up_process import free_ports
 
 from kvstore_service.mooncake.process import MooncakeProcess
 from kvstore_service.mooncake.settings import MooncakeSettings, PoolSettings
@@ -32,8 +31,7 @@ MEMORY = 64 << 20
 
 @pytest.fixture
 def master() -> Iterator[Master]:
-    port = free_ports(2)
-    with master_process(port, port + 1) as found:
+    with master_process() as found:
         yield found
 
 
