@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from splitpoint.errors import InvalidArgument
+from splitpoint.errors import FailedPrecondition, InvalidArgument
 
 
 def check_output(path: Path | None, field: str) -> None:
@@ -47,3 +47,26 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
 def write_private_json(path: Path, value: Mapping[str, object]) -> None:
     """Write or replace a file of one JSON object that only this user can read."""
     replace_file(path, f"{json.dumps(value, ensure_ascii=False, indent=2)}\n".encode(), 0o600)
+
+
+def share_secret(used: Path, others: Sequence[Path]) -> list[Path]:
+    """Give the files of one secret the same content; return those that have another.
+
+    A missing `used` is copied from the first of the others that is there, and then those that are
+    missing from it. Without others, or any file, nothing is done. Raises FailedPrecondition.
+    """
+    if not others:
+        return []
+    try:
+        source = next((path for path in (used, *others) if path.exists()), None)
+        if source is None:
+            return []
+        secret = source.read_bytes()
+        for path in (used, *others):
+            if not path.exists():
+                replace_file(path, secret, 0o600)
+        return [path for path in others if path.read_bytes() != secret]
+    except OSError as error:
+        raise FailedPrecondition(
+            f"the secret of the chunk keys, {error.filename}: {error.strerror}"
+        ) from error

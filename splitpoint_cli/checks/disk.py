@@ -18,13 +18,17 @@ _OF_NETWORK = {
 _OF_CONTAINER = {"overlay", "aufs"}
 
 
-def check_tier_disk(folder: Path, size: str, places: Places) -> Finding:
-    """Check the folder that `--tier-disk` names, for a tier of `--tier-disk-size`.
+def check_tier_disk(folder: Path | None, size: str, places: Places) -> Finding:
+    """Check the folder that `--tier-disk` names, None if it is missing, for `--tier-disk-size`.
 
     A file system that is slow, full or volatile is a warning: a tier costs reuse, not requests.
     Raises InvalidArgument for a size that is none.
     """
     wanted = parse_size(size, field="tier-disk-size")
+    if folder is None:
+        return _refused(
+            "--tier-disk-size needs --tier-disk", "Name a folder on NVMe: --tier-disk DIR"
+        )
     if wanted == 0:
         return Finding(
             _NAME,

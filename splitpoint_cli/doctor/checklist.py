@@ -114,8 +114,8 @@ def _stack(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[C
         weights = _weight_bytes(options, shape) + draft_bytes
         yield Check("device memory", lambda: _device_memory(options, weights, driver))
     yield Check("memory", lambda: _memory(options, shape, draft_bytes, has_gpu=has_gpu, own=own))
-    if options.tier_disk is not None:
-        folder = Path(options.tier_disk)
+    if options.tier_disk is not None or options.tier_disk_size != store.TIER_DISK_SIZE.default:
+        folder = None if options.tier_disk is None else Path(options.tier_disk)
         yield Check(
             "disk tier",
             lambda: disk.check_tier_disk(folder, options.tier_disk_size, options.places),

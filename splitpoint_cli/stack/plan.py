@@ -70,6 +70,10 @@ class Stack:
     keep_arena: bool
     # Folder of the disk tier and its largest size in bytes; None: there is none.
     tier_disk: tuple[Path, int] | None
+    # File of the secret behind the chunk keys, and others that should have the same: that of a
+    # kept arena, beside a disk tier's.
+    key: Path
+    other_keys: tuple[Path, ...]
     # Address of the Mooncake master; None: there is none.
     tier_mooncake: str | None
     store_address: str
@@ -103,6 +107,7 @@ class _Places:
 
     Attributes:
         key: file of the secret behind the chunk keys.
+        other_keys: files that should have the same secret.
         listens: addresses of the schedulers.
         http: address of the gateway; None: there is none.
         metrics: addresses of the first scheduler, the store, each worker, the other schedulers
@@ -114,6 +119,7 @@ class _Places:
     runtime: Path
     arena: Path
     key: Path
+    other_keys: tuple[Path, ...]
     store: str
     workers: tuple[str, ...]
     http: str | None
@@ -188,6 +194,8 @@ def plan_stack(options: StackOptions) -> Stack:
         arena=places.arena,
         keep_arena=options.keep_arena,
         tier_disk=_tier_disk(options),
+        key=places.key,
+        other_keys=places.other_keys,
         tier_mooncake=options.tier_mooncake,
         store_address=places.store,
         worker_addresses=places.workers,
@@ -255,6 +263,7 @@ def _places_of(options: StackOptions, worker_count: int) -> _Places:
         runtime=runtime,
         arena=arena,
         key=_key_file(options, arena, runtime),
+        other_keys=_other_keys(options, arena),
         store=config.check_address(f"unix:{runtime}/store-{start}.sock"),
         workers=tuple(
             config.check_address(f"unix:{runtime}/worker-{i}-{start}.sock")
@@ -276,6 +285,17 @@ def _key_file(options: StackOptions, arena: Path, runtime: Path) -> Path:
         return Path(options.tier_disk) / "server.key"
     beside = arena.parent / "key"
     return beside if options.keep_arena or beside.exists() else runtime / "key"
+
+
+def _other_keys(options: StackOptions, arena: Path) -> tuple[Path, ...]:
+    """Return the kept arena's own file beside a disk tier's.
+
+    With the same secret in both, neither chunks of the arena nor those on the disk are lost when
+    `--tier-disk` comes or goes.
+    """
+    beside = arena.parent / "key"
+    has_two = options.tier_disk is not None and options.server_key_file is None
+    return (beside,) if has_two and (options.keep_arena or beside.exists()) else ()
 
 
 def _tier_disk(options: StackOptions) -> tuple[Path, int] | None:

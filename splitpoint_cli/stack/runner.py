@@ -14,6 +14,7 @@ from splitpoint import config
 from splitpoint.client import AsyncClient
 from splitpoint.errors import Cancelled
 from splitpoint.transport.tls import trusting_own_server
+from splitpoint_cli.files import share_secret
 from splitpoint_cli.spool import spooled_output
 from splitpoint_cli.stack.child import (
     LogLine,
@@ -185,10 +186,16 @@ class StackRunner:
             )
         )
         addresses = []
+        share_secret(stack.key, stack.other_keys)  # one that is there is used
         for command in stack.schedulers:
             # One after the other: the first makes the key that all of them read.
             scheduler = await supervisor.start(command)
             addresses.append(await self._await_ready(scheduler, "connecting"))
+        for other in share_secret(stack.key, stack.other_keys):
+            self.output.event(
+                "up",
+                f"{other} has another secret than {stack.key}: the kept arena is of no use",
+            )
         self.addresses = tuple(addresses)
         if self._held is not None:
             self._held.listens_at(",".join(self.addresses))

@@ -21,7 +21,7 @@ from up_process import free_ports, up_process, wait_until_up
 
 from splitpoint.client import Client
 from splitpoint.client.answers import Completion
-from splitpoint.config import arena_path
+from splitpoint.config import arena_path, remove_tree
 from splitpoint_cli.main import app
 
 INSTANCE = instance_name("up-tiers")
@@ -31,21 +31,24 @@ SECONDS = 60
 
 
 @contextmanager
-def stack(folder: Path) -> Iterator[tuple[Client, subprocess.Popen[str]]]:
+def stack(folder: Path | None, *more: str) -> Iterator[tuple[Client, subprocess.Popen[str]]]:
+    """Run a stack with a disk tier in `folder`, if there is one, and further options."""
+    tier = () if folder is None else ("--tier-disk", str(folder), "--tier-disk-size", "256MiB")
     address = f"127.0.0.1:{free_ports(1)}"
     command = [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--listen", address),
         *("--device", "cpu", "--threads", "1", "--instance", INSTANCE),
-        *("--host-memory", "24MiB", "--tier-disk", str(folder), "--tier-disk-size", "256MiB"),
+        *("--host-memory", "24MiB", *tier, *more),
     ]
     with up_process(command) as process:
-        assert f"disk tier  {folder}, at most 256 MiB" in wait_until_up(process)
+        summary = wait_until_up(process)
+        assert (f"disk tier  {folder}, at most 256 MiB" in summary) == (folder is not None)
         with Client(address) as client:
             yield client, process
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=SECONDS)
         assert process.returncode == 0
-    assert not arena_path(INSTANCE).exists()
+    assert arena_path(INSTANCE).exists() == ("--keep-arena" in more)
 
 
 def ask(client: Client, prompt: str) -> Completion:
@@ -84,3 +87,16 @@ def test_a_stack_that_starts_again_finds_its_prefixes_on_the_disk(tmp_path: Path
         looked = json.loads(CliRunner().invoke(app, ["doctor", *arguments]).output)
         [found_disk] = (each for each in looked["findings"] if each["name"] == "disk tier")
         assert found_disk["verdict"] != "problem"
+
+
+def test_a_kept_arena_is_found_when_a_disk_tier_comes_and_goes(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    try:
+        for tier in (None, folder, None):
+            with stack(tier, "--keep-arena") as (client, _):
+                found = ask(client, PROMPTS[0])
+                if tier is not None:
+                    assert found.usage.cached_tokens >= 512
+        assert found.usage.cached_tokens >= 512
+    finally:
+        remove_tree(arena_path(INSTANCE).parent)

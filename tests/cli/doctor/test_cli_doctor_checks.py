@@ -482,6 +482,10 @@ def test_folders_that_a_disk_tier_cannot_use(tmp_path: Path) -> None:
 
     folder = tmp_path / "tier"
     assert "needs --tier-disk-size" in words(folder, "0")
+    without_folder = disk.check_tier_disk(None, "1GiB", Places())
+    assert (without_folder.verdict, without_folder.found) == (
+        *("problem", "--tier-disk-size needs --tier-disk"),
+    )
     assert "No such file" in words(tmp_path / "no" / "tier")
     (tmp_path / "file").touch()
     assert "is no folder" in words(tmp_path / "file")

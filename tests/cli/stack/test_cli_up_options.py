@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,12 @@ from scheduler_service.__main__ import parse_arguments as parse_scheduler
 from scheduler_service.limits import Limits
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.config import arena_path, remove_tree, runtime_directory, runtime_path
-from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
+from splitpoint.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    PermissionDenied,
+    SplitpointError,
+)
 from splitpoint.host.compiler import compiler
 from splitpoint.host.memory import MemoryFacts
 from splitpoint.options import scheduler as scheduler_options
@@ -36,6 +42,7 @@ from splitpoint.transport.access import Caller, Role
 from splitpoint_cli.checks import memory
 from splitpoint_cli.checks.finding import Finding, Verdict
 from splitpoint_cli.checks.ports import metrics_addresses, scheduler_addresses
+from splitpoint_cli.files import share_secret
 from splitpoint_cli.main import app
 from splitpoint_cli.models import model_shape
 from splitpoint_cli.security.authority import make_certificates
@@ -459,6 +466,32 @@ def test_the_secret_of_the_keys_lives_as_long_as_the_chunks(tmp_path: Path) -> N
     assert key_of(**disk, keep_arena=True) == tmp_path / "chunks/server.key"
     shared = tmp_path / "shared.key"
     assert key_of(**disk, server_key_file=str(shared)) == shared
+
+
+def test_a_kept_arena_and_a_disk_tier_have_one_secret(tmp_path: Path) -> None:
+    """So no chunk is lost when --tier-disk comes to a stack that kept its arena, or goes."""
+    disk: dict[str, Any] = {"tier_disk": str(tmp_path / "chunks"), "tier_disk_size": "1GiB"}
+    beside = arena_path(INSTANCE).parent / "key"
+    assert planned_with(**disk).other_keys == planned_with(keep_arena=True).other_keys == ()
+    assert planned_with(**disk, keep_arena=True).other_keys == (beside,)
+    shared = str(tmp_path / "shared.key")
+    assert planned_with(**disk, keep_arena=True, server_key_file=shared).other_keys == ()
+
+    used, other = tmp_path / "used", tmp_path / "other"
+    assert share_secret(used, [other]) == []
+    assert not used.exists()
+    other.write_bytes(b"of the arena")
+    assert share_secret(used, [other]) == []
+    assert used.read_bytes() == b"of the arena"
+    assert stat.S_IMODE(used.stat().st_mode) == 0o600
+    other.unlink()
+    assert share_secret(used, [other]) == []
+    assert other.read_bytes() == used.read_bytes()
+    other.write_bytes(b"another")
+    assert share_secret(used, [other]) == [other]
+    assert (used.read_bytes(), other.read_bytes()) == (b"of the arena", b"another")
+    with pytest.raises(FailedPrecondition, match="secret of the chunk keys"):
+        share_secret(tmp_path / "no" / "used", [other])
 
 
 @pytest.mark.parametrize("mooncake", [{"transfer": "mooncake"}, {"tier_mooncake": "pool:50051"}])
