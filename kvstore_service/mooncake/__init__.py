@@ -1,1 +1,1 @@
-"""Mooncake, in a process of its own: transfers from other stores, and the pool of their memory."""
+"""Mooncake, in processes of its own: transfers from other stores, and the pool of their memory."""
