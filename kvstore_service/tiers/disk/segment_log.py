@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 # The disk has no room for this process, whatever the bound is.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# A segment in bad sectors, a link in its place, or none any more.
+_UNREADABLE = (errno.EIO, errno.ELOOP, errno.ENOENT)
 # Seconds for which a disk that was full is used no further than it could be.
 _SQUEEZE_SECONDS = 60.0
 
@@ -121,12 +123,17 @@ class SegmentLog:
         self._make_room(0)
 
     def _load(self, found: FoundSegment) -> LoadedSegment | None:
-        """Return what is in a segment. None if it cannot be read."""
+        """Return what is in a segment. None if that is lost.
+
+        Raises OSError if it may be readable at another time.
+        """
         try:
             return load_segment(self._files, found.path, self._layout, found.number)
         except ArenaFormatError as error:
             _log.warning("%s is not used: %s", found.path, error.message)
         except OSError as error:
+            if error.errno not in _UNREADABLE:
+                raise
             _log.warning("%s is not used: %s", found.path, error.strerror)
         return None
 

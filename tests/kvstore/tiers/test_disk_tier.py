@@ -19,7 +19,7 @@ from kvstore_service.tiers.disk.folder import DiskTierInUse
 from kvstore_service.tiers.disk.format import Division
 from splitpoint.arena.files import FolderNotPrivate
 from splitpoint.arena.mapping import Arena
-from splitpoint.errors import InvalidArgument, Unavailable
+from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
 
 SIZE = 1 << 20
 RECORDS = Division.of(LAYOUT, SIZE).record_count
@@ -269,6 +269,18 @@ async def test_segments_that_cannot_be_read_at_a_start_are_not_used(bench: TierB
     await bench.close()
     await bench.start()
     assert await bench.check_read(1000 + 14 * RECORDS - 1) == [True]
+
+
+async def test_segments_that_may_be_readable_later_are_kept(bench: TierBench) -> None:
+    await bench.start()
+    await bench.write(*range(2 * RECORDS))
+    await bench.close()
+    bench.files.read_error = errno.EMFILE
+    with pytest.raises(FailedPrecondition, match="Too many open files"):
+        await bench.start()
+    bench.files.read_error = None
+    await bench.start()
+    assert all(await bench.check_read(*range(2 * RECORDS)))
 
 
 async def test_a_removed_segment_is_a_miss(bench: TierBench) -> None:
