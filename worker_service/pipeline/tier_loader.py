@@ -171,13 +171,17 @@ class TierLoader:
 
     async def _run(self, load: _Load, pieces: Sequence[range | None], time_limit: float) -> None:
         """Load these pieces at the same time, and after each what can be claimed then."""
-        began = time.monotonic()
+        began = load.result.began = time.monotonic()
+        missing = len(load.keys) - load.first_chunk
+        load.result.wanted_bytes = missing * self._layout.chunk_bytes
         try:
             async with asyncio.timeout(time_limit), asyncio.TaskGroup() as group:
                 for chunks in pieces:
                     group.create_task(self._load_pieces(load, chunks))
         except TimeoutError:
             log.warning("loading from %s took too long", load.place)
+            load.result.bytes = len(load.filled) * self._layout.chunk_bytes
+            load.result.is_late()
         except Exception:
             # The front can compute everything.
             log.exception("loading from %s failed", load.place)

@@ -84,6 +84,8 @@ class FetchResult:
         rate: measured bytes per second; 0: too little came to measure one.
         transfer: how it came from another store.
         recomputed_tokens: computed meanwhile, up to where the fetched tokens begin.
+        began, wanted_bytes: when it had its turn, and what was to come at most; 0: not yet.
+        late_rate: it took too long: the bytes per second of its source are not more. 0: it did not.
     """
 
     tokens: int = 0
@@ -92,6 +94,15 @@ class FetchResult:
     rate: float = 0.0
     transfer: Transfer = Transfer.GRPC
     recomputed_tokens: int = 0
+    began: float = 0.0
+    wanted_bytes: int = 0
+    late_rate: float = 0.0
+
+    def is_late(self) -> None:
+        """Note that it is given up now: at best the next batch was about to end."""
+        most = min(self.wanted_bytes, self.bytes + BATCH_BYTES)
+        if most:
+            self.late_rate = most / (time.monotonic() - self.began)
 
 
 @dataclass(slots=True)
@@ -159,6 +170,10 @@ class PrefixFetcher:
                 await self._fetch(source, salt, tokens, result)
         except TimeoutError:
             log.warning("fetching from %s took too long", source.place)
+            if result.transfer is Transfer.MOONCAKE:
+                self._stream_for_a_while(source.place)
+            else:
+                result.is_late()
         except SplitpointError as error:
             log.warning("not fetched from %s: %s", source.place, error.message)
         except Exception:
@@ -188,6 +203,9 @@ class PrefixFetcher:
         chunk_tokens = self._layout.chunk_tokens
         first = chunk_key(self._layout.layout_hash, salt, b"", tokens[:chunk_tokens])
         async with self._turn(first):
+            wanted = min(source.cached_tokens, len(tokens)) // chunk_tokens
+            result.wanted_bytes = wanted * self._layout.chunk_bytes
+            result.began = time.monotonic()
             if not source.place.address:
                 await self._load(source, salt, tokens, result)
             elif not await self._loaded_from_store(source, salt, tokens, result):
@@ -207,11 +225,15 @@ class PrefixFetcher:
             await self._load(source, salt, tokens, result)
         except (FailedPrecondition, Unavailable) as error:
             log.warning("the own store did not load from %s: %s", address, error.message)
-            self._not_loaded_from[address] = time.monotonic() + RETRY_TRANSFER_SECONDS
-            self._forget(source.place.rate_key(Transfer.MOONCAKE))
+            self._stream_for_a_while(source.place)
             result.transfer, result.rate = Transfer.GRPC, 0.0
             return False
         return True
+
+    def _stream_for_a_while(self, place: ChunkSource) -> None:
+        """Do not have the own store load from another one for now."""
+        self._not_loaded_from[place.address] = time.monotonic() + RETRY_TRANSFER_SECONDS
+        self._forget(place.rate_key(Transfer.MOONCAKE))
 
     async def _load(
         self, source: FetchSource, salt: bytes, tokens: Sequence[int], result: FetchResult
@@ -359,11 +381,15 @@ class PrefixFetcher:
         """Count what came from a place, and let its rate learn from it."""
         self.totals.tokens += result.tokens
         self.totals.seconds += result.seconds
-        if result.bytes < MEASURABLE_BYTES or result.rate <= 0:
-            return
         key = place.rate_key(result.transfer)
-        before = self.rates.get(key, result.rate)
-        self.rates[key] = before + NEW_RATE_SHARE * (result.rate - before)
+        if result.late_rate:
+            # Else the next request would wait as long.
+            self.rates[key] = min(self.rates.get(key, ASSUMED_BYTES_PER_SECOND), result.late_rate)
+        elif result.bytes >= MEASURABLE_BYTES and result.rate > 0:
+            before = self.rates.get(key, result.rate)
+            self.rates[key] = before + NEW_RATE_SHARE * (result.rate - before)
+        else:
+            return
         self._set_timer(key)
         self._rate_changed(self.rates)
 

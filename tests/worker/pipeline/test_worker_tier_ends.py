@@ -142,6 +142,21 @@ async def test_a_tier_that_goes_away_costs_only_time(case: Case) -> None:
         assert stack.cached_tokens(PREFIX) == SHARED
 
 
+async def test_a_tier_that_hangs_counts_as_slow(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_service.store.fetch.LONGEST_SECONDS", 0.5)
+    async with case.stack() as stack:
+        stack.tier.gate.clear()
+        report = await meet(stack)
+        stack.tier.gate.set()
+        assert (report.fetched_tokens, report.recomputed_tokens) == (0, SHARED)
+        fetcher = stack.worker.runtime.fetcher
+        assert fetcher is not None
+        size = SHARED // CHUNK * stack.store.arena.layout.chunk_bytes
+        assert 0 < fetcher.rates["disk"] <= size / 0.5
+
+
 async def test_a_request_that_is_cancelled_leaves_nothing(case: Case) -> None:
     async with case.stack(rate=2e4) as stack:
         await stack.meet("both", PROMPT, 8, cached=SHARED, expected=CHUNK)

@@ -238,5 +238,43 @@ async def test_a_slow_tier_is_given_up_with_what_it_brought(socket_address: str)
         source = FetchSource(ChunkSource(tier=Tier.DISK), 90, 1e-6)
         assert source.time_limit < 3
         result = await fetcher.fetch(source, SALT, TOKENS)
-    assert result.tokens == 32
+        assert result.tokens == 32
+        # No more than all five chunks in that time, although it is less than what is measured.
+        assert 0 < fetcher.rates["disk"] <= 5 * LAYOUT.chunk_bytes / source.time_limit
     assert store.released == [7]
+
+
+async def test_a_source_that_brings_nothing_is_not_waited_for_again_and_again(
+    socket_address: str,
+) -> None:
+    """By the assumed rate every request would wait for it until its limit."""
+    store = Store([asyncio.Event()])
+    async with fetching(socket_address, store) as fetcher:
+        await fetcher.fetch(on_disk(90, 1e-6), SALT, TOKENS)
+        rate = fetcher.rates["disk"]
+        assert 0 < rate <= 5 * LAYOUT.chunk_bytes / 2.0
+        assert fetcher._aging  # it is tried again later
+        # A fetch that had no turn knows nothing.
+        fetcher.rates.clear()
+        first = asyncio.create_task(fetcher.fetch(on_disk(90, 10.0), SALT, TOKENS))
+        async with asyncio.timeout(30):
+            while len(store.loads) < 2:
+                await asyncio.sleep(0.005)
+        await fetcher.fetch(on_disk(90, 1e-6), SALT, TOKENS)
+        assert not fetcher.rates
+        first.cancel()
+        await asyncio.wait({first})
+        for event in store.answers:
+            event.set()
+
+
+async def test_a_transfer_that_hangs_gives_way_to_the_stream(socket_address: str) -> None:
+    store = Store([progress(LOADED, seconds=1.0)])
+    async with fetching(socket_address, store, loads_from_stores=True) as fetcher:
+        source = FetchSource(ChunkSource(OTHER), 90, 1e-6)
+        await fetcher.fetch(source, SALT, TOKENS)
+        store.answers = [progress(1), asyncio.Event()]
+        await fetcher.fetch(source, SALT, TOKENS)
+        assert not fetcher.rates
+        await fetcher.fetch(source, SALT, TOKENS)
+        assert (len(store.loads), store.matches) == (2, 1)
