@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from redis.asyncio import Redis
@@ -244,16 +244,16 @@ class CatalogPublisher:
             entry.key for entry in self._pool.chunks().values() if entry.token_count == chunk_tokens
         }
         on_disk = (key for key in self._tiers.keys_on_disk() if key not in in_arena)
-        names = [REVISION_FIELD, *in_arena, *on_disk]
+        names = chain([REVISION_FIELD], in_arena, on_disk)
         revision = self._next_revision()
         fresh = f"{self._key}:new"
         await self._link.run(lambda redis: redis.delete(fresh), is_heartbeat=True)
         field_count = 0
         # Part by part: a disk may hold millions of chunks. Changes meanwhile are flushed later.
-        for start in range(0, len(names), _BATCH):
+        while batch := list(islice(names, _BATCH)):
             part: _Fields = {
                 name: value
-                for name in names[start : start + _BATCH]
+                for name in batch
                 if (value := revision if name == REVISION_FIELD else self._value(name))
             }
             field_count += len(part)

@@ -82,7 +82,10 @@ class ChunkTier(ChunkSource, Protocol):
         """Return True if the tier holds a chunk, without I/O. None if only I/O could tell."""
 
     def keys(self) -> Iterable[bytes]:
-        """Return the keys of all chunks that `holds` would name. Empty if only I/O could tell."""
+        """Return the keys of all chunks that `holds` would name now.
+
+        Chunks may come and go while the caller iterates. Empty if only I/O could tell.
+        """
 
     async def write(self, entries: Sequence[Entry]) -> int:
         """Store full chunks of the arena. Return how many are stored now, duplicates included.

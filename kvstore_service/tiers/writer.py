@@ -34,6 +34,9 @@ _CLEAN_SECONDS = 0.05
 _RETRY_SECONDS = 1.0
 # Chunks that were written and not missed since. A pool tells nothing else without I/O.
 _MOST_KNOWN = 65_536
+# They are written again after this time, since a pool evicts by itself, and hosts leave it.
+# Mooncake moves no payload for a chunk that it has.
+KNOWN_SECONDS = 60.0
 
 
 class TierWriter:
@@ -72,7 +75,7 @@ class TierWriter:
         self._wanted: OrderedDict[bytes, Entry] = OrderedDict()
         self._writing: set[bytes] = set()
         self._write_began = 0.0
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known: OrderedDict[bytes, float] = OrderedDict()  # since when
         self._wake = asyncio.Event()
         # Counts of the pool when the next victims were last looked at.
         self._seen: tuple[int, ...] = ()
@@ -116,8 +119,9 @@ class TierWriter:
 
     def know(self, keys: Sequence[bytes]) -> None:
         """Note chunks that the tier holds."""
+        now = self._clock()
         for key in keys:
-            self._known[key] = None
+            self._known[key] = now
             self._known.move_to_end(key)
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
@@ -131,7 +135,11 @@ class TierWriter:
         if entry.token_count != self._pool.layout.chunk_tokens:
             return False
         is_held = self._tier.holds(entry.key)
-        return entry.key not in self._known if is_held is None else not is_held
+        return not (self._is_known(entry) if is_held is None else is_held)
+
+    def _is_known(self, entry: Entry) -> bool:
+        since = self._known.get(entry.key)
+        return since is not None and self._clock() - since < KNOWN_SECONDS
 
     def give_up_waiting(self) -> None:
         """Free the slots of evicted chunks whose write has not begun."""
@@ -206,7 +214,7 @@ class TierWriter:
             return []
         margin = min(max(1, int(pool.slot_count * CLEAN_SHARE)), _CLEAN_MOST)
         victims = pool.next_victims(margin - pool.free_count) if pool.free_count < margin else []
-        unclean = [e for e in victims if e.key not in self._known and self._lacks(e)]
+        unclean = [e for e in victims if not self._is_known(e) and self._lacks(e)]
         if len(unclean) <= self._batch:
             self._seen = counts
         return unclean[: self._batch]

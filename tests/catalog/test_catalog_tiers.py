@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,4 +116,43 @@ async def test_values_follow_the_arena_and_the_disk(
         finally:
             for task in tasks:
                 await ended(task)
+            bench.close()
+
+
+async def test_the_catalog_of_a_large_disk_is_written_in_parts(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Other calls of the store go on meanwhile."""
+    bench = Bench(tmp_path, 8)
+    tier = MemoryTier(bench.arena)
+    session = bench.attach()
+    store_sequence(bench.store, session, b"", TOKENS)
+    others = [number.to_bytes(32, "big") for number in range(5000)]
+    tier.chunks = dict.fromkeys([*KEYS, *others], (b"", 0))
+    turns = 0
+    turns_at_key: list[int] = []
+
+    def keys() -> Iterator[bytes]:
+        for key in list(tier.chunks):
+            turns_at_key.append(turns)
+            yield key
+
+    tier.keys = keys  # type: ignore[method-assign]
+    async with linked(redis_server) as link:
+        tiers = TierManager(bench.store.pool, [tier])
+        publisher = CatalogPublisher(link, bench.store.pool, "h:1", tiers)
+        task = asyncio.create_task(publisher.run())
+        try:
+            while not publisher.rebuild_count:
+                turns += 1
+                await tier.drop(others[turns - 1 : turns])
+                await asyncio.sleep(0)
+            assert len(set(turns_at_key)) >= 4
+            superblock = bench.arena.superblock
+            name = chunks_key(superblock.instance_id, superblock.epoch)
+            with redis_server.client() as client:
+                await until(lambda: client.hlen(name) == len(tier.chunks) + 1)
+                assert set(client.hkeys(name)) == {*tier.chunks, REVISION_FIELD}
+        finally:
+            await ended(task)
             bench.close()

@@ -338,14 +338,18 @@ async def test_a_pool_gets_each_chunk_once(tmp_path: Path, on_eviction: bool) ->
         assert bench.written == Counter(KEYS)
 
 
-@pytest.mark.parametrize("loss", ["peek", "read", "fill", "away"])
-async def test_a_pool_gets_again_what_it_proved_to_lack(tmp_path: Path, loss: str) -> None:
+@pytest.mark.parametrize("loss", ["peek", "read", "fill", "away", "time"])
+async def test_a_pool_gets_again_what_it_may_lack(
+    tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(tmp_path, tier_name=Tier.MOONCAKE) as service:
         await fill_and_evict(service)
         held = service.tier.held
         service.tier.chunks.clear()
         if loss == "peek":
             await service.peek()
+        elif loss == "time":
+            monkeypatch.setattr("kvstore_service.tiers.writer.KNOWN_SECONDS", 0.0)
         elif loss == "away":
             service.tier.go_away()
             await asyncio.sleep(0.1)

@@ -209,7 +209,10 @@ async def test_kills_while_chunks_go_down_and_come_up(
         assert sum(found) >= 0.5 * CHUNKS * written
         came_up += sum(found)
         await client.stats()
-        killed = asyncio.create_task(_kill_after(store, chance.uniform(0.05, 0.4)))
+        least = min(written + chance.randrange(3, 12), len(SEQUENCES))
+        killed = asyncio.create_task(
+            _kill_when(lambda least=least: written >= least, store, chance.uniform(0, 0.2))
+        )
         with pytest.raises(grpc.RpcError) as caught:
             await work(client)
         assert isinstance(error_of(caught.value), Unavailable)
@@ -220,8 +223,11 @@ async def test_kills_while_chunks_go_down_and_come_up(
     print(json.dumps(report))
 
 
-async def _kill_after(store: StoreProcess, seconds: float) -> None:
-    await asyncio.sleep(seconds)
+async def _kill_when(is_due: Callable[[], bool], store: StoreProcess, pause: float) -> None:
+    async with asyncio.timeout(60):
+        while not is_due():
+            await asyncio.sleep(0.002)
+    await asyncio.sleep(pause)
     began = time.monotonic()
     await asyncio.to_thread(store.end, signal.SIGKILL)
     assert time.monotonic() - began < 30

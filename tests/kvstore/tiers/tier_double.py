@@ -49,7 +49,7 @@ class MemoryTier:
         return key in self.chunks if self._tier is Tier.DISK else None
 
     def keys(self) -> Iterable[bytes]:
-        return self.chunks.keys() if self._tier is Tier.DISK else ()
+        return list(self.chunks) if self._tier is Tier.DISK else ()
 
     async def held(self, keys: Sequence[bytes]) -> int:
         await self._wait()
