@@ -200,6 +200,15 @@ async def test_kills_while_chunks_go_down_and_come_up(
                 written += 1
             came_up += await client.load(SEQUENCES[chance.randrange(written)])
 
+    async def kill_after(store: StoreProcess, least: int, pause: float) -> None:
+        async with asyncio.timeout(60):
+            while written < least:
+                await asyncio.sleep(0.002)
+        await asyncio.sleep(pause)
+        began = time.monotonic()
+        await asyncio.to_thread(store.end, signal.SIGKILL)
+        assert time.monotonic() - began < 30
+
     for kill in range(kills):
         # gRPC waits before it connects to an address again that refused it.
         address = f"{socket_address}{kill}"
@@ -210,9 +219,7 @@ async def test_kills_while_chunks_go_down_and_come_up(
         came_up += sum(found)
         await client.stats()
         least = min(written + chance.randrange(3, 12), len(SEQUENCES))
-        killed = asyncio.create_task(
-            _kill_when(lambda least=least: written >= least, store, chance.uniform(0, 0.2))
-        )
+        killed = asyncio.create_task(kill_after(store, least, chance.uniform(0, 0.2)))
         with pytest.raises(grpc.RpcError) as caught:
             await work(client)
         assert isinstance(error_of(caught.value), Unavailable)
@@ -221,13 +228,3 @@ async def test_kills_while_chunks_go_down_and_come_up(
     assert written > 10
     report = {"test": "kills of a store process", "kills": kills, "chunks_compared": came_up}
     print(json.dumps(report))
-
-
-async def _kill_when(is_due: Callable[[], bool], store: StoreProcess, pause: float) -> None:
-    async with asyncio.timeout(60):
-        while not is_due():
-            await asyncio.sleep(0.002)
-    await asyncio.sleep(pause)
-    began = time.monotonic()
-    await asyncio.to_thread(store.end, signal.SIGKILL)
-    assert time.monotonic() - began < 30
