@@ -55,12 +55,11 @@ def plan_attempt(
 
     # The last token is always computed: its logits are needed.
     most = token_count - 1
-    device_tokens = min(grant.device_tokens, most // worker.chunk_tokens * worker.chunk_tokens)
-    if worker.has_activations:
-        # Without their X on the device, tokens beyond those of the store could not be stored.
-        device_tokens = min(device_tokens, cached_tokens)
+    on_device = min(grant.device_tokens, most // worker.chunk_tokens * worker.chunk_tokens)
 
     def plan(cached: int) -> Plan:
+        # Without their X on the device, tokens beyond those of the store could not be stored.
+        device_tokens = min(on_device, cached) if worker.has_activations else on_device
         cached = max(cached, device_tokens)
         whole = _plan(worker, grant, options, cached, token_count - cached)
         if not device_tokens:

@@ -177,6 +177,22 @@ def test_a_tier_continues_what_the_arena_holds() -> None:
     assert "not loaded: loading 80 tokens from the disk tier at 1e-05 GB/s" in nothing.plan.reason
 
 
+def test_what_is_loaded_back_may_be_on_the_device_already() -> None:
+    """With X: the device holds no X, so those tokens are of use once the store has them again."""
+    profile = replace(PROFILE, prefill_flops_per_second=1e6)
+    fetch = plan_attempt(
+        replace(FACTS, profile=profile, has_activations=True),
+        replace(GRANT, device_tokens=96),
+        token_count=160,
+        cached_tokens=20,
+        sources=[on_disk(96)],
+    )
+    assert fetch.source == on_disk(96)
+    assert (fetch.plan.cached_tokens, fetch.plan.device_tokens) == (96, 96)
+    assert fetch.plan.predicted_restore_seconds == 0
+    assert "96 tokens are on the device already" in fetch.plan.reason
+
+
 def test_the_best_of_all_sources_and_transfers() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
     sources = (FetchSource(B, 96), on_disk(96), FetchSource("", 96, Tier.MOONCAKE))
