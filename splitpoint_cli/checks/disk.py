@@ -9,7 +9,7 @@ from pathlib import Path
 from splitpoint.config import format_size, parse_size
 from splitpoint_cli.checks.finding import Finding, Places, Verdict, read_text
 
-_NAME = "disk tier"
+NAME = "disk tier"
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 _OF_NETWORK = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "gfs2", "gpfs"),
@@ -31,7 +31,7 @@ def check_tier_disk(folder: Path | None, size: str, places: Places) -> Finding:
         )
     if wanted == 0:
         return Finding(
-            _NAME,
+            NAME,
             Verdict.PROBLEM,
             "--tier-disk needs --tier-disk-size",
             "Give the bytes that its files may have: --tier-disk-size 100GiB",
@@ -40,7 +40,7 @@ def check_tier_disk(folder: Path | None, size: str, places: Places) -> Finding:
         return _refusal(folder) or _place(folder, wanted, places)
     except OSError as error:
         return Finding(
-            _NAME,
+            NAME,
             Verdict.PROBLEM,
             f"{error.filename or folder}: {error.strerror}",
             "Name a folder on a local disk, or one that can be made: --tier-disk DIR",
@@ -74,7 +74,7 @@ def _refusal(folder: Path) -> Finding | None:
 
 
 def _refused(found: str, advice: str) -> Finding:
-    return Finding(_NAME, Verdict.PROBLEM, found, advice)
+    return Finding(NAME, Verdict.PROBLEM, found, advice)
 
 
 def _place(folder: Path, wanted: int, places: Places) -> Finding:
@@ -86,14 +86,14 @@ def _place(folder: Path, wanted: int, places: Places) -> Finding:
     text += f", {format_size(free)} free"
     if kind in _IN_MEMORY:
         return Finding(
-            _NAME,
+            NAME,
             Verdict.WARNING,
             f"{text}: that is memory, which the arena uses better, and a restart loses it",
             "Name a folder on NVMe: --tier-disk DIR",
         )
     if kind in _OF_NETWORK:
         return Finding(
-            _NAME,
+            NAME,
             Verdict.WARNING,
             f"{text}: a network's file system is slow, and can hang",
             "Name a folder on a disk of this host: --tier-disk DIR; a pool of several hosts' "
@@ -102,7 +102,7 @@ def _place(folder: Path, wanted: int, places: Places) -> Finding:
     used = _used_bytes(folder)
     if wanted > free + used:
         return Finding(
-            _NAME,
+            NAME,
             Verdict.WARNING,
             f"{text}, where a tier's files have {format_size(used)} so far: it will be full before "
             "its bound is reached, and keeps fewer chunks then",
@@ -110,19 +110,19 @@ def _place(folder: Path, wanted: int, places: Places) -> Finding:
         )
     if _rotates(device, places):
         return Finding(
-            _NAME,
+            NAME,
             Verdict.WARNING,
             f"{text}: the disk rotates, so loading chunks may take longer than computing them",
             "Name a folder on NVMe: --tier-disk DIR",
         )
     if kind in _OF_CONTAINER:
         return Finding(
-            _NAME,
+            NAME,
             Verdict.NOTE,
             f"{text}: the container's own layer, which goes with the container",
             "Mount a volume there to keep chunks",
         )
-    return Finding(_NAME, Verdict.OK, text)
+    return Finding(NAME, Verdict.OK, text)
 
 
 def file_system_of(folder: Path, places: Places) -> tuple[str, str]:

@@ -65,6 +65,21 @@ def check_machine(stack: Stack, say: Say) -> None:
         _judge(model.check_chat_template(stack.model, stack.chat_template), InvalidArgument, say)
 
 
+def check_secret(stack: Stack, say: Say) -> None:
+    """Tell `say` of chunks on the disk that no stack can find, since their secret is gone."""
+    from kvstore_service.tiers.disk.folder import find_segments
+
+    if stack.tier_disk is None or any(key.exists() for key in (stack.key, *stack.other_keys)):
+        return
+    folder, _ = stack.tier_disk
+    if folder.exists() and list(find_segments(folder)):
+        say(
+            disk.NAME,
+            f"{folder} has chunks, but {stack.key} is missing: they will not be found, since a "
+            "new secret is made (if the file is elsewhere, stop, put it back, and start again)",
+        )
+
+
 def _memory(stack: Stack) -> Iterator[Finding]:
     there = arena_bytes(stack.arena)
     yield memory.check_shared_memory(

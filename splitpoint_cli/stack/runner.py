@@ -14,7 +14,7 @@ from splitpoint import config
 from splitpoint.client import AsyncClient
 from splitpoint.errors import Cancelled
 from splitpoint.transport.tls import trusting_own_server
-from splitpoint_cli.files import share_secret
+from splitpoint_cli.files import KeptFile, share_secret
 from splitpoint_cli.spool import spooled_output
 from splitpoint_cli.stack.child import (
     LogLine,
@@ -28,7 +28,7 @@ from splitpoint_cli.stack.instance import Held, exclusive, predecessors_gone
 from splitpoint_cli.stack.keeper import Keeper
 from splitpoint_cli.stack.output import end_of, output_of, print_summary
 from splitpoint_cli.stack.plan import Stack
-from splitpoint_cli.stack.preflight import check_machine
+from splitpoint_cli.stack.preflight import check_machine, check_secret
 from splitpoint_cli.stack.restart_policy import RestartLimits
 from splitpoint_cli.stack.supervisor import Supervisor
 
@@ -111,6 +111,8 @@ class StackRunner:
         keeper.on_given_up = lambda: self._note_given_up(keeper)
         keeping = asyncio.create_task(keeper.run())
         tasks: list[asyncio.Task[Any]] = [keeping, asyncio.create_task(stop.wait())]
+        if stack.key.parent != stack.runtime:  # one that outlives the stack
+            tasks.append(asyncio.create_task(self._watch_secret()))
         if limits is not None:
             tasks.append(asyncio.create_task(self._watch_folder(supervisor, keeper)))
         try:
@@ -153,6 +155,26 @@ class StackRunner:
                 self.output.event("up", text + ", ".join(names))
                 await keeper.renew(names)
 
+    async def _watch_secret(self) -> None:
+        """Write the secret of the chunk keys back when its folder is there without it.
+
+        The store makes the folder of its disk tier again if another program removed it, and the
+        next stack would not find the chunks that it writes there.
+        """
+        path, kept, told = self._stack.key, None, ""
+        while True:
+            try:
+                kept = kept or KeptFile(path)
+                if kept.restore():
+                    self.output.event("up", f"{path} was removed by another program: written again")
+                told = ""
+            except OSError as error:
+                problem = f"the secret of the chunk keys, {path}: {error.strerror}"
+                if problem != told:
+                    self.output.event("up", problem)
+                told = problem
+            await asyncio.sleep(_LOOK_SECONDS)
+
     async def _start_unless(self, supervisor: Supervisor, stop: asyncio.Event) -> None:
         starting = asyncio.create_task(self._start(supervisor))
         death = asyncio.create_task(supervisor.next_exit())
@@ -175,6 +197,7 @@ class StackRunner:
     async def _start(self, supervisor: Supervisor) -> None:
         stack = self._stack
         began = time.monotonic()
+        check_secret(stack, self.output.event)
         store = await supervisor.start(stack.store)
         await self._await_ready(store, f"allocating {config.format_size(stack.host_memory_bytes)}")
         self._arena_is_ours = True

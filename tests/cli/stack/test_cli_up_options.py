@@ -42,7 +42,7 @@ from splitpoint.transport.access import Caller, Role
 from splitpoint_cli.checks import memory
 from splitpoint_cli.checks.finding import Finding, Verdict
 from splitpoint_cli.checks.ports import metrics_addresses, scheduler_addresses
-from splitpoint_cli.files import share_secret
+from splitpoint_cli.files import KeptFile, share_secret
 from splitpoint_cli.main import app
 from splitpoint_cli.models import model_shape
 from splitpoint_cli.security.authority import make_certificates
@@ -50,7 +50,7 @@ from splitpoint_cli.security.token import add_token
 from splitpoint_cli.stack import up
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan import Stack, plan_stack
-from splitpoint_cli.stack.preflight import check_machine
+from splitpoint_cli.stack.preflight import check_machine, check_secret
 from worker_service.__main__ import parse_arguments as parse_worker
 from worker_service.speculation.draft_model import DraftModel
 
@@ -492,6 +492,50 @@ def test_a_kept_arena_and_a_disk_tier_have_one_secret(tmp_path: Path) -> None:
     assert (used.read_bytes(), other.read_bytes()) == (b"of the arena", b"another")
     with pytest.raises(FailedPrecondition, match="secret of the chunk keys"):
         share_secret(tmp_path / "no" / "used", [other])
+
+
+def test_chunks_without_their_secret_are_told(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def look(**options: Any) -> str:
+        said.clear()
+        stack = planned_with(
+            tier_disk=str(tmp_path / "chunks"), tier_disk_size="1GiB", keep_arena=True, **options
+        )
+        check_secret(stack, lambda name, text: said.append(f"{name}: {text}"))
+        return " ".join(said)
+
+    assert look() == ""
+    layout = tmp_path / "chunks" / ("ab" * 16)
+    layout.mkdir(parents=True)
+    assert look() == ""
+    (layout / "000000000001.segment").write_bytes(bytes(8192))
+    key = tmp_path / "chunks/server.key"
+    assert f"disk tier: {tmp_path / 'chunks'} has chunks, but {key} is missing" in look()
+    shared = tmp_path / "shared.key"
+    assert f"but {shared} is missing" in look(server_key_file=str(shared))
+    key.write_bytes(bytes(32))
+    assert look() == ""
+    assert f"but {shared} is missing" in look(server_key_file=str(shared))
+
+
+def test_a_kept_file_is_written_again_where_its_folder_is(tmp_path: Path) -> None:
+    path = tmp_path / "tier" / "server.key"
+    with pytest.raises(FileNotFoundError):
+        KeptFile(path)
+    path.parent.mkdir()
+    path.write_bytes(b"secret")
+    kept = KeptFile(path)
+    assert not kept.restore()
+    shutil.rmtree(path.parent)
+    assert not kept.restore()
+    assert not path.parent.exists()
+    path.parent.mkdir()
+    assert kept.restore()
+    assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"secret", 0o600)
+    path.write_bytes(b"another")  # one that is there is left alone
+    assert not kept.restore()
+    assert path.read_bytes() == b"another"
 
 
 @pytest.mark.parametrize("mooncake", [{"transfer": "mooncake"}, {"tier_mooncake": "pool:50051"}])
