@@ -54,6 +54,9 @@ class Demotions(Protocol):
     def has_room(self) -> bool:
         """Return False if eviction should wait until a tier has copied earlier chunks."""
 
+    def coming_count(self) -> int:
+        """Count evicted chunks whose slots will be free soon."""
+
     def evicting(self, entry: Entry, *, may_wait: bool) -> None:
         """Note that a chunk is about to leave its slot.
 
@@ -415,8 +418,12 @@ class ChunkPool:
 
     @property
     def soon_free_count(self) -> int:
-        """Free slots, and evicted ones whose bytes a tier still copies."""
-        return self.free_count + len(self.grants.set_aside)
+        """Free slots, and evicted ones that a tier will have copied soon.
+
+        A tier without an answer may keep slots for long: they do not count.
+        """
+        coming = 0 if self.demotions is None else self.demotions.coming_count()
+        return self.free_count + coming
 
     def find(self, slot: int) -> Entry | None:
         """Return the sealed chunk in a slot, if there is one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvstore_service.pool.chunk_pool import ChunkPool
@@ -18,6 +19,8 @@ _log = logging.getLogger(__name__)
 
 # How long a reservation waits for tiers.
 ROOM_SECONDS = 1.0
+# How often it looks whether they are too slow.
+_LOOK_SECONDS = 0.05
 # How long the end of a store waits for tiers.
 FLUSH_SECONDS = 3.0
 # How long a peek waits for tiers that need I/O.
@@ -128,6 +131,14 @@ class TierManager:
     def has_room(self) -> bool:
         return all(writer.has_room() for writer in self.writers.values())
 
+    def coming_count(self) -> int:
+        """Count evicted chunks whose last copies will end soon."""
+        grants = self._pool.grants
+        if not grants.set_aside:
+            return 0
+        ending = Counter(slot for each in self.writers.values() for slot in each.coming_slots())
+        return sum(ending[slot] == grants.copied[slot] for slot in grants.set_aside)
+
     def evicting(self, entry: Entry, *, may_wait: bool) -> None:
         for writer in self.writers.values():
             writer.evicting(entry, may_wait=may_wait)
@@ -154,10 +165,10 @@ class TierManager:
                 writer.give_up_waiting()
 
     async def _progress(self) -> None:
-        """Wait until a tier has copied chunks."""
+        """Wait until a tier has copied chunks, or may have become too slow."""
         waits = [asyncio.create_task(each.progress.wait()) for each in self.writers.values()]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()

@@ -73,7 +73,7 @@ class TierWriter:
         # Evicted; their slots wait for the write.
         self._leaving: OrderedDict[bytes, Entry] = OrderedDict()
         self._wanted: OrderedDict[bytes, Entry] = OrderedDict()
-        self._writing: set[bytes] = set()
+        self._writing: dict[bytes, int] = {}  # their slots
         self._write_began = 0.0
         self._known: OrderedDict[bytes, float] = OrderedDict()  # since when
         self._wake = asyncio.Event()
@@ -89,6 +89,12 @@ class TierWriter:
         """Return False if the tier is away, or a write takes too long."""
         is_slow = bool(self._writing) and self._clock() - self._write_began > SLOW_SECONDS
         return self._tier.stats.is_up and not is_slow
+
+    def coming_slots(self) -> list[int]:
+        """Return the slots whose copies will end soon."""
+        if not self.accepts():
+            return []
+        return [*self._writing.values(), *(entry.slot for entry in self._leaving.values())]
 
     def has_room(self) -> bool:
         """Return False if an evicted chunk should wait for earlier ones."""
@@ -224,7 +230,7 @@ class TierWriter:
 
         The first `leaving` ones left the arena.
         """
-        self._writing = {entry.key for entry in batch}
+        self._writing = {entry.key: entry.slot for entry in batch}
         self._write_began = self._clock()
         stored = 0
         try:
@@ -237,7 +243,7 @@ class TierWriter:
             # Chunks of the arena that were evicted during the write are lost, too.
             lost = leaving + sum(not self._pool.holds(entry) for entry in batch[leaving:])
             self.dropped_chunks += min(lost, len(batch) - stored)
-            self._writing = set()
+            self._writing = {}
             self._release(batch)
         return stored == len(batch)
 

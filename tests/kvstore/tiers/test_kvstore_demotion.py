@@ -372,3 +372,49 @@ async def test_a_pool_gets_again_what_it_may_lack(
             service.tier.held = held  # type: ignore[method-assign]
         await fill_and_evict(service)
         assert service.tier.chunks.keys() == set(KEYS)
+
+
+async def test_a_reservation_does_not_wait_for_a_tier_without_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_service.tiers.writer.SLOW_SECONDS", 0.05)
+    monkeypatch.setattr("kvstore_service.tiers.manager.ROOM_SECONDS", 60.0)  # longer than a call
+    async with serving(tmp_path, 16) as service:
+        store, pool = service.bench.store, service.bench.store.pool
+        service.tier.gate.clear()
+        for tokens in OTHERS[:4]:
+            store_sequence(store, service.session, b"", tokens)
+        await eventually(lambda: pool.grants.copied)  # written before they are evicted
+        for _ in range(3):
+            give_back(service, await service.reserve(8))
+            for tokens in OTHERS[4:6]:
+                if not store.peek(b"", tokens).entries and pool.free_count >= 4:
+                    store_sequence(store, service.session, b"", tokens)
+        assert pool.grants.set_aside
+        assert pool.soon_free_count == pool.free_count
+
+
+async def test_slots_that_a_stuck_thread_holds_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the disk tier holds them while it is away."""
+    monkeypatch.setattr("kvstore_service.tiers.manager.ROOM_SECONDS", 60.0)
+    async with serving(tmp_path, 16) as service:
+        store, pool = service.bench.store, service.bench.store.pool
+        service.tier.go_away()
+        for tokens in OTHERS[:4]:
+            store_sequence(store, service.session, b"", tokens)
+        held = [entry.slot for entry in pool.next_victims(4)]
+        pool.grants.begin_copy(held)
+        assert pool.evict(4) == 4
+        assert pool.grants.set_aside == set(held)
+        assert (pool.free_count, pool.soon_free_count) == (0, 0)
+        # The watermarks ask for as many chunks as without these slots.
+        evictor = WatermarkEvictor(pool, Watermarks(0.9, 0.75))
+        evictor.step()
+        assert (evictor.evicted_total, pool.free_count) == (4, 4)
+        give_back(service, await service.reserve(6))
+        with pytest.raises(ResourceExhausted):
+            await service.reserve(13)
+        pool.grants.end_copy(held)
+        give_back(service, await service.reserve(16))
