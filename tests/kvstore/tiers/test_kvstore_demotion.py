@@ -378,7 +378,7 @@ async def test_a_reservation_does_not_wait_for_a_tier_without_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore_service.tiers.writer.SLOW_SECONDS", 0.05)
-    monkeypatch.setattr("kvstore_service.tiers.manager.ROOM_SECONDS", 60.0)  # longer than a call
+    monkeypatch.setattr("kvstore_service.tiers.manager.ROOM_SECONDS", 12.0)  # longer than a call
     async with serving(tmp_path, 16) as service:
         store, pool = service.bench.store, service.bench.store.pool
         service.tier.gate.clear()
@@ -398,7 +398,7 @@ async def test_slots_that_a_stuck_thread_holds_are_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the disk tier holds them while it is away."""
-    monkeypatch.setattr("kvstore_service.tiers.manager.ROOM_SECONDS", 60.0)
+    monkeypatch.setattr("kvstore_service.tiers.manager.ROOM_SECONDS", 12.0)
     async with serving(tmp_path, 16) as service:
         store, pool = service.bench.store, service.bench.store.pool
         service.tier.go_away()
