@@ -138,6 +138,7 @@ async def serving(
             tier.gate.set()
         assert bench.integrity.check_integrity() == []
     finally:
+        tier.gate.set()  # also after a failure, or the writer would not end
         servicer.stop()
         await server.stop(1)
         await servicer.close()
