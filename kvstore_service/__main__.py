@@ -22,6 +22,7 @@ from kvstore_service.metrics import readings
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
 from kvstore_service.stats import StoreInfo
 from kvstore_service.store import KvStore
+from kvstore_service.tiers.disk.format import Division
 from kvstore_service.tiers.opening import TierSettings, tier_settings, tiers_of
 from splitpoint.arena.format import Geometry
 from splitpoint.arena.loss import ArenaLost
@@ -119,7 +120,10 @@ def check_arguments(arguments: argparse.Namespace) -> StoreSettings:
     tiers = tier_settings(arguments)
     choose_node(arguments.numa_node)
     size = parse_size(arguments.host_memory, field="host-memory")
-    geometry = Geometry.fitting(layout_of(arguments), size)
+    layout = layout_of(arguments)
+    geometry = Geometry.fitting(layout, size)
+    if tiers.disk is not None:
+        Division.of(layout, tiers.disk_bytes)  # before minutes of allocating an arena
     return StoreSettings(geometry, watermarks, scrubbing, tiers)
 
 

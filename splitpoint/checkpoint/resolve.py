@@ -48,8 +48,8 @@ def resolve_model(text: str | None, *, download: bool = True) -> Path:
 
     Args:
         text: a folder, or a name on the Hugging Face hub with an optional
-            revision (`owner/name`, `owner/name@revision`), or None for the
-            bundled model.
+            revision (`owner/name`, `owner/name@revision`), or None or its
+            name for the bundled model.
         download: fetch a hub name that is not in the local cache (progress
             on stderr); False: search only the cache.
 
@@ -65,6 +65,8 @@ def resolve_model(text: str | None, *, download: bool = True) -> Path:
         return folder.resolve()
     if folder.exists():
         raise InvalidArgument(f"{text} is a file, not a checkpoint folder", field="model")
+    if text == BUNDLED_MODEL:  # as `status` and the API call it
+        return _bundled_folder()
     match = _HUB_NAME.fullmatch(text)
     if match is None or text.startswith(".") or (folder.parent.name and folder.parent.is_dir()):
         raise InvalidArgument(f"{text}: no such folder", field="model")

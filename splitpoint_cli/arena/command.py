@@ -196,6 +196,8 @@ def find(which: str) -> Path:
             for found in config.SHARED_MEMORY.glob(f"{_folder_prefix()}*/{path.name}")
         )
         there = f"; instances with one: {', '.join(known)}" if known else ""
+        if "/" not in which and Path(which).exists():
+            there += f"; of the disk tier in the folder {which}, write ./{which}"
         raise NotFound(f"there is no arena at {path}{there}")
     return path
 

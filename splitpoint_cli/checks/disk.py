@@ -7,6 +7,8 @@ import stat
 from pathlib import Path
 
 from splitpoint.config import format_size, parse_size
+from splitpoint.errors import InvalidArgument
+from splitpoint.shapes import ArenaLayout
 from splitpoint_cli.checks.finding import Finding, Places, Verdict, read_text
 
 NAME = "disk tier"
@@ -18,9 +20,12 @@ _OF_NETWORK = {
 _OF_CONTAINER = {"overlay", "aufs"}
 
 
-def check_tier_disk(folder: Path | None, size: str, places: Places) -> Finding:
+def check_tier_disk(
+    folder: Path | None, size: str, places: Places, layout: ArenaLayout | None = None
+) -> Finding:
     """Check the folder that `--tier-disk` names, None if it is missing, for `--tier-disk-size`.
 
+    With a layout, the size is compared with that of the fewest chunks that a tier can hold.
     A file system that is slow, full or volatile is a warning: a tier costs reuse, not requests.
     Raises InvalidArgument for a size that is none.
     """
@@ -36,6 +41,9 @@ def check_tier_disk(folder: Path | None, size: str, places: Places) -> Finding:
             "--tier-disk needs --tier-disk-size",
             "Give the bytes that its files may have: --tier-disk-size 100GiB",
         )
+    too_small = None if layout is None else _too_small(layout, wanted)
+    if too_small is not None:
+        return too_small
     try:
         return _refusal(folder) or _place(folder, wanted, places)
     except OSError as error:
@@ -47,11 +55,25 @@ def check_tier_disk(folder: Path | None, size: str, places: Places) -> Finding:
         )
 
 
+def _too_small(layout: ArenaLayout, size_bytes: int) -> Finding | None:
+    from kvstore_service.tiers.disk.format import Division
+
+    try:
+        Division.of(layout, size_bytes)
+    except InvalidArgument as error:
+        return _refused(error.message, "Ask for more: --tier-disk-size 100GiB, for one")
+    return None
+
+
 def _refusal(folder: Path) -> Finding | None:
     """Return why the store could not use the folder; None if it can. Raises OSError."""
     if not folder.exists():
         parent = folder.absolute().parent
-        os.stat(parent)
+        if not parent.exists():
+            return _refused(
+                f"{folder} cannot be made: {parent} does not exist",
+                f"Make it first: mkdir -p {parent}",
+            )
         if os.access(parent, os.W_OK | os.X_OK):
             return None
         return _refused(f"{folder} does not exist, and {parent} is not writable", f"mkdir {folder}")
@@ -84,11 +106,13 @@ def _place(folder: Path, wanted: int, places: Places) -> Finding:
     kind, device = file_system_of(there, places)
     text = f"{format_size(wanted)} in {folder} on {kind or 'an unknown file system'}"
     text += f", {format_size(free)} free"
+    used = _used_bytes(folder)
     if kind in _IN_MEMORY:
         return Finding(
             NAME,
             Verdict.WARNING,
-            f"{text}: that is memory, which the arena uses better, and a restart loses it",
+            f"{text}: that is memory, which the arena uses better, and a restart loses it"
+            + ("; and it is too little for the bound" if wanted > free + used else ""),
             "Name a folder on NVMe: --tier-disk DIR",
         )
     if kind in _OF_NETWORK:
@@ -99,7 +123,6 @@ def _place(folder: Path, wanted: int, places: Places) -> Finding:
             "Name a folder on a disk of this host: --tier-disk DIR; a pool of several hosts' "
             "memory is --tier-mooncake (docs/tiers.md)",
         )
-    used = _used_bytes(folder)
     if wanted > free + used:
         return Finding(
             NAME,

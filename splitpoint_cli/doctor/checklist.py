@@ -118,7 +118,12 @@ def _stack(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[C
         folder = None if options.tier_disk is None else Path(options.tier_disk)
         yield Check(
             "disk tier",
-            lambda: disk.check_tier_disk(folder, options.tier_disk_size, options.places),
+            lambda: disk.check_tier_disk(
+                folder,
+                options.tier_disk_size,
+                options.places,
+                None if shape is None else _layout(shape),
+            ),
         )
     yield Check("Mooncake", lambda: mooncake.check_mooncake(_mooncake_options(options)))
     yield Check("huge pages", lambda: memory.check_huge_pages(options.huge_pages, options.places))
@@ -128,6 +133,15 @@ def _stack(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[C
             arenas.find_arenas(options.places.shm, os.getuid()),
             None if own is not None else _instance(options),
         ),
+    )
+
+
+def _layout(shape: ModelShape) -> ArenaLayout:
+    """Return the layout of a store's chunks without options about it."""
+    return ArenaLayout.of(
+        shape,
+        chunk_tokens=store.CHUNK_TOKENS.default,
+        has_activations=shape.activations_can_pay,
     )
 
 
@@ -189,12 +203,7 @@ def _memory(
         size = there or (default_host_memory(options.places.shm) if is_there else 0)
     yield memory.check_shared_memory(options.places.shm, size, is_chosen=chosen, there_bytes=there)
     if shape is not None and not chosen:
-        layout = ArenaLayout.of(
-            shape,
-            chunk_tokens=store.CHUNK_TOKENS.default,
-            has_activations=shape.activations_can_pay,
-        )
-        too_small = memory.check_chunks(size, layout)
+        too_small = memory.check_chunks(size, _layout(shape))
         if too_small is not None:
             yield too_small
     # On a GPU node the weights are on the GPU; `check_device_memory` speaks of them. Those of

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 
 from splitpoint import config
 from splitpoint.errors import (
-    FailedPrecondition,
     InvalidArgument,
     ResourceExhausted,
     SplitpointError,
@@ -37,8 +36,8 @@ def check_store_arguments(stack: Stack) -> None:
 def check_machine(stack: Stack, say: Say) -> None:
     """Check that this machine and the checkpoint are fit for the stack; warnings go to `say`.
 
-    Raises Unavailable (a port is taken), FailedPrecondition (the disk tier's folder),
-    ResourceExhausted (memory), InvalidArgument (weights, tokenizer or chat template).
+    Raises Unavailable (a port is taken), ResourceExhausted (memory), InvalidArgument (the disk
+    tier's folder, weights, tokenizer or chat template).
     """
     from splitpoint_cli.checks import model  # loads what extras of the installation bring
 
@@ -52,7 +51,7 @@ def check_machine(stack: Stack, say: Say) -> None:
         _judge(ports.check_free("http", stack.http, "--http"), Unavailable, say)
     if stack.tier_disk is not None:
         folder, size = stack.tier_disk
-        _judge(disk.check_tier_disk(folder, str(size), Places()), FailedPrecondition, say)
+        _judge(disk.check_tier_disk(folder, str(size), Places()), InvalidArgument, say)
     for finding in _memory(stack):
         _judge(finding, ResourceExhausted, say)
     _judge(model.check_weights(stack.model), InvalidArgument, say)

@@ -22,6 +22,7 @@ from splitpoint.arena.format import (
     UnsupportedVersion,
 )
 from splitpoint.arena.records import NO_PARENT
+from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument
 from splitpoint.keys import KEY_BYTES
 from splitpoint.shapes import PAGE_ALIGNMENT, ArenaLayout, align
@@ -225,8 +226,8 @@ class Division:
         if LEAST_SEGMENTS * most > room:
             least = LEAST_SEGMENTS * segment_size(layout, 1) + FOLDER_BYTES
             raise InvalidArgument(
-                f"the disk tier holds at least {LEAST_SEGMENTS} chunks: give it {least} bytes or "
-                "more",
+                f"the disk tier holds at least {LEAST_SEGMENTS} chunks: give it "
+                f"{format_size(least)} or more",
                 field="tier_disk_size",
             )
         fixed = SEGMENT_HEADER_BYTES + TRAILER_BYTES + PAGE_ALIGNMENT

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.tiers.disk.files import Files, Part
@@ -35,6 +36,7 @@ from kvstore_service.tiers.disk.segment_reader import (
 from kvstore_service.tiers.disk.segment_writer import SegmentWriter
 from splitpoint.arena.format import ArenaFormatError
 from splitpoint.shapes import ArenaLayout, align
+from splitpoint.words import counted
 
 _log = logging.getLogger(__name__)
 
@@ -248,6 +250,12 @@ class SegmentLog:
                 if place is not None:
                     self.counts.damaged_chunks += 1
                     places.append(place)
+        records: dict[Path, list[int]] = {}
+        for segment, index in places:
+            records.setdefault(segment.path, []).append(index)
+        for path, indices in records.items():
+            count = counted(len(indices), "damaged record")
+            _log.warning("%s: dropped %s, the first is number %d", path, count, min(indices))
         for segment, index in places:
             with suppress(OSError):
                 zero_header(self._files, segment.path, self._layout, index)

@@ -300,7 +300,8 @@ class DiskTier:
             except (OSError, SplitpointError) as error:
                 self._stats.message = _words_of(error)
             else:
-                _logger.info("the disk tier %s is back", self._path)
+                # As loud as the message before it, or its reader takes the tier for lost.
+                _logger.warning("the disk tier %s is back", self._path)
                 return
 
     # -- bookkeeping ----------------------------------------------------------------------

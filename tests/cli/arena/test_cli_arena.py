@@ -330,6 +330,13 @@ def test_a_missing_arena_names_those_that_are_there(writer: Writer) -> None:
         run("inspect", "no-such-instance")
 
 
+def test_a_folder_that_is_there_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tier").mkdir()
+    with pytest.raises(NotFound, match=r"the disk tier in the folder tier, write \./tier"):
+        run("inspect", "tier")
+
+
 def test_the_read_only_mapping_cannot_be_written(writer: Writer) -> None:
     arena = Arena.attach_read_only(writer.path)
     with pytest.raises(ValueError, match="read-only"):

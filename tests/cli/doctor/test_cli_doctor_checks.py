@@ -13,9 +13,11 @@ import pynvml
 import pytest
 from own_names import instance_name
 
+from splitpoint.checkpoint.config import read_shape
 from splitpoint.config import remove_tree, runtime_directory
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import MemoryFacts
+from splitpoint.shapes import ArenaLayout
 from splitpoint_cli.checks import (
     disk,
     gpu,
@@ -474,6 +476,24 @@ def test_a_disk_tier_that_does_not_fit_is_told_before_it_is_full(tmp_path: Path)
     assert f"have {used >> 20} MiB so far" in disk.check_tier_disk(folder, "1000TiB", places).found
 
 
+def test_memory_that_does_not_hold_the_bound_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    folder.mkdir(mode=0o700)
+    places = places_on(tmp_path, folder, "tmpfs")
+    assert "too little" in disk.check_tier_disk(folder, "1000000GiB", places).found
+    assert "too little" not in disk.check_tier_disk(folder, "1MiB", places).found
+
+
+def test_a_disk_tier_holds_a_few_chunks_at_least(tmp_path: Path, bundled_model: Path) -> None:
+    shape = read_shape(bundled_model)
+    layout = ArenaLayout.of(shape, chunk_tokens=64, has_activations=False)
+    found = disk.check_tier_disk(tmp_path / "tier", "1MiB", Places(), layout)
+    assert found.verdict == "problem"
+    assert "at least 4 chunks: give it " in found.found
+    assert "MiB or more" in found.found
+    assert disk.check_tier_disk(tmp_path / "tier", "64MiB", Places(), layout).verdict != "problem"
+
+
 def test_folders_that_a_disk_tier_cannot_use(tmp_path: Path) -> None:
     def words(folder: Path, size: str = "1GiB") -> str:
         found = disk.check_tier_disk(folder, size, Places())
@@ -486,7 +506,8 @@ def test_folders_that_a_disk_tier_cannot_use(tmp_path: Path) -> None:
     assert (without_folder.verdict, without_folder.found) == (
         *("problem", "--tier-disk-size needs --tier-disk"),
     )
-    assert "No such file" in words(tmp_path / "no" / "tier")
+    missing = words(tmp_path / "no" / "tier")
+    assert f"{tmp_path / 'no'} does not exist: Make it first: mkdir -p {tmp_path / 'no'}" in missing
     (tmp_path / "file").touch()
     assert "is no folder" in words(tmp_path / "file")
     folder.mkdir()

@@ -34,6 +34,7 @@ def edit(path: Path, **changes: object) -> None:
 def test_the_bundled_model_is_the_default(bundled_model: Path) -> None:
     assert resolve_model(None) == bundled_model
     assert resolve_model(str(bundled_model)) == bundled_model
+    assert resolve_model("stdlib-llama", download=False) == bundled_model
     assert model_name(bundled_model) == "stdlib-llama"
     assert eos_token_ids(bundled_model) == (1,)
     assert [path.name for path in weight_files(bundled_model)] == ["model.safetensors"]

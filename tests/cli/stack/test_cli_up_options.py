@@ -7,6 +7,7 @@ import json
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from splitpoint_cli.security.token import add_token
 from splitpoint_cli.stack import up
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan import Stack, plan_stack
-from splitpoint_cli.stack.preflight import check_machine, check_secret
+from splitpoint_cli.stack.preflight import check_machine, check_secret, check_store_arguments
 from worker_service.__main__ import parse_arguments as parse_worker
 from worker_service.speculation.draft_model import DraftModel
 
@@ -492,6 +493,24 @@ def test_a_kept_arena_and_a_disk_tier_have_one_secret(tmp_path: Path) -> None:
     assert (used.read_bytes(), other.read_bytes()) == (b"of the arena", b"another")
     with pytest.raises(FailedPrecondition, match="secret of the chunk keys"):
         share_secret(tmp_path / "no" / "used", [other])
+
+
+def test_a_disk_tier_too_small_is_refused_before_the_store_starts(tmp_path: Path) -> None:
+    def check(size: str) -> None:
+        check_store_arguments(planned_with(tier_disk=str(tmp_path / "chunks"), tier_disk_size=size))
+
+    with pytest.raises(InvalidArgument, match=r"at least 4 chunks: give it [0-9.]+ MiB or more"):
+        check("1MiB")
+    check("64MiB")
+    assert not (tmp_path / "chunks").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_wrong_input(tmp_path: Path) -> None:
+    folder = tmp_path / "no/chunks"
+    stack = planned_with(tier_disk=str(folder), tier_disk_size="64MiB")
+    with pytest.raises(InvalidArgument, match="mkdir -p") as caught:
+        check_machine(replace(stack, listens=()), lambda *_: None)
+    assert caught.value.exit_code == 2
 
 
 def test_chunks_without_their_secret_are_told(tmp_path: Path) -> None:

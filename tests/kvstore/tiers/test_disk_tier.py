@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import logging
 import os
 import shutil
 import threading
@@ -297,7 +298,9 @@ async def test_a_removed_segment_is_a_miss(bench: TierBench) -> None:
     assert await bench.check_read(1000, 2 * RECORDS) == [True, False]
 
 
-async def test_a_removed_folder_costs_the_chunks_and_comes_back(bench: TierBench) -> None:
+async def test_a_removed_folder_costs_the_chunks_and_comes_back(
+    bench: TierBench, caplog: pytest.LogCaptureFixture
+) -> None:
     tier = await bench.start()
     await bench.write(1, 2)
     told: list[bytes] = []
@@ -313,6 +316,12 @@ async def test_a_removed_folder_costs_the_chunks_and_comes_back(bench: TierBench
     assert await bench.write(3) == 1
     assert await bench.check_read(1, 3) == [False, True]
     assert tier.stats.written_chunks == 3
+    # `splitpoint up` shows warnings and worse: both lines, or none.
+    told_of_it = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
+    assert [message.split(": ")[0] for message in told_of_it] == [
+        f"the disk tier {bench.folder} is away",
+        f"the disk tier {bench.folder} is back",
+    ]
 
 
 async def test_a_folder_moved_away_and_back_is_found_again(bench: TierBench) -> None:

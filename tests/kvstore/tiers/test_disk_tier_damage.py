@@ -139,7 +139,9 @@ async def test_a_flipped_byte_costs_one_chunk(bench: TierBench, is_finished: boo
         path.write_bytes(whole)
 
 
-async def test_damage_while_it_is_served_is_found(bench: TierBench) -> None:
+async def test_damage_while_it_is_served_is_found(
+    bench: TierBench, caplog: pytest.LogCaptureFixture
+) -> None:
     tier = await bench.start()
     await bench.write(*range(RECORDS))
     path = bench.segments()[0]
@@ -148,6 +150,8 @@ async def test_damage_while_it_is_served_is_found(bench: TierBench) -> None:
     assert await bench.check_read(*range(6)) == [False] * 4 + [True] * 2
     assert tier.stats.damaged_chunks == 4
     assert tier.stats.chunk_count == RECORDS - 4
+    told = [each.message for each in caplog.records if str(path) in each.message]
+    assert any("damaged record" in each and "the first is number 0" in each for each in told), told
 
 
 @pytest.mark.parametrize("offset", [0, 8, 12, 16, 32, 40, 48, 70, 4000, 4095])
