@@ -43,5 +43,11 @@ class ChunkSource:
             return self.tier.value
         return self.address if transfer is Transfer.GRPC else f"{self.address} {transfer.value}"
 
+    @staticmethod
+    def transfer_of(rate_key: str) -> Transfer:
+        """Return the transfer that the rate of a key is of; GRPC also for tiers."""
+        is_mooncake = rate_key.endswith(f" {Transfer.MOONCAKE.value}")
+        return Transfer.MOONCAKE if is_mooncake else Transfer.GRPC
+
     def __str__(self) -> str:
         return self.address or f"the {self.tier.value} tier"

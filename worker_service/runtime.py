@@ -123,10 +123,16 @@ class Runtime:
         self._prefixes = PrefixLookup(store, self.write_back)
         store.on_reattach(
             quiesce=self._quiesce,
-            reattached=lambda: engine.post(Call(engine.restorer.forget_arena)),
+            reattached=self._reattached,
         )
         if store.pinning is not None:
             store.pinning.between_steps = self._between_steps
+
+    def _reattached(self) -> None:
+        """Forget what was true of the store's last session only; called on the event loop."""
+        self.engine.post(Call(self.engine.restorer.forget_arena))
+        if self.fetcher is not None:
+            self.fetcher.reattached()
 
     def start(self) -> None:
         self._thread.start()

@@ -184,6 +184,14 @@ class PrefixFetcher:
             self.measured(source.place, result)
         return result
 
+    def reattached(self) -> None:
+        """Forget the rates of transfers that the own store's new session does not have."""
+        connection = self._store.connection
+        if connection is None or not connection.loads_from_stores:
+            for key in list(self.rates):
+                if ChunkSource.transfer_of(key) is not Transfer.GRPC:
+                    self._forget(key)
+
     async def quiesce(self) -> None:
         """Return when all copies that had begun are done."""
         await passed(self._lane)
@@ -215,10 +223,8 @@ class PrefixFetcher:
         self, source: FetchSource, salt: bytes, tokens: Sequence[int], result: FetchResult
     ) -> bool:
         """Have the own store load from another one. Return False if it cannot for now."""
-        address, connection = source.place.address, self._store.connection
-        if connection is None or not connection.loads_from_stores:
-            return False
-        if time.monotonic() < self._not_loaded_from.get(address, 0.0):
+        address = source.place.address
+        if not self._loads_from(address):
             return False
         result.transfer = Transfer.MOONCAKE
         try:
@@ -229,6 +235,13 @@ class PrefixFetcher:
             result.transfer, result.rate = Transfer.GRPC, 0.0
             return False
         return True
+
+    def _loads_from(self, address: str) -> bool:
+        """Return True if the own store is asked to load from another one."""
+        connection = self._store.connection
+        if connection is None or not connection.loads_from_stores:
+            return False
+        return time.monotonic() >= self._not_loaded_from.get(address, 0.0)
 
     def _stream_for_a_while(self, place: ChunkSource) -> None:
         """Do not have the own store load from another one for now."""
@@ -381,6 +394,8 @@ class PrefixFetcher:
         """Count what came from a place, and let its rate learn from it."""
         self.totals.tokens += result.tokens
         self.totals.seconds += result.seconds
+        if result.transfer is not Transfer.GRPC and not self._loads_from(place.address):
+            return  # the next fetch from there is a stream
         key = place.rate_key(result.transfer)
         if result.late_rate:
             # Else the next request would wait as long.

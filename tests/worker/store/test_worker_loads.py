@@ -17,12 +17,17 @@ import pytest
 
 from splitpoint.costs.fetching import ASSUMED_BYTES_PER_SECOND, ROUND_TRIP_SECONDS
 from splitpoint.shapes import ArenaLayout, DataType
-from splitpoint.tiers import ChunkSource, Tier
+from splitpoint.tiers import ChunkSource, Tier, Transfer
 from splitpoint.transport.servers import create_server, listen
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
 from worker_service.store.client import StoreClient
-from worker_service.store.fetch import FetchSource, PrefixFetcher
+from worker_service.store.fetch import (
+    MEASURABLE_BYTES,
+    FetchResult,
+    FetchSource,
+    PrefixFetcher,
+)
 from worker_service.store.session import Connection
 
 LAYOUT = ArenaLayout(
@@ -278,3 +283,36 @@ async def test_a_transfer_that_hangs_gives_way_to_the_stream(socket_address: str
         assert not fetcher.rates
         await fetcher.fetch(source, SALT, TOKENS)
         assert (len(store.loads), store.matches) == (2, 1)
+
+
+async def test_a_fall_back_after_much_has_come_forgets_the_transfers_rate(
+    socket_address: str,
+) -> None:
+    """The plan would say that the next fetch, a stream, is as fast."""
+    store = Store([progress(LOADED, seconds=1.0), asyncio.Event()])
+    async with fetching(socket_address, store, loads_from_stores=True) as fetcher:
+        result = await fetcher.fetch(FetchSource(ChunkSource(OTHER), 90, 1e-6), SALT, TOKENS)
+        assert result.bytes >= MEASURABLE_BYTES
+        assert not fetcher.rates
+
+
+async def test_rates_of_transfers_end_with_the_store_that_has_them(socket_address: str) -> None:
+    store = Store([progress(LOADED, seconds=1.0)])
+    async with fetching(socket_address, store, loads_from_stores=True) as fetcher:
+        reported: list[dict[str, float]] = []
+        fetcher._rate_changed = lambda rates: reported.append(dict(rates))
+        place = ChunkSource(OTHER)
+        await fetcher.fetch(on_disk(90), SALT, TOKENS)
+        await fetcher.fetch(FetchSource(place, 90), SALT, TOKENS)
+        before = dict(fetcher.rates)
+        assert set(before) == {"disk", f"{OTHER} mooncake"}
+        fetcher.reattached()
+        assert fetcher.rates == before
+        client: Any = fetcher._store
+        client.loads_from_stores = False
+        fetcher.reattached()
+        assert reported[-1] == {"disk": before["disk"]}
+        # One that was under way meanwhile is not reported either.
+        loaded = FetchResult(bytes=MEASURABLE_BYTES, rate=1e9, transfer=Transfer.MOONCAKE)
+        fetcher.measured(place, loaded)
+        assert set(fetcher.rates) == {"disk"}

@@ -22,6 +22,7 @@ from kvstore_service.server import KvStoreServicer
 from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.arena.records import SlotState
+from splitpoint.costs.profile import Profile
 from splitpoint.errors import DeadlineExceeded, FailedPrecondition
 from splitpoint.shapes import ArenaLayout, DataType
 from splitpoint.transport.servers import create_server, listen
@@ -216,6 +217,31 @@ async def test_whatever_goes_wrong_it_attaches_again(setup: Setup, where: str) -
         assert again is not None
         setup.servicer.store.sessions.end(again.session_id)
         await until(lambda: client.connection not in (None, again))
+
+
+async def test_a_new_session_without_transfers_has_none_of_their_rates(setup: Setup) -> None:
+    async with setup.client() as client:
+        before = client.connection
+        assert before is not None
+        assert not before.loads_from_stores
+        engine: Any = Posted()
+        engine.cache = SimpleNamespace(layout=LAYOUT)
+        engine.restorer = SimpleNamespace(forget_arena=lambda: None)
+        engine.queues = SimpleNamespace(running=())
+        engine.profile = Profile(1e9, 0.0, 1e9, 0.0, 1e9, "as of a test")
+        engine.trace = None
+        engine.max_batched_tokens = 16
+        runtime = Runtime(engine, client)
+        assert runtime.fetcher is not None
+        # Measured in a session of a store that had them.
+        runtime.fetcher.rates |= {"a:1": 2e9, "a:1 mooncake": 3e9}
+        runtime._on_rates(runtime.fetcher.rates)
+        assert "a:1 mooncake" in runtime.profile.remote_bytes_per_second
+        setup.servicer.store.sessions.end(before.session_id)
+        await until(lambda: client.connection not in (None, before))
+        await until(lambda: runtime.profile.remote_bytes_per_second == {"a:1": 2e9})
+        assert runtime.fetcher.rates == {"a:1": 2e9}
+        await runtime.fetcher.close()
 
 
 # -- stopping -------------------------------------------------------------------------
