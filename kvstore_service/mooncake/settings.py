@@ -88,5 +88,14 @@ def _pool_of(arguments: argparse.Namespace) -> PoolSettings | None:
             if is_given:
                 raise InvalidArgument(f"--{name} needs --tier-mooncake", field=name)
         return None
-    check_address(master, field="tier-mooncake")
+    try:
+        is_of_network = not check_address(master).startswith("unix:")
+    except InvalidArgument:
+        is_of_network = False
+    if not is_of_network:
+        raise InvalidArgument(
+            f"--tier-mooncake: {master!r} is not the HOST:PORT of a Mooncake master (example: "
+            "rack-1:50051)",
+            field="tier-mooncake",
+        )
     return PoolSettings(master, memory, arguments.tier_mooncake_replicas)

@@ -319,7 +319,8 @@ def _tier(tier: TierStats, rates: TierRates, glyphs: Glyphs) -> list[Text]:
     cells += [
         cell("loaded", _rate_text(rates.read), 18),
         cell("written", _rate_text(rates.written), 19),
-        cell("chunks", f"{tier.chunk_count:,}", 14),
+        # What has no bound of its own, a pool, does not count its chunks.
+        cell("chunks", f"{tier.chunk_count:,}" if tier.capacity_bytes else NOTHING, 14),
         cell("dropped", f"{tier.dropped_chunk_count:,}", 12),
     ]
     return cells

@@ -49,7 +49,14 @@ def test_the_options_make_the_settings() -> None:
         (("--tier-mooncake-replicas", "2"), "needs --tier-mooncake"),
         (("--transfer", "mooncake", "--transfer-interface", "none0"), "no such interface"),
         (("--transfer", "mooncake", "--transfer-interface", "x" * 16), "1 to 15 bytes"),
-        (("--tier-mooncake", "nowhere", "--transfer-interface", "lo"), "is not an address"),
+        (
+            ("--tier-mooncake", "nowhere", "--transfer-interface", "lo"),
+            "--tier-mooncake: 'nowhere' is not the HOST:PORT",
+        ),
+        (
+            ("--tier-mooncake", "unix:/run/master.sock", "--transfer-interface", "lo"),
+            "is not the HOST:PORT",
+        ),
     ],
 )
 def test_what_is_unsafe_or_without_effect_is_refused(
