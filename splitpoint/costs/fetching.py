@@ -38,7 +38,9 @@ def rate_of(profile: Profile, source: ChunkSource) -> SourceRate:
     for transfer in (Transfer.MOONCAKE, Transfer.GRPC):
         measured = profile.remote_bytes_per_second.get(source.rate_key(transfer))
         if measured is not None:
-            return SourceRate(measured, is_measured=True, transfer=transfer)
+            # One that is exactly the assumed rate was measured long ago, and has aged back.
+            is_measured = measured != ASSUMED_BYTES_PER_SECOND
+            return SourceRate(measured, is_measured, transfer)
     return SourceRate(ASSUMED_BYTES_PER_SECOND, is_measured=False)
 
 

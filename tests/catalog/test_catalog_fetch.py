@@ -24,13 +24,13 @@ from scheduler_service.prefixes.lookup import FetchSource, by_worker
 from scheduler_service.prefixes.redis import leading_counts
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import is_local_address
-from splitpoint.costs.fetching import ROUND_TRIP_SECONDS, rate_of
+from splitpoint.costs.fetching import ASSUMED_BYTES_PER_SECOND, ROUND_TRIP_SECONDS, rate_of
 from splitpoint.costs.meeting import MEETING_SECONDS, TierEnds
 from splitpoint.costs.profile import Profile
 from splitpoint.discovery.entries import StoreEntry
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Residency, RestoreMethod
-from splitpoint.tiers import Tier
+from splitpoint.tiers import ChunkSource, Tier, Transfer
 from splitpoint.transport.convert import (
     plan_from_proto,
     plan_to_proto,
@@ -105,6 +105,16 @@ def test_an_unmeasured_way_is_assumed_and_said_so() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
     fetch = attempt(FetchSource(B, 100), profile=slow)
     assert "at 1 GB/s (assumed)" in fetch.plan.reason
+
+
+def test_a_rate_that_has_aged_back_is_assumed_again() -> None:
+    key = ChunkSource(B).rate_key(Transfer.MOONCAKE)
+    rates = {key: ASSUMED_BYTES_PER_SECOND}
+    slow = replace(PROFILE, prefill_flops_per_second=1e6, remote_bytes_per_second=rates)
+    fetch = attempt(FetchSource(B, 100), profile=slow)
+    assert "by Mooncake at 1 GB/s (assumed): " in fetch.plan.reason
+    measured = replace(slow, remote_bytes_per_second={key: 1.001e9})
+    assert "by Mooncake at 1 GB/s: " in attempt(FetchSource(B, 100), profile=measured).plan.reason
 
 
 def test_the_faster_of_two_sources() -> None:

@@ -402,6 +402,8 @@ class PrefixFetcher:
             self.rates[key] = min(self.rates.get(key, ASSUMED_BYTES_PER_SECOND), result.late_rate)
         elif result.bytes >= MEASURABLE_BYTES and result.rate > 0:
             before = self.rates.get(key, result.rate)
+            if before == ASSUMED_BYTES_PER_SECOND:  # aged back: nothing is known any more
+                before = result.rate
             self.rates[key] = before + NEW_RATE_SHARE * (result.rate - before)
         else:
             return

@@ -179,6 +179,10 @@ async def test_a_slow_rate_that_is_not_measured_again_ages(
         # No rate is invented beyond that.
         assert fetcher.rates["disk"] == ASSUMED_BYTES_PER_SECOND
         assert not fetcher._aging
+        # Nothing is known any more: the next measurement is not averaged with an assumption.
+        monkeypatch.setattr("worker_service.store.fetch.AGING_SECONDS", 60.0)
+        await fetcher.fetch(on_disk(90), SALT, TOKENS)
+        assert fetcher.rates["disk"] == pytest.approx(slow)
 
 
 @pytest.mark.parametrize(
