@@ -290,7 +290,7 @@ class MooncakeProcess:
                 self._failure = message["message"]
 
     def _set_pool(self, is_up: bool, message: str) -> None:
-        if is_up != self.pool_is_up:
+        if is_up != self.pool_is_up and self._keeper is not None:  # else it is being closed
             level = logging.INFO if is_up else logging.WARNING
             log.log(level, "Mooncake's pool is %s", "up" if is_up else f"away: {message}")
         self.pool_is_up, self.pool_message = is_up, message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -158,6 +159,21 @@ async def test_two_replicas_outlive_one_host(shm_folder: Path, master: Master) -
         found = await tier.read([chunk.key for chunk in chunks], [10, 11, 12, 13])
         assert found == [chunk.checksum for chunk in chunks]
         assert [arena.checksum(slot) for slot in (10, 11, 12, 13)] == found
+
+
+async def test_only_a_pool_that_goes_by_itself_is_an_alarm(
+    shm_folder: Path, master: Master, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pool(shm_folder / "a", master) as (_, tier):
+        caplog.clear()
+    assert not tier.stats.is_up
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+    async with pool(shm_folder / "b", master) as (_, tier):
+        master.kill()
+        async with asyncio.timeout(SECONDS):
+            while tier.stats.is_up:
+                await asyncio.sleep(0.01)
+    assert "Mooncake's pool is away: " in caplog.text
 
 
 async def test_without_a_master_calls_fail_at_once(shm_folder: Path, master: Master) -> None:
