@@ -78,7 +78,7 @@ async def test_a_prefix_comes_back_from_disk_and_the_plan_says_so(
 ) -> None:
     async with local_stack(tiny, tmp_path, tiered(tmp_path)) as stack:
         await fill(stack)
-        await pretend(stack, 1e9)
+        await pretend(stack, 2e9)
         answer = await ask(stack, 0)
         plan = answer.plan
         assert plan is not None
@@ -88,7 +88,7 @@ async def test_a_prefix_comes_back_from_disk_and_the_plan_says_so(
         assert plan.cached_tokens == TOKENS - 1
         assert plan.cached_tokens - plan.fetched_tokens >= CHUNK_TOKENS - 1
         reason = (
-            rf"loading {plan.fetched_tokens - 1:,} tokens from the disk tier at 1 GB/s: \S+ ms, "
+            rf"loading {plan.fetched_tokens - 1:,} tokens from the disk tier at 2 GB/s: \S+ ms, "
             rf"recomputing them: \S+ s; fetched {plan.fetched_tokens:,} tokens in "
         )
         assert re.search(reason, plan.reason), plan.reason
