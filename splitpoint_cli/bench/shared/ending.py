@@ -184,6 +184,11 @@ def run_until_signal(work: Coroutine[Any, Any, Result]) -> Result:
             if caught:
                 raise SystemExit(128 + caught[0]) from error
             raise
+        finally:
+            if caught:
+                # The loop takes its handlers away when it closes: until they are ignored below,
+                # later signals would end the process with an exit code of theirs.
+                signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)
 
     caught: list[int] = []
     try:
@@ -192,3 +197,4 @@ def run_until_signal(work: Coroutine[Any, Any, Result]) -> Result:
         if caught:
             for number in _ENDINGS:
                 signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)

@@ -167,6 +167,28 @@ with ended_by_signals():
         lanes.close()
         print("cleaned up")
 """
+# A second signal comes when the loop has taken its handlers away.
+CLOSING = """
+import asyncio
+from splitpoint_cli.bench.shared.ending import run_until_signal
+
+close = asyncio.SelectorEventLoop.close
+
+def close_and_interrupt(loop):
+    close(loop)
+    os.kill(os.getpid(), signal.SIGINT)
+
+asyncio.SelectorEventLoop.close = close_and_interrupt
+
+async def work():
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(60)
+    finally:
+        print("cleaned up")
+
+run_until_signal(work())
+"""
 HEADER = """
 import collections, os, signal, threading, time
 from splitpoint_cli.bench.shared import ending
@@ -188,8 +210,9 @@ from worker_service.lanes.work import Work
         (HELD, ["whole", "cleaned up"]),
         (ENDLESS, ["whole", "cleaned up"]),
         (LANE_HEADER + LANES, ["whole", "cleaned up"]),
+        (CLOSING, ["cleaned up"]),
     ],
-    ids=["lost", "while it cleans up", "held", "held for too long", "lanes"],
+    ids=["lost", "while it cleans up", "held", "held for too long", "lanes", "closing"],
 )
 def test_a_signal_ends_the_process_wherever_it_comes(program: str, printed: list[str]) -> None:
     """In a finalizer, a held block, or lanes; and cleaning up is not interrupted again."""
