@@ -6,7 +6,6 @@ The session computes the front of a sequence meanwhile, and seals the slots behi
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress
@@ -16,7 +15,6 @@ from kvstore_service.recovery.recovered_chunks import damage_of
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.manager import TierManager
 from splitpoint.errors import FailedPrecondition
-from splitpoint.tiers import Tier
 from splitpoint.transport.convert import tier_from_proto
 from splitpoint.v1 import kvstore_pb2 as pb
 
@@ -40,7 +38,7 @@ class SlotFiller:
         # The session may end meanwhile, and its slots must not be reused then. The keys may be
         # those of another tenant's chunks.
         with self._store.pool.grants.filling(slots):
-            checksums = await self._read(name, keys, slots)
+            checksums = await self._tiers.read(name, keys, slots)
             damaged = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._damaged, slots, checksums
             )
@@ -78,20 +76,6 @@ class SlotFiller:
                 raise FailedPrecondition(
                     f"slot {slot} is being filled or sealed by another call", reason="IN_USE"
                 )
-
-    async def _read(
-        self, name: Tier, keys: Sequence[bytes], slots: Sequence[int]
-    ) -> list[int | None]:
-        """Read the chunks into slots. Return their recorded checksums."""
-        size = self._store.arena.layout.chunk_bytes
-        began = time.monotonic()
-        due = self._tiers.limit.begin(len(keys) * size)
-        checksums = await self._tiers.tier(name).read(keys, slots)
-        await self._tiers.limit.end(due)
-        seconds = time.monotonic() - began
-        read = sum(checksum is not None for checksum in checksums)
-        self._tiers.rates[name].measured(read * size, seconds)
-        return checksums
 
     def _damaged(self, slots: Sequence[int], checksums: Sequence[int | None]) -> set[int]:
         """Return the indices of payloads that differ from their checksums. Slow."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from kvstore_service import validation
@@ -22,7 +22,7 @@ from kvstore_service.tiers.manager import TierManager
 from kvstore_service.tiers.named_turns import NamedTurns
 from kvstore_service.tiers.tier import ChunkSource
 from kvstore_service.tiers.transfer import ChunkTransfer
-from splitpoint.errors import FailedPrecondition
+from splitpoint.errors import FailedPrecondition, NotFound
 from splitpoint.keys import chunk_keys
 from splitpoint.tiers import ChunkSource as Origin
 from splitpoint.tiers import Tier
@@ -131,7 +131,7 @@ class ChunkLoader:
         )
 
     def _release(self, load: Load) -> None:
-        if load.session_id in {session.session_id for session in self._store.sessions}:
+        with suppress(NotFound):  # the session ended, and its leases with it
             self._store.sessions.release(load.session_id, [load.lease_id], [])
 
     # -- what the arena has ----------------------------------------------------------------------
@@ -189,21 +189,12 @@ class ChunkLoader:
         self, load: Load, keys: Sequence[bytes], slots: Sequence[int]
     ) -> list[int | None]:
         """Read the chunks into slots. Return their recorded checksums."""
-        size = len(keys) * self._store.arena.layout.chunk_bytes
         began = time.monotonic()
         if load.tier is None:
             checksums = await load.source.read(keys, slots)
         else:
-            due = self._tiers.limit.begin(size)
-            checksums = await load.source.read(keys, slots)
-            await self._tiers.limit.end(due)
-        seconds = time.monotonic() - began
-        loaded = sum(each is not None for each in checksums)
-        load.transfer_seconds += seconds
-        if load.tier is not None:
-            self._tiers.rates[load.tier].measured(
-                loaded * self._store.arena.layout.chunk_bytes, seconds
-            )
+            checksums = await self._tiers.read(load.tier, keys, slots)
+        load.transfer_seconds += time.monotonic() - began
         return checksums
 
     async def _intact(

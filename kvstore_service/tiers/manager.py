@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -174,6 +175,19 @@ class TierManager:
                 wait.cancel()
 
     # -- up ------------------------------------------------------------------------------------
+
+    async def read(
+        self, tier: Tier, keys: Sequence[bytes], slots: Sequence[int]
+    ) -> list[int | None]:
+        """Read chunks into slots as `ChunkTier.read` does, within the limit; measure the rate."""
+        size = self._pool.layout.chunk_bytes
+        began = time.monotonic()
+        due = self.limit.begin(len(keys) * size)
+        checksums = await self.tier(tier).read(keys, slots)
+        await self.limit.end(due)
+        read_count = sum(checksum is not None for checksum in checksums)
+        self.rates[tier].measured(read_count * size, time.monotonic() - began)
+        return checksums
 
     async def held(self, keys: Sequence[bytes]) -> dict[Tier, int]:
         """Return how many leading keys each tier holds; tiers without an answer are missing."""
