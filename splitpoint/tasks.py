@@ -1,10 +1,16 @@
-"""Several coroutines at a time."""
+"""Several coroutines at a time, or one after another."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
+
+from splitpoint.errors import Unavailable
+
+# How long a call waits for the one before it.
+TURN_SECONDS = 30.0
 
 
 async def run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -15,3 +21,39 @@ async def run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
                 group.create_task(each)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+class NamedTurns:
+    """Calls of one name follow each other; those of different names do not wait."""
+
+    def __init__(self) -> None:
+        self._turns: dict[bytes, asyncio.Lock] = {}
+        self._users: dict[bytes, int] = {}
+
+    @property
+    def name_count(self) -> int:
+        """Names that a call has or waits for."""
+        return len(self._turns)
+
+    @asynccontextmanager
+    async def turn(self, name: bytes) -> AsyncIterator[None]:
+        """Wait for a turn, and keep it inside the block. Raises Unavailable after a while."""
+        lock = self._turns.setdefault(name, asyncio.Lock())
+        self._users[name] = self._users.get(name, 0) + 1
+        try:
+            try:
+                async with asyncio.timeout(TURN_SECONDS):
+                    await lock.acquire()
+            except TimeoutError:
+                raise Unavailable(
+                    f"another load of this prefix took longer than {TURN_SECONDS:g} s",
+                    reason="LOAD_STALLED",
+                ) from None
+            try:
+                yield
+            finally:
+                lock.release()
+        finally:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name], self._turns[name]

@@ -19,11 +19,11 @@ from kvstore_service.reserver import Reserver, places
 from kvstore_service.sealer import Sealer
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.manager import TierManager
-from kvstore_service.tiers.named_turns import NamedTurns
 from kvstore_service.tiers.tier import ChunkSource
 from kvstore_service.tiers.transfer import ChunkTransfer
 from splitpoint.errors import FailedPrecondition, NotFound
 from splitpoint.keys import chunk_keys
+from splitpoint.tasks import NamedTurns
 from splitpoint.tiers import ChunkSource as Origin
 from splitpoint.tiers import Tier
 from splitpoint.v1 import kvstore_pb2 as pb

@@ -13,9 +13,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from splitpoint.arena.payload import Payload
@@ -25,6 +24,7 @@ from splitpoint.keys import chunk_key
 from splitpoint.observe import tracing
 from splitpoint.observe.tracing import NO_SPAN
 from splitpoint.shapes import ArenaLayout
+from splitpoint.tasks import NamedTurns
 from splitpoint.tiers import ChunkSource, Transfer
 from splitpoint.transport.store_session import RemoteSession, remote_session
 from splitpoint.v1 import kvstore_pb2 as pb
@@ -155,7 +155,7 @@ class PrefixFetcher:
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="fetch")
         # Fetches of sequences with the same first chunk take turns: the second one finds the
         # chunks of the first one in the own store.
-        self._turns: dict[bytes, tuple[asyncio.Lock, list[None]]] = {}
+        self._turns = NamedTurns()
         # Stores from which the own store could not load, until these times.
         self._not_loaded_from: dict[str, float] = {}
         # When rates age.
@@ -210,7 +210,7 @@ class PrefixFetcher:
     ) -> None:
         chunk_tokens = self._layout.chunk_tokens
         first = chunk_key(self._layout.layout_hash, salt, b"", tokens[:chunk_tokens])
-        async with self._turn(first):
+        async with self._turns.turn(first):
             wanted = min(source.cached_tokens, len(tokens)) // chunk_tokens
             result.wanted_bytes = wanted * self._layout.chunk_bytes
             result.began = time.monotonic()
@@ -377,18 +377,6 @@ class PrefixFetcher:
     def _check_session(self, connection: Connection) -> None:
         if self._store.connection is not connection:
             raise Unavailable("the own store's session changed", reason="STORE_LOST")
-
-    @asynccontextmanager
-    async def _turn(self, key: bytes) -> AsyncIterator[None]:
-        lock, users = self._turns.setdefault(key, (asyncio.Lock(), []))
-        users.append(None)
-        try:
-            async with lock:
-                yield
-        finally:
-            users.pop()
-            if not users:
-                del self._turns[key]
 
     def measured(self, place: ChunkSource, result: FetchResult) -> None:
         """Count what came from a place, and let its rate learn from it."""

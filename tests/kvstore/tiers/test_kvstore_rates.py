@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from kvstore_helpers import FakeClock
 
-from kvstore_service.tiers import named_turns
-from kvstore_service.tiers.named_turns import NamedTurns
 from kvstore_service.tiers.rates import RateLimit, ReadRate
+from splitpoint import tasks
 from splitpoint.errors import Unavailable
+from splitpoint.tasks import NamedTurns
 
 
 def test_loads_share_one_rate() -> None:
@@ -58,7 +58,7 @@ async def test_turns_of_one_name_follow_each_other(monkeypatch: pytest.MonkeyPat
     async with asyncio.TaskGroup() as group:
         for name in (b"a", b"b", b"a", b"a", b"b"):
             group.create_task(work(name))
-    monkeypatch.setattr(named_turns, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(tasks, "TURN_SECONDS", 0.01)
     async with turns.turn(b"a"):
         with pytest.raises(Unavailable):
             await work(b"a")
