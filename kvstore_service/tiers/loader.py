@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
 
 from kvstore_service import validation
@@ -48,7 +48,6 @@ class Load:
     salt: bytes
     token_ids: Sequence[int]
     keys: Sequence[bytes]
-    source: ChunkSource
     tier: Tier | None
     lease_id: int = 0
     cached: int = 0
@@ -88,23 +87,28 @@ class ChunkLoader:
         tokens = request.token_ids[: min(len(request.token_ids) // size, arena.slot_count) * size]
         keys = list(chunk_keys(arena.layout.layout_hash, salt, tokens, size))
         self._store.sessions.arena_user(request.session_id)
+        opening = self._opening(origin, salt, tokens)
+        load = Load(
+            session_id=request.session_id,
+            salt=salt,
+            token_ids=tokens,
+            keys=keys,
+            tier=None if origin.address else origin.tier,
+        )
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._turns.turn(keys[0] if keys else b""))
-            load = Load(
-                session_id=request.session_id,
-                salt=salt,
-                token_ids=tokens,
-                keys=keys,
-                source=await self._opened(stack, origin, salt, tokens),
-                tier=None if origin.address else origin.tier,
-            )
             is_known = False  # the caller knows the lease
             try:
                 await self._lease_cached(load)
+                if load.cached == len(keys):
+                    yield self._progress(load)
+                    is_known = True
+                    return
+                source = await stack.enter_async_context(opening)
                 has_more = True
                 while has_more:
                     before = load.cached
-                    has_more = await self._load_batch(load)
+                    has_more = await self._load_batch(load, source)
                     if load.cached > before or not is_known:
                         yield self._progress(load)
                         is_known = True
@@ -112,14 +116,15 @@ class ChunkLoader:
                 if not is_known and load.lease_id:
                     self._release(load)
 
-    async def _opened(
-        self, stack: AsyncExitStack, origin: Origin, salt: bytes, tokens: Sequence[int]
-    ) -> ChunkSource:
+    def _opening(
+        self, origin: Origin, salt: bytes, tokens: Sequence[int]
+    ) -> AbstractAsyncContextManager[ChunkSource]:
+        """Return what opens a source. Raises FailedPrecondition if this store does not have it."""
         if not origin.address:
-            return self._tiers.tier(origin.tier)
+            return nullcontext(self._tiers.tier(origin.tier))
         if self._transfer is None:
             raise FailedPrecondition("this store has no transfer engine", reason="NO_TRANSFER")
-        return await stack.enter_async_context(self._transfer.open(origin.address, salt, tokens))
+        return self._transfer.open(origin.address, salt, tokens)
 
     def _progress(self, load: Load) -> pb.LoadChunksResponse:
         return pb.LoadChunksResponse(
@@ -149,10 +154,10 @@ class ChunkLoader:
 
     # -- one batch -------------------------------------------------------------------------------
 
-    async def _load_batch(self, load: Load) -> bool:
+    async def _load_batch(self, load: Load, source: ChunkSource) -> bool:
         """Load the next chunks. Return False if there are none, or the source lost one."""
         keys = load.keys[load.cached : load.cached + self._batch_size(load.tier)]
-        held = await load.source.held(keys) if keys else 0
+        held = await source.held(keys) if keys else 0
         if not held:
             return False
         keys = keys[:held]
@@ -162,8 +167,10 @@ class ChunkLoader:
             slots = [slot for slot, _ in granted]
             # The session may end during the read, and its slots must not be reused then.
             with self._store.pool.grants.filling(slots):
-                checksums = await self._read(load, keys, slots)
-                intact = await self._intact(load, keys, granted, checksums)
+                checksums = await self._read(load, source, keys, slots)
+                intact, damaged = await self._intact(load, keys, granted, checksums)
+                if damaged:
+                    await source.drop(damaged)
             if load.tier is not None:
                 self._tiers.writers[load.tier].forget(keys[len(intact) :])
             if intact:
@@ -186,12 +193,12 @@ class ChunkLoader:
         return max(1, min(size // pool.layout.chunk_bytes, room))
 
     async def _read(
-        self, load: Load, keys: Sequence[bytes], slots: Sequence[int]
+        self, load: Load, source: ChunkSource, keys: Sequence[bytes], slots: Sequence[int]
     ) -> list[int | None]:
         """Read the chunks into slots. Return their recorded checksums."""
         began = time.monotonic()
         if load.tier is None:
-            checksums = await load.source.read(keys, slots)
+            checksums = await source.read(keys, slots)
         else:
             checksums = await self._tiers.read(load.tier, keys, slots)
         load.transfer_seconds += time.monotonic() - began
@@ -203,8 +210,8 @@ class ChunkLoader:
         keys: Sequence[bytes],
         granted: Sequence[tuple[int, int]],
         checksums: Sequence[int | None],
-    ) -> list[WrittenChunk]:
-        """Return the leading chunks that came and have their checksum. Drop damaged ones."""
+    ) -> tuple[list[WrittenChunk], list[bytes]]:
+        """Return the leading chunks that came and have their checksum, and the damaged keys."""
         chunk_tokens = self._store.arena.layout.chunk_tokens
         written = []
         for number, ((slot, generation), checksum) in enumerate(
@@ -217,10 +224,7 @@ class ChunkLoader:
             written.append(WrittenChunk(slot, generation, parent, tuple(tokens), checksum))
         damages = await self._sealer.read_back(written)
         damaged = [key for key, damage in zip(keys, damages, strict=False) if damage is not None]
-        if not damaged:
-            return written
-        await load.source.drop(damaged)
-        return written[: keys.index(damaged[0])]
+        return (written[: keys.index(damaged[0])] if damaged else written), damaged
 
     def _seal(self, load: Load, chunks: Sequence[WrittenChunk]) -> None:
         """Seal and lease verified chunks. Another call may have sealed some meanwhile."""

@@ -24,6 +24,8 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 CALL_SECONDS = 10.0
+# How long a store may take to end a session.
+GOODBYE_SECONDS = 2.0
 
 
 class RemoteSession:
@@ -57,6 +59,9 @@ async def remote_session(
 ) -> AsyncIterator[RemoteSession]:
     """Open a session of the store at `address`.
 
+    When the block ends, that store has freed what the session held, unless it does not answer:
+    the session expires there then.
+
     Raises FailedPrecondition if that store has another layout: equal tokens would have other
     keys and other bytes there.
     """
@@ -65,17 +70,23 @@ async def remote_session(
         request = pb.AttachRequest(client_name=client_name, layout_hash=layout_hash, is_remote=True)
         attached = await call_once(stub.Attach, request)
         interval = attached.lease_duration.ToTimedelta().total_seconds() / 3
-        keeper = asyncio.create_task(_keep_alive(stub, attached.session_id, interval))
+        ended = asyncio.Event()
+        keeper = asyncio.create_task(_keep_alive(stub, attached.session_id, interval, ended))
         try:
             yield RemoteSession(stub, attached)
         finally:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+            # A stream that is cancelled may never reach the store, which ends the session with it.
+            ended.set()
+            try:
+                await asyncio.wait({keeper}, timeout=GOODBYE_SECONDS)
+            finally:
+                keeper.cancel()
+                await asyncio.gather(keeper, return_exceptions=True)
 
 
-async def _keep_alive(stub: Any, session_id: bytes, interval: float) -> None:
-    """Run until cancelled, or until the store ends the session. Its calls fail then."""
-    async for _ in stub.KeepAlive(heartbeats(session_id, interval, asyncio.Event())):
+async def _keep_alive(stub: Any, session_id: bytes, interval: float, ended: asyncio.Event) -> None:
+    """Run until `ended`, or until the store ends the session. Its calls fail then."""
+    async for _ in stub.KeepAlive(heartbeats(session_id, interval, ended)):
         pass
 
 
@@ -92,9 +103,13 @@ async def call_once(
 async def heartbeats(
     session_id: bytes, interval_seconds: float, ended: asyncio.Event
 ) -> AsyncIterator[pb.KeepAliveRequest]:
-    """Yield a KeepAlive request every `interval_seconds` until `ended` is set."""
-    while not ended.is_set():
+    """Yield a KeepAlive request every `interval_seconds` until `ended` is set.
+
+    At least one: a stream without any belongs to no session, and ends none.
+    """
+    while True:
         yield pb.KeepAliveRequest(session_id=session_id)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(interval_seconds):
                 await ended.wait()
+                return

@@ -31,6 +31,7 @@ from splitpoint.keys import chunk_key
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.servers import create_server, listen
 from splitpoint.transport.statuses import error_of
+from splitpoint.transport.store_session import remote_session
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
@@ -213,6 +214,33 @@ async def test_only_own_leased_chunks_of_this_generation_are_read(remote: Remote
         await remote.read([handle])
     with pytest.raises(InvalidArgument):
         await remote.read([])
+
+
+@pytest.mark.parametrize("ending", ["done", "failed", "cancelled"])
+async def test_a_short_session_has_ended_there_when_its_block_ends(
+    remote: Remote, socket_address: str, ending: str
+) -> None:
+    """Also if it ends before its KeepAlive stream has begun. A lease would stay for 30 s."""
+    await remote.write(TOKENS)
+    before = await remote.stats()
+
+    async def use() -> None:
+        async with remote_session(socket_address, "short", LAYOUT.layout_hash) as session:
+            await session.match(b"", TOKENS)
+            if ending == "failed":
+                raise NotFound("of the test")
+            if ending == "cancelled":
+                await asyncio.Event().wait()
+
+    for _ in range(20):
+        work = asyncio.create_task(use())
+        if ending == "cancelled":
+            while (await remote.stats()).lease_count == before.lease_count:
+                await asyncio.sleep(0)
+            work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        after = await remote.stats()
+        assert (after.lease_count, after.session_count) == (0, before.session_count)
 
 
 async def test_mapped_and_remote_sessions_keep_to_their_ways(remote: Remote) -> None:

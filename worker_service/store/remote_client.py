@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from splitpoint.arena.payload import Payload
 from splitpoint.errors import ResourceExhausted, SplitpointError
 from splitpoint.shapes import ArenaLayout
-from splitpoint.transport.store_session import CALL_SECONDS
+from splitpoint.transport.store_session import CALL_SECONDS, GOODBYE_SECONDS
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
@@ -36,11 +36,7 @@ from worker_service.store.client import (
     storable_tokens,
 )
 from worker_service.store.mirror_cache import MirrorCache, name_of
-from worker_service.store.session import (
-    GOODBYE_SECONDS,
-    ArenaAccess,
-    Connection,
-)
+from worker_service.store.session import ArenaAccess, Connection
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from splitpoint.shapes import ArenaLayout
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.convert import layout_from_proto
 from splitpoint.transport.statuses import error_of
-from splitpoint.transport.store_session import call_once, heartbeats
+from splitpoint.transport.store_session import GOODBYE_SECONDS, call_once, heartbeats
 from splitpoint.transport.tls import Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -51,8 +51,6 @@ REATTACH_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
 _JITTER = (0.75, 1.25)
 # How long a request waits for that attempt. A store that is gone refuses at once.
 ATTACH_NOW_SECONDS = 0.5
-# How long the store may take to end a session.
-GOODBYE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)

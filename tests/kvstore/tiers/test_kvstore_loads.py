@@ -110,6 +110,9 @@ async def test_chunks_come_from_another_store(tmp_path: Path) -> None:
         service.assert_payloads(TOKENS, 5)
         with pytest.raises(Unavailable):
             await service.loaded(OTHERS[0], source_address="peer:2")
+        # What the arena has needs no source.
+        [answer] = await service.loaded(source_address="peer:2")
+        assert (answer.cached_tokens, answer.loaded_bytes) == (5 * SIZE, 0)
 
 
 async def test_what_a_source_wrote_and_did_not_bring_is_zeroed_before_it_is_granted(
