@@ -297,6 +297,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "evaluation",
             "structured",
             "store",
+            "fetching",
             "pipeline",
             "retrieval",
             "drafts",

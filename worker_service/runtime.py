@@ -39,11 +39,11 @@ from worker_service.engine.messages import (
     Wake,
 )
 from worker_service.engine.sequence import Admission
+from worker_service.fetching.fetcher import CLOSE_SECONDS, FetchResult, PrefixFetcher
+from worker_service.fetching.tier_loader import TierLoader
 from worker_service.lanes.spans import RequestSpans
-from worker_service.pipeline.tier_loader import TierLoader
 from worker_service.prefix_lookup import PrefixLookup
 from worker_service.store.client import Match, StoreClient
-from worker_service.store.fetch import CLOSE_SECONDS, FetchResult, PrefixFetcher
 from worker_service.store.remote_client import RemoteStoreClient
 from worker_service.store.write_back import SequenceKey, WriteBack
 from worker_service.streams import Listener, RunStreams

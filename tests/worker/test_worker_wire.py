@@ -32,9 +32,9 @@ from worker_service.engine.messages import (
 )
 from worker_service.engine.sampling import Choice
 from worker_service.engine.sequence import Admission
+from worker_service.fetching.fetcher import FetchSource
 from worker_service.lanes.timeline import StepTimes
 from worker_service.metrics import selection_readings
-from worker_service.store.fetch import FetchSource
 from worker_service.wire import admission_from, response_from
 
 ONE, TWO = ("one", 1, 7), ("two", 4, 7)

@@ -46,6 +46,7 @@ from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.restorer import Restorer
 from worker_service.engine.sampling import NonFiniteLogits
 from worker_service.engine.sequence import Admission, Sequence
+from worker_service.fetching.meeting import Meeting
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.graphs.eager_reason import EagerReason
 from worker_service.kernels.units import limit_parts
@@ -55,7 +56,6 @@ from worker_service.lanes.select import lanes_of
 from worker_service.lanes.spans import RequestSpans
 from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
-from worker_service.pipeline.meeting import Meeting
 from worker_service.pipeline.shared_split import SharedSplit
 from worker_service.pipeline.staging import Staging
 from worker_service.retrieval.screen_source import ScreenSource

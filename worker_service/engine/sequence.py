@@ -15,15 +15,15 @@ from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint.structured.grammar import GrammarText
 from worker_service.device.claims import Claim
 from worker_service.engine.sampling import Sampling
+from worker_service.fetching.fetcher import FetchSource
+from worker_service.fetching.meeting import Meeting
 from worker_service.lanes.spans import RequestSpans
-from worker_service.pipeline.meeting import Meeting
 from worker_service.pipeline.restoring import Restoring
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.retrieval.selector import EXACT, SelectionPlan
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Match
-from worker_service.store.fetch import FetchSource
 from worker_service.store.session import Connection
 from worker_service.store.write_back import SequenceKey
 from worker_service.structured.matcher import GrammarMatcher

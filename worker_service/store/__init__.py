@@ -1,1 +1,1 @@
-"""The worker's side of the KV store: sessions, write-back, fetches from other hosts, codecs."""
+"""The worker's side of the KV store: sessions, streams of chunks, write-back, codecs."""

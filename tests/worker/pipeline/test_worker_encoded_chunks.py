@@ -15,6 +15,7 @@ from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.shapes import ArenaLayout, DataType, Encoding
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import STAGING_PAGES, divide
+from worker_service.fetching.fetcher import cut_tail
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import SerialLanes
 from worker_service.model.decoder import Decoder
@@ -23,7 +24,6 @@ from worker_service.pipeline.restore import Prefix, restore
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.transfer import CacheTransfer, Part
 from worker_service.store.arena_tensors import StoredChunk
-from worker_service.store.fetch import cut_tail
 from worker_service.store.mirror_cache import MirrorCache, name_of
 from worker_service.store.quantization import Unencodable, decode, encode
 from worker_service.store.write_back import WriteJob, copy_chunks

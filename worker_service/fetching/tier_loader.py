@@ -20,10 +20,10 @@ from splitpoint.keys import chunk_keys
 from splitpoint.observe.logs import for_request
 from splitpoint.shapes import ArenaLayout
 from splitpoint.tiers import ChunkSource
-from worker_service.pipeline.meeting import PIECES_UNDER_WAY, Ends, Meeting
+from worker_service.fetching.fetcher import FetchResult, FetchSource
+from worker_service.fetching.meeting import PIECES_UNDER_WAY, Ends, Meeting
 from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import Match, StoreClient, WrittenChunk
-from worker_service.store.fetch import FetchResult, FetchSource
 from worker_service.store.session import Connection
 from worker_service.store.write_back import BATCH_CHUNKS, SequenceKey
 

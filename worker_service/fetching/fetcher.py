@@ -29,13 +29,13 @@ from splitpoint.tiers import ChunkSource, Transfer
 from splitpoint.transport.store_session import RemoteSession, remote_session
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
+from worker_service.fetching.loads import load_chunks
 from worker_service.lanes.cpu import passed
 from worker_service.lanes.spans import TRACED_BATCHES
 from worker_service.store.arena_tensors import ArenaTensors
 from worker_service.store.chunk_streams import BATCH_BYTES, ReadTarget, read_chunks
 from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import Match, StoreClient, written_chunks
-from worker_service.store.loads import load_chunks
 from worker_service.store.session import Connection
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from worker_service.pipeline.meeting import Ends, Meeting
+from worker_service.fetching.meeting import Ends, Meeting
 
 CHUNK = 16
 

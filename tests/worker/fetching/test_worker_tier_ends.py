@@ -145,7 +145,7 @@ async def test_a_tier_that_goes_away_costs_only_time(case: Case) -> None:
 async def test_a_tier_that_hangs_counts_as_slow(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker_service.store.fetch.LONGEST_SECONDS", 0.5)
+    monkeypatch.setattr("worker_service.fetching.fetcher.LONGEST_SECONDS", 0.5)
     async with case.stack() as stack:
         stack.tier.gate.clear()
         report = await meet(stack)
