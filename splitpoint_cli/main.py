@@ -3,59 +3,92 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from splitpoint.errors import SplitpointError
 from splitpoint.extras import missing_extra
-from splitpoint_cli import metrics
-from splitpoint_cli.arena import command as arena
-from splitpoint_cli.batch import command as batch
-from splitpoint_cli.bench import commands as bench
-from splitpoint_cli.calibrate import command as calibrate
-from splitpoint_cli.chat import command as chat
-from splitpoint_cli.compose import command as compose
-from splitpoint_cli.doctor import command as doctor
-from splitpoint_cli.eval import command as evaluation
 from splitpoint_cli.output import EXIT_HELP, print_error
-from splitpoint_cli.planning import plan, size, what_pays
-from splitpoint_cli.request import generate, probe, status
-from splitpoint_cli.security import certs, token
-from splitpoint_cli.simulate.command import simulate
-from splitpoint_cli.stack import down, up
-from splitpoint_cli.top.command import top
-from splitpoint_cli.trace import command as trace
+
+# The function of each command, or the application of its subcommands, in the order of the help.
+COMMANDS = {
+    "up": "splitpoint_cli.stack.up:up",
+    "down": "splitpoint_cli.stack.down:down",
+    "generate": "splitpoint_cli.request.generate:generate",
+    "chat": "splitpoint_cli.chat.command:chat",
+    "batch": "splitpoint_cli.batch.command:batch",
+    "plan": "splitpoint_cli.planning.plan:plan",
+    "what-pays": "splitpoint_cli.planning.what_pays:what_pays",
+    "size": "splitpoint_cli.planning.size:size",
+    "simulate": "splitpoint_cli.simulate.command:simulate",
+    "status": "splitpoint_cli.request.status:status",
+    "top": "splitpoint_cli.top.command:top",
+    "doctor": "splitpoint_cli.doctor.command:doctor",
+    "metrics": "splitpoint_cli.metrics:metrics",
+    "trace": "splitpoint_cli.trace.command:trace",
+    "probe": "splitpoint_cli.request.probe:probe",
+    "certs": "splitpoint_cli.security.certs:certs",
+    "token": "splitpoint_cli.security.token:token",
+    "compose": "splitpoint_cli.compose.command:compose",
+    "calibrate": "splitpoint_cli.calibrate.command:calibrate",
+    "eval": "splitpoint_cli.eval.command:evaluate",
+    "arena": "splitpoint_cli.arena.command:app",
+    "bench": "splitpoint_cli.bench.commands:app",
+}
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands by name. Each is imported once it is asked for.
+
+    Importing all of them takes longer than a short command runs.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            self._loaded[name] = _load(name)
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+def _load(name: str) -> Any:
+    """Import a command and return it as Typer runs it; raise KeyError if there is none."""
+    module, _, attribute = COMMANDS[name].partition(":")
+    found = getattr(importlib.import_module(module), attribute)
+    group = typer.Typer(add_completion=False)
+    group.callback()(lambda: None)
+    if isinstance(found, typer.Typer):
+        group.add_typer(found, name=name)
+    else:
+        group.command(name)(found)
+    commands: Any = typer.main.get_command(group)
+    return commands.commands[name]
+
+
+class _LazyGroup(TyperGroup):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**{**attributes, "commands": _Commands()})
+
 
 app = typer.Typer(
+    cls=_LazyGroup,
     help="Serves language models whose KV cache lives in host memory.\n\n" + EXIT_HELP,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(up.up)
-app.command()(down.down)
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(batch.batch)
-app.command()(plan.plan)
-app.command()(what_pays.what_pays)
-app.command()(size.size)
-app.command()(simulate)
-app.command()(status.status)
-app.command()(top)
-app.command()(doctor.doctor)
-app.command()(metrics.metrics)
-app.command()(trace.trace)
-app.command()(probe.probe)
-app.command()(certs.certs)
-app.command()(token.token)
-app.command()(compose.compose)
-app.command()(calibrate.calibrate)
-app.command("eval")(evaluation.evaluate)
-app.add_typer(arena.app, name="arena")
-app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from splitpoint import extras
+from splitpoint_cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVICES = {"kvstore_service", "worker_service", "scheduler_service"}
@@ -122,9 +123,15 @@ SLOW = {"redis", "cryptography", "importlib.metadata", "mooncake", "pynvml", "op
 
 
 def loaded_at_start(module: str) -> set[str]:
-    """Modules that importing this one loads: its own imports, and those of ours among them."""
+    """Modules that importing this one loads: its own imports, and those of ours among them.
+
+    For the command line, also what any of its commands loads.
+    """
     seen: set[str] = set()
     new = [module]
+    if module == "splitpoint_cli.main":
+        seen |= {place.partition(":")[0] for place in COMMANDS.values()}
+        new += seen
     while new:
         path = ROOT.joinpath(*new.pop().split("."))
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -162,6 +169,13 @@ def test_a_start_loads_nothing_slow_that_few_need(program: str) -> None:
     assert "splitpoint.transport.tls" in loaded
     early = {name for name in SLOW for found in loaded if f"{found}.".startswith(f"{name}.")}
     assert early == set()
+
+
+def test_a_command_loads_no_other_commands() -> None:
+    """Importing them all takes longer than a short command runs."""
+    own = imported_at_once(parsed(ROOT / "splitpoint_cli" / "main.py").body)
+    names = {place.partition(":")[0] for place in COMMANDS.values()}
+    assert names & set(own) == set()
 
 
 @pytest.mark.parametrize(
