@@ -35,25 +35,41 @@ class NamedTurns:
         """Names that a call has or waits for."""
         return len(self._turns)
 
-    @asynccontextmanager
-    async def turn(self, name: bytes) -> AsyncIterator[None]:
-        """Wait for a turn, and keep it inside the block. Raises Unavailable after a while."""
+    async def begin(self, name: bytes, timeout: float | None) -> None:
+        """Wait for a turn, which lasts until `end`. Raises Unavailable after `timeout` seconds.
+
+        None: it waits without a limit.
+        """
         lock = self._turns.setdefault(name, asyncio.Lock())
         self._users[name] = self._users.get(name, 0) + 1
         try:
-            try:
-                async with asyncio.timeout(TURN_SECONDS):
-                    await lock.acquire()
-            except TimeoutError:
-                raise Unavailable(
-                    f"another load of this prefix took longer than {TURN_SECONDS:g} s",
-                    reason="LOAD_STALLED",
-                ) from None
-            try:
-                yield
-            finally:
-                lock.release()
+            async with asyncio.timeout(timeout):
+                await lock.acquire()
+        except TimeoutError:
+            self._leave(name)
+            raise Unavailable(
+                f"another load of this prefix took longer than {timeout:g} s",
+                reason="LOAD_STALLED",
+            ) from None
+        except BaseException:
+            self._leave(name)
+            raise
+
+    def end(self, name: bytes) -> None:
+        """End a turn."""
+        self._turns[name].release()
+        self._leave(name)
+
+    @asynccontextmanager
+    async def turn(self, name: bytes) -> AsyncIterator[None]:
+        """Wait for a turn, and keep it inside the block. Raises Unavailable after a while."""
+        await self.begin(name, TURN_SECONDS)
+        try:
+            yield
         finally:
-            self._users[name] -= 1
-            if not self._users[name]:
-                del self._users[name], self._turns[name]
+            self.end(name)
+
+    def _leave(self, name: bytes) -> None:
+        self._users[name] -= 1
+        if not self._users[name]:
+            del self._users[name], self._turns[name]

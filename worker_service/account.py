@@ -14,7 +14,7 @@ from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.selection import UNUSED
 from splitpoint.speculation import DraftMethod
 from worker_service.engine.messages import RestoreEvent, StepEvent, StepOutput
-from worker_service.fetching.fetcher import FetchTotals
+from worker_service.fetching.results import FetchTotals
 from worker_service.lanes.totals import LaneTotals
 from worker_service.store.write_back import WriteTotals
 

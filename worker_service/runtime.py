@@ -39,7 +39,8 @@ from worker_service.engine.messages import (
     Wake,
 )
 from worker_service.engine.sequence import Admission
-from worker_service.fetching.fetcher import CLOSE_SECONDS, FetchResult, PrefixFetcher
+from worker_service.fetching.fetcher import CLOSE_SECONDS, PrefixFetcher
+from worker_service.fetching.results import FetchResult
 from worker_service.fetching.tier_loader import TierLoader
 from worker_service.lanes.spans import RequestSpans
 from worker_service.prefix_lookup import PrefixLookup

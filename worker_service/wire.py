@@ -28,7 +28,7 @@ from splitpoint.v1 import types_pb2, worker_pb2
 from worker_service.engine.messages import DraftEvent, FinishEvent, StepOutput, TokenEvent
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
-from worker_service.fetching.fetcher import FetchSource
+from worker_service.fetching.results import FetchSource
 from worker_service.streams import Charges, OtherStreams
 
 ADDRESS_LIMIT = 255

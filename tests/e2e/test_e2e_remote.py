@@ -136,7 +136,7 @@ async def test_a_source_that_dies_in_the_middle(hosts: tuple[Host, Host], number
     # Strike between two copies: the first one has been made, the stream is open.
     struck = asyncio.Event()
     loop = asyncio.get_running_loop()
-    check = fetcher._check_session
+    check = fetcher._streams._check_session
     checks = 0
 
     def strike(connection: Any) -> None:
@@ -147,7 +147,7 @@ async def test_a_source_that_dies_in_the_middle(hosts: tuple[Host, Host], number
             first.process.send_signal(number)
             loop.call_soon(struck.set)
 
-    fetcher._check_session = strike  # type: ignore[method-assign]
+    fetcher._streams._check_session = strike  # type: ignore[method-assign]
     try:
         name = await second.admit(
             PROMPT,

@@ -39,8 +39,8 @@ async def pretend(stack: LocalStack, disk_bytes_per_second: float) -> None:
     assert runtime.fetcher is not None
     slow = replace(runtime.profile, prefill_flops_per_second=1e7)
     await runtime.call(lambda: worker.engine.watch_costs(slow))
-    runtime.fetcher.rates[Tier.DISK.value] = disk_bytes_per_second
-    runtime._on_rates(runtime.fetcher.rates)
+    runtime.fetcher.rates.by_key[Tier.DISK.value] = disk_bytes_per_second
+    runtime._on_rates(runtime.fetcher.rates.by_key)
     scheduler = stack.scheduler.registry.find("0")
     assert scheduler is not None
 

@@ -32,7 +32,7 @@ from worker_service.engine.messages import (
 )
 from worker_service.engine.sampling import Choice
 from worker_service.engine.sequence import Admission
-from worker_service.fetching.fetcher import FetchSource
+from worker_service.fetching.results import FetchSource
 from worker_service.lanes.timeline import StepTimes
 from worker_service.metrics import selection_readings
 from worker_service.wire import admission_from, response_from

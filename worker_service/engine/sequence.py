@@ -15,8 +15,8 @@ from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint.structured.grammar import GrammarText
 from worker_service.device.claims import Claim
 from worker_service.engine.sampling import Sampling
-from worker_service.fetching.fetcher import FetchSource
 from worker_service.fetching.meeting import Meeting
+from worker_service.fetching.results import FetchSource
 from worker_service.lanes.spans import RequestSpans
 from worker_service.pipeline.restoring import Restoring
 from worker_service.pipeline.transfer import CacheTransfer

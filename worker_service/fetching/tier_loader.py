@@ -19,9 +19,10 @@ from splitpoint.errors import SplitpointError
 from splitpoint.keys import chunk_keys
 from splitpoint.observe.logs import for_request
 from splitpoint.shapes import ArenaLayout
+from splitpoint.tasks import NamedTurns
 from splitpoint.tiers import ChunkSource
-from worker_service.fetching.fetcher import FetchResult, FetchSource
 from worker_service.fetching.meeting import PIECES_UNDER_WAY, Ends, Meeting
+from worker_service.fetching.results import FetchResult, FetchSource
 from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import Match, StoreClient, WrittenChunk
 from worker_service.store.session import Connection
@@ -73,7 +74,7 @@ class TierLoader:
         self._cleanups = Cleanups()
         self._loads: dict[SequenceKey, _Load] = {}
         # By first chunk; loads of one prefix take turns, and the second finds it in the arena.
-        self._turns: dict[bytes, asyncio.Event] = {}
+        self._turns = NamedTurns()
         self._turn_of: dict[SequenceKey, bytes] = {}
 
     async def wait_turn(self, key: SequenceKey, salt: bytes, tokens: Sequence[int]) -> None:
@@ -82,16 +83,14 @@ class TierLoader:
         The turn lasts until `end_turn`, or until the load that begins under this key has ended.
         """
         (first,) = self._keys(salt, tokens[: self._layout.chunk_tokens]) or (b"",)
-        while (turn := self._turns.get(first)) is not None:
-            await turn.wait()
-        self._turns[first] = asyncio.Event()
+        await self._turns.begin(first, timeout=None)  # each load has a time limit
         self._turn_of[key] = first
 
     def end_turn(self, key: SequenceKey) -> None:
         """Let another load of the same first chunk begin; without a turn, nothing happens."""
         first = self._turn_of.pop(key, None)
         if first is not None:
-            self._turns.pop(first).set()
+            self._turns.end(first)
 
     def begin(
         self,

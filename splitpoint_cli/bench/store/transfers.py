@@ -31,7 +31,8 @@ from splitpoint_cli.bench.shared.processor_time import ProcessorTime
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.store.remote import read_chunks
 from splitpoint_cli.bench.store.report import Passes, TransferResult
-from worker_service.fetching.fetcher import FetchSource, PrefixFetcher
+from worker_service.fetching.fetcher import PrefixFetcher
+from worker_service.fetching.results import FetchSource
 from worker_service.store.client import StoreClient
 from worker_service.store.session import Connection
 

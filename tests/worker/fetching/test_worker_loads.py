@@ -21,12 +21,9 @@ from splitpoint.tiers import ChunkSource, Tier, Transfer
 from splitpoint.transport.servers import create_server, listen
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
-from worker_service.fetching.fetcher import (
-    MEASURABLE_BYTES,
-    FetchResult,
-    FetchSource,
-    PrefixFetcher,
-)
+from worker_service.fetching.fetcher import PrefixFetcher
+from worker_service.fetching.rates import MEASURABLE_BYTES
+from worker_service.fetching.results import FetchResult, FetchSource
 from worker_service.store.client import StoreClient
 from worker_service.store.session import Connection
 
@@ -135,7 +132,7 @@ async def test_a_tier_is_loaded_by_the_own_store(socket_address: str) -> None:
     assert (result.tokens, result.bytes) == (80, 5 * LAYOUT.chunk_bytes)
     assert store.released == [7]
     assert fetcher.totals.tokens == 80
-    assert not fetcher.rates  # too little to measure a rate
+    assert not fetcher.rates.by_key  # too little to measure a rate
 
 
 async def test_rates_are_kept_by_source_and_transfer(socket_address: str) -> None:
@@ -146,10 +143,13 @@ async def test_rates_are_kept_by_source_and_transfer(socket_address: str) -> Non
         await fetcher.fetch(on_disk(90), SALT, TOKENS)
         await fetcher.fetch(FetchSource(ChunkSource(OTHER), 90), SALT, TOKENS)
         # The bytes took longer than the call's own time allows: theirs counts.
-        assert fetcher.rates == {"disk": megabytes / 2.0, f"{OTHER} mooncake": megabytes / 2.0}
+        assert fetcher.rates.by_key == {
+            "disk": megabytes / 2.0,
+            f"{OTHER} mooncake": megabytes / 2.0,
+        }
         store.answers = [progress(LOADED, seconds=1.0)]
         await fetcher.fetch(on_disk(90), SALT, TOKENS)
-        assert fetcher.rates["disk"] == pytest.approx(megabytes * (0.7 / 2 + 0.3))
+        assert fetcher.rates.by_key["disk"] == pytest.approx(megabytes * (0.7 / 2 + 0.3))
     assert store.loads[1].source_address == OTHER
     assert not store.loads[1].tier
     assert store.matches == 0  # nothing was streamed
@@ -160,29 +160,29 @@ async def test_waits_in_the_store_count_in_the_rate(socket_address: str) -> None
     async with fetching(socket_address, store) as fetcher:
         await fetcher.fetch(on_disk(90), SALT, TOKENS)
     fastest = LOADED * LAYOUT.chunk_bytes / (0.1 - ROUND_TRIP_SECONDS)
-    assert fetcher.rates["disk"] <= fastest * 1.01
+    assert fetcher.rates.by_key["disk"] <= fastest * 1.01
 
 
 async def test_a_slow_rate_that_is_not_measured_again_ages(
     socket_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A source that was slow once would never be tried again."""
-    monkeypatch.setattr("worker_service.fetching.fetcher.AGING_SECONDS", 0.01)
+    monkeypatch.setattr("worker_service.fetching.rates.AGING_SECONDS", 0.01)
     slow = LOADED * LAYOUT.chunk_bytes / 100
     store = Store([progress(LOADED, seconds=100.0)])
     async with fetching(socket_address, store) as fetcher:
         await fetcher.fetch(on_disk(90), SALT, TOKENS)
-        assert fetcher.rates["disk"] in {slow * 2**times for times in range(20)}
+        assert fetcher.rates.by_key["disk"] in {slow * 2**times for times in range(20)}
         async with asyncio.timeout(30):
-            while fetcher.rates["disk"] < ASSUMED_BYTES_PER_SECOND:
+            while fetcher.rates.by_key["disk"] < ASSUMED_BYTES_PER_SECOND:
                 await asyncio.sleep(0.01)
         # No rate is invented beyond that.
-        assert fetcher.rates["disk"] == ASSUMED_BYTES_PER_SECOND
-        assert not fetcher._aging
+        assert fetcher.rates.by_key["disk"] == ASSUMED_BYTES_PER_SECOND
+        assert not fetcher.rates._aging
         # Nothing is known any more: the next measurement is not averaged with an assumption.
-        monkeypatch.setattr("worker_service.fetching.fetcher.AGING_SECONDS", 60.0)
+        monkeypatch.setattr("worker_service.fetching.rates.AGING_SECONDS", 60.0)
         await fetcher.fetch(on_disk(90), SALT, TOKENS)
-        assert fetcher.rates["disk"] == pytest.approx(slow)
+        assert fetcher.rates.by_key["disk"] == pytest.approx(slow)
 
 
 @pytest.mark.parametrize(
@@ -195,12 +195,12 @@ async def test_a_store_that_cannot_be_loaded_from_is_streamed_from(
     async with fetching(socket_address, store, loads_from_stores=True) as fetcher:
         source = FetchSource(ChunkSource(OTHER), 90)
         await fetcher.fetch(source, SALT, TOKENS)
-        assert f"{OTHER} mooncake" in fetcher.rates
+        assert f"{OTHER} mooncake" in fetcher.rates.by_key
         store.answers = [progress(1), status]
         result = await fetcher.fetch(source, SALT, TOKENS)
         # What was loaded counts; the rate is forgotten, and the stream was tried.
         assert (result.tokens, store.matches) == (16, 1)
-        assert not fetcher.rates
+        assert not fetcher.rates.by_key
         assert store.released == [7, 7]
         # For a while the own store is not asked again.
         await fetcher.fetch(source, SALT, TOKENS)
@@ -249,7 +249,7 @@ async def test_a_slow_tier_is_given_up_with_what_it_brought(socket_address: str)
         result = await fetcher.fetch(source, SALT, TOKENS)
         assert result.tokens == 32
         # No more than all five chunks in that time, although it is less than what is measured.
-        assert 0 < fetcher.rates["disk"] <= 5 * LAYOUT.chunk_bytes / source.time_limit
+        assert 0 < fetcher.rates.by_key["disk"] <= 5 * LAYOUT.chunk_bytes / source.time_limit
     assert store.released == [7]
 
 
@@ -260,17 +260,17 @@ async def test_a_source_that_brings_nothing_is_not_waited_for_again_and_again(
     store = Store([asyncio.Event()])
     async with fetching(socket_address, store) as fetcher:
         await fetcher.fetch(on_disk(90, 1e-6), SALT, TOKENS)
-        rate = fetcher.rates["disk"]
+        rate = fetcher.rates.by_key["disk"]
         assert 0 < rate <= 5 * LAYOUT.chunk_bytes / 2.0
-        assert fetcher._aging  # it is tried again later
+        assert fetcher.rates._aging  # it is tried again later
         # A fetch that had no turn knows nothing.
-        fetcher.rates.clear()
+        fetcher.rates.by_key.clear()
         first = asyncio.create_task(fetcher.fetch(on_disk(90, 10.0), SALT, TOKENS))
         async with asyncio.timeout(30):
             while len(store.loads) < 2:
                 await asyncio.sleep(0.005)
         await fetcher.fetch(on_disk(90, 1e-6), SALT, TOKENS)
-        assert not fetcher.rates
+        assert not fetcher.rates.by_key
         first.cancel()
         await asyncio.wait({first})
         for event in store.answers:
@@ -284,7 +284,7 @@ async def test_a_transfer_that_hangs_gives_way_to_the_stream(socket_address: str
         await fetcher.fetch(source, SALT, TOKENS)
         store.answers = [progress(1), asyncio.Event()]
         await fetcher.fetch(source, SALT, TOKENS)
-        assert not fetcher.rates
+        assert not fetcher.rates.by_key
         await fetcher.fetch(source, SALT, TOKENS)
         assert (len(store.loads), store.matches) == (2, 1)
 
@@ -297,21 +297,21 @@ async def test_a_fall_back_after_much_has_come_forgets_the_transfers_rate(
     async with fetching(socket_address, store, loads_from_stores=True) as fetcher:
         result = await fetcher.fetch(FetchSource(ChunkSource(OTHER), 90, 1e-6), SALT, TOKENS)
         assert result.bytes >= MEASURABLE_BYTES
-        assert not fetcher.rates
+        assert not fetcher.rates.by_key
 
 
 async def test_rates_of_transfers_end_with_the_store_that_has_them(socket_address: str) -> None:
     store = Store([progress(LOADED, seconds=1.0)])
     async with fetching(socket_address, store, loads_from_stores=True) as fetcher:
         reported: list[dict[str, float]] = []
-        fetcher._rate_changed = lambda rates: reported.append(dict(rates))
+        fetcher.rates._on_change = lambda rates: reported.append(dict(rates))
         place = ChunkSource(OTHER)
         await fetcher.fetch(on_disk(90), SALT, TOKENS)
         await fetcher.fetch(FetchSource(place, 90), SALT, TOKENS)
-        before = dict(fetcher.rates)
+        before = dict(fetcher.rates.by_key)
         assert set(before) == {"disk", f"{OTHER} mooncake"}
         fetcher.reattached()
-        assert fetcher.rates == before
+        assert fetcher.rates.by_key == before
         client: Any = fetcher._store
         client.loads_from_stores = False
         fetcher.reattached()
@@ -319,4 +319,4 @@ async def test_rates_of_transfers_end_with_the_store_that_has_them(socket_addres
         # One that was under way meanwhile is not reported either.
         loaded = FetchResult(bytes=MEASURABLE_BYTES, rate=1e9, transfer=Transfer.MOONCAKE)
         fetcher.measured(place, loaded)
-        assert set(fetcher.rates) == {"disk"}
+        assert set(fetcher.rates.by_key) == {"disk"}

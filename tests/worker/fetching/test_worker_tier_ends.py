@@ -145,7 +145,7 @@ async def test_a_tier_that_goes_away_costs_only_time(case: Case) -> None:
 async def test_a_tier_that_hangs_counts_as_slow(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker_service.fetching.fetcher.LONGEST_SECONDS", 0.5)
+    monkeypatch.setattr("worker_service.fetching.results.LONGEST_SECONDS", 0.5)
     async with case.stack() as stack:
         stack.tier.gate.clear()
         report = await meet(stack)
@@ -154,7 +154,7 @@ async def test_a_tier_that_hangs_counts_as_slow(
         fetcher = stack.worker.runtime.fetcher
         assert fetcher is not None
         size = SHARED // CHUNK * stack.store.arena.layout.chunk_bytes
-        assert 0 < fetcher.rates["disk"] <= size / 0.5
+        assert 0 < fetcher.rates.by_key["disk"] <= size / 0.5
 
 
 async def test_a_request_that_is_cancelled_leaves_nothing(case: Case) -> None:

@@ -15,7 +15,7 @@ from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.shapes import ArenaLayout, DataType, Encoding
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import STAGING_PAGES, divide
-from worker_service.fetching.fetcher import cut_tail
+from worker_service.fetching.stream import cut_tail
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import SerialLanes
 from worker_service.model.decoder import Decoder

@@ -234,13 +234,13 @@ async def test_a_new_session_without_transfers_has_none_of_their_rates(setup: Se
         runtime = Runtime(engine, client)
         assert runtime.fetcher is not None
         # Measured in a session of a store that had them.
-        runtime.fetcher.rates |= {"a:1": 2e9, "a:1 mooncake": 3e9}
-        runtime._on_rates(runtime.fetcher.rates)
+        runtime.fetcher.rates.by_key |= {"a:1": 2e9, "a:1 mooncake": 3e9}
+        runtime._on_rates(runtime.fetcher.rates.by_key)
         assert "a:1 mooncake" in runtime.profile.remote_bytes_per_second
         setup.servicer.store.sessions.end(before.session_id)
         await until(lambda: client.connection not in (None, before))
         await until(lambda: runtime.profile.remote_bytes_per_second == {"a:1": 2e9})
-        assert runtime.fetcher.rates == {"a:1": 2e9}
+        assert runtime.fetcher.rates.by_key == {"a:1": 2e9}
         await runtime.fetcher.close()
 
 

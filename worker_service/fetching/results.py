@@ -1,0 +1,70 @@
+"""What a fetch is asked for, and what it brought."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from splitpoint.tiers import ChunkSource, Transfer
+from worker_service.store.chunk_streams import BATCH_BYTES
+
+LONGEST_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSource:
+    """What holds more of a prefix.
+
+    Attributes:
+        predicted_seconds: 0 if unknown.
+        meeting_tokens: of a tier: where its chunks, loaded from the last one on, are expected to
+            meet what is computed meanwhile. 0: they are loaded before anything is computed.
+    """
+
+    place: ChunkSource
+    cached_tokens: int
+    predicted_seconds: float = 0.0
+    meeting_tokens: int = 0
+
+    @property
+    def time_limit(self) -> float:
+        if not self.predicted_seconds > 0:
+            return LONGEST_SECONDS
+        return min(LONGEST_SECONDS, 3 * self.predicted_seconds + 2.0)
+
+
+@dataclass(slots=True)
+class FetchResult:
+    """What a fetch has brought so far.
+
+    Attributes:
+        rate: measured bytes per second; 0: too little came to measure one.
+        transfer: how it came from another store.
+        recomputed_tokens: computed meanwhile, up to where the fetched tokens begin.
+        began, wanted_bytes: when it had its turn, and what was to come at most; 0: not yet.
+        late_rate: it took too long: the bytes per second of its source are not more. 0: it did not.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+    rate: float = 0.0
+    transfer: Transfer = Transfer.GRPC
+    recomputed_tokens: int = 0
+    began: float = 0.0
+    wanted_bytes: int = 0
+    late_rate: float = 0.0
+
+    def is_late(self) -> None:
+        """Note that it is given up now: at best the next batch was about to end."""
+        most = min(self.wanted_bytes, self.bytes + BATCH_BYTES)
+        if most:
+            self.late_rate = most / (time.monotonic() - self.began)
+
+
+@dataclass(slots=True)
+class FetchTotals:
+    """Totals of all fetches, failed and cancelled ones included."""
+
+    tokens: int = 0
+    seconds: float = 0.0
