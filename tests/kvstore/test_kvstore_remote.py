@@ -155,7 +155,8 @@ async def call(pending: Any) -> Any:
 
 @pytest.fixture
 async def remote(shm_folder: Path, socket_address: str) -> AsyncIterator[Remote]:
-    bench = Bench(shm_folder, SLOTS)
+    # Only the end of its stream ends the client's session: it sends one heartbeat.
+    bench = Bench(shm_folder, SLOTS, lease_seconds=3600)
     servicer = KvStoreServicer(bench.store)
     server = create_server()
     kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
@@ -220,7 +221,7 @@ async def test_only_own_leased_chunks_of_this_generation_are_read(remote: Remote
 async def test_a_short_session_has_ended_there_when_its_block_ends(
     remote: Remote, socket_address: str, ending: str
 ) -> None:
-    """Also if it ends before its KeepAlive stream has begun. A lease would stay for 30 s."""
+    """Also if it ends before its KeepAlive stream has begun. A lease would stay for an hour."""
     await remote.write(TOKENS)
     before = await remote.stats()
 
