@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Helpers beside this file (tiny_models.py, ...) are imported by plain name.
 sys.path.insert(0, str(ROOT / "tests"))
 import reference_cache  # noqa: E402
-from own_names import instance_name, owner_of, shared_memory_folder  # noqa: E402
+from own_names import free_ports, instance_name, owner_of, shared_memory_folder  # noqa: E402
 from redis_server import RedisServer  # noqa: E402
 
 from splitpoint.config import SHARED_MEMORY, runtime_path  # noqa: E402
@@ -231,10 +230,8 @@ def socket_address(tmp_path: Path) -> str:
 
 @pytest.fixture
 def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port for a service of this test process."""
+    return free_ports(1)
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,11 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from own_names import free_ports
 
 from kvstore_service.mooncake.installed import how_to_install
 from kvstore_service.mooncake.process import Duty
@@ -78,16 +79,10 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
     raise AssertionError(f"nothing listens on port {port}")
 
 
-def unused_ports(count: int) -> list[int]:
-    """Ports that the kernel chose, so that tests beside this one have others."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
 @contextmanager
 def master_process() -> Iterator[Master]:
-    master = Master(*unused_ports(2))
+    first = free_ports(2)
+    master = Master(first, first + 1)
     master.start()
     try:
         yield master
@@ -109,7 +104,7 @@ def child_of(store_pid: int, duty: Duty = Duty.SERVE) -> int:
 @contextmanager
 def pool_memory(master: Master, size: str = "256 MB") -> Iterator[None]:
     """A `mooncake_client` that gives memory to the pool, and is no store."""
-    [port] = unused_ports(1)
+    port = free_ports(1)
     arguments = (
         *("-host", "127.0.0.1", "-port", str(port), "-global_segment_size", size),
         *("-metadata_server", "P2PHANDSHAKE", "-master_server_address", master.address),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,16 +37,3 @@ def wait_until_up(process: subprocess.Popen[str]) -> str:
             return printed
     assert process.stderr is not None
     raise AssertionError(f"up ended early:\n{printed}{process.stderr.read()}")
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row, all free a moment ago."""
-    for first in range(20_000 + os.getpid() % 10_000, 60_000, count):
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no ports are free")

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
-from own_names import instance_name
+from own_names import free_ports, instance_name
 from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer
 from test_e2e_cli import assert_nothing_left
-from up_process import free_ports, up_process, wait_until_up
+from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
 from splitpoint.client.answers import Completion

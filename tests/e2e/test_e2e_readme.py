@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from own_names import instance_name
-from up_process import free_ports, up_process, wait_until_up
+from own_names import free_ports, instance_name
+from up_process import up_process, wait_until_up
 
 from splitpoint_cli.stack.child import child_environment
 

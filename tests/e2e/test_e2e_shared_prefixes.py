@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from own_names import instance_name
+from own_names import free_ports, instance_name
 from transformers import AutoModelForCausalLM
-from up_process import free_ports, up_process, wait_until_up
+from up_process import up_process, wait_until_up
 
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion

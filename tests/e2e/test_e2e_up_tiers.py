@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from own_names import instance_name
+from own_names import free_ports, instance_name
 from typer.testing import CliRunner
-from up_process import free_ports, up_process, wait_until_up
+from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
 from splitpoint.client.answers import Completion

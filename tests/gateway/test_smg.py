@@ -16,8 +16,8 @@ from pathlib import Path
 import jsonschema
 import openai
 import pytest
-from own_names import instance_name
-from up_process import free_ports, up_process, wait_until_up
+from own_names import free_ports, instance_name
+from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
 from splitpoint_cli.stack.child import child_environment

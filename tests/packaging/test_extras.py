@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 from installation import Installation, closure, requirements_of
+from own_names import free_ports
 from packaging.utils import canonicalize_name
 from redis_server import RedisServer
 from secured_stack import SecuredStack, secured_stack
-from up_process import free_ports
 
 from splitpoint.extras import MODULES, SERVICES
 from splitpoint.service import READY_PREFIX

@@ -14,8 +14,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from own_names import instance_name
-from up_process import free_ports, up_process, wait_until_up
+from own_names import free_ports, instance_name
+from up_process import up_process, wait_until_up
 
 from splitpoint.transport.access import Caller, Role
 from splitpoint_cli.security.authority import make_certificates

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 from local_stack import StackShape, start_store, stop_process
-from own_names import instance_name
+from own_names import free_ports, instance_name
 from redis_server import RedisServer
 from typer.testing import CliRunner
-from up_process import free_ports
 
 from splitpoint import config
 from splitpoint.checkpoint.resolve import resolve_model
@@ -96,14 +95,8 @@ def problem(name: str, *arguments: str) -> dict[str, str]:
     return findings[name]
 
 
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def free_listen(arguments: tuple[str, ...] = ()) -> tuple[str, ...]:
-    return () if "--listen" in arguments else ("--listen", f"127.0.0.1:{unused_port()}")
+    return () if "--listen" in arguments else ("--listen", f"127.0.0.1:{free_ports(1)}")
 
 
 @contextmanager
@@ -197,7 +190,7 @@ def test_metrics_of_a_stack_take_ports_in_a_row() -> None:
 
 
 def test_a_gateway_needs_a_port_of_its_own() -> None:
-    port = unused_port()
+    port = free_ports(1)
     at = f"127.0.0.1:{port}"
     found = problem("http", "--http", at, "--listen", at)
     assert "is the scheduler's" in found["found"]
@@ -216,19 +209,19 @@ def test_a_gateway_needs_a_port_of_its_own() -> None:
 
 
 def test_an_open_port_needs_tls_and_tokens() -> None:
-    found = problem("listen", "--listen", f"0.0.0.0:{unused_port()}")
+    found = problem("listen", "--listen", f"0.0.0.0:{free_ports(1)}")
     assert "--tls-cert" in found["found"]
     assert "docs/security.md" in found["advice"]
 
 
 def test_a_redis_that_is_absent() -> None:
-    found = problem("Redis", "--redis", f"redis://127.0.0.1:{unused_port()}")
+    found = problem("Redis", "--redis", f"redis://127.0.0.1:{free_ports(1)}")
     assert "is away: no connection" in found["found"]
     assert "redis-cli" in found["advice"]
 
 
 def test_an_authority_of_redis_that_is_no_file(tmp_path: Path) -> None:
-    url = f"rediss://127.0.0.1:{unused_port()}"
+    url = f"rediss://127.0.0.1:{free_ports(1)}"
     found = problem("Redis", "--redis", url, "--redis-ca", str(tmp_path / "none.pem"))
     assert "none.pem cannot be read" in found["found"]
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from own_names import instance_name
-from up_process import free_ports, up_process, wait_until_up
+from own_names import free_ports, instance_name
+from up_process import up_process, wait_until_up
 
 from splitpoint.config import arena_path, remove_tree, runtime_path
 from splitpoint_cli.stack.options import StackOptions
