@@ -24,6 +24,7 @@ from fleet import Fleet, Load, Question, fleet, questions, until
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Tokens
 from splitpoint.client.requests import GenerateOptions, generate_request
+from splitpoint.client.telemetry import Telemetry
 from splitpoint.errors import Internal, Unavailable
 from splitpoint.v1 import scheduler_pb2_grpc
 
@@ -137,16 +138,20 @@ async def test_a_client_leaves_a_scheduler_that_hangs(two: Fleet) -> None:
 
 
 async def computed(running: Fleet, client: AsyncClient) -> int:
-    """Return the tokens that workers generated, once two pieces of telemetry agree."""
-    last = -1
+    """Return the tokens that workers generated, once two tellings of each worker agree."""
+    earlier: dict[int, Telemetry] = {}
     while True:
         seen = await running.workers_seen(client)
-        told = [each.telemetry for each in seen.values() if each.telemetry is not None]
-        count = sum(each.generated_token_count for each in told)
-        if count == last and len(told) == running.worker_count:
-            return count
-        last = count
-        await asyncio.sleep(1.1)
+        told = {number: each.telemetry for number, each in seen.items() if each.telemetry}
+        # A worker tells once a second, or later: the same telling says nothing new.
+        if len(told) == running.worker_count and not any(
+            told[number].uptime_seconds == each.uptime_seconds for number, each in earlier.items()
+        ):
+            counts = {number: each.generated_token_count for number, each in told.items()}
+            if counts == {n: each.generated_token_count for n, each in earlier.items()}:
+                return sum(counts.values())
+            earlier = told
+        await asyncio.sleep(0.1)
 
 
 async def test_work_for_a_client_that_left_stops(two: Fleet) -> None:
