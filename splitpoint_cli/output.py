@@ -42,7 +42,7 @@ def print_error(error: SplitpointError) -> None:
     print(f"splitpoint: {code_name(error)}: {message}", file=sys.stderr)
 
 
-_NOT_CONNECTED = re.compile(rf"{CANNOT_CONNECT} (?P<address>.*?): (?P<reason>[^:]+)$")
+_NOT_CONNECTED = re.compile(rf"{CANNOT_CONNECT} (?P<address>.*?): (?P<reason>.+)$")
 
 
 def plain_reason(message: str) -> str:

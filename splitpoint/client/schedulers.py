@@ -132,9 +132,9 @@ class Round:
         try:
             yield
         except grpc.RpcError as error:
-            result = error_of(error)
+            address = self._schedulers.addresses[self._index]
+            result = error_of(error, address)
             if is_late(result):
-                address = self._schedulers.addresses[self._index]
                 raise DeadlineExceeded(
                     f"{address} did not answer within {self._timeout:g} s"
                 ) from error

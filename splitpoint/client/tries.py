@@ -137,7 +137,7 @@ class Tries:
 
     def _failed(self, error: grpc.RpcError) -> None:
         """Choose the next address, or raise the error of the call."""
-        result = error_of(error)
+        result = error_of(error, self._schedulers.addresses[self._index])
         if is_late(result):
             raise self._too_late() from error
         if not isinstance(result, Retryable) or not self._may_pass(result):

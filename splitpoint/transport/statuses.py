@@ -65,11 +65,15 @@ def status_of(error: SplitpointError) -> status_pb2.Status:
     return status
 
 
-def error_of(error: grpc.RpcError) -> SplitpointError:
+def error_of(error: grpc.RpcError, called: str = "") -> SplitpointError:
     """Return the exception that the server raised: the inverse of `status_of`.
 
     A status without details (from gRPC itself or another server) becomes the class of its
     code.
+
+    Args:
+        called: the address that was called, for messages. gRPC names the one that it tried last
+            of a host with several, which may be one where nothing should listen.
     """
     call: Any = error  # the stubs know no common base of what both APIs raise
     code = call.code() if hasattr(call, "code") else None
@@ -78,7 +82,7 @@ def error_of(error: grpc.RpcError) -> SplitpointError:
     if code is grpc.StatusCode.INTERNAL and call.details() == _SEND_FAILED:
         return Unavailable("the call ended while a message was being sent", reason="CALL_ENDED")
     number: int = code.value[0]
-    result = from_code(number, _explain_failure(str(call.details() or code.name)))
+    result = from_code(number, _explain_failure(str(call.details() or code.name), called))
     for key, value in call.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):
             _apply_details(result, value)
@@ -148,7 +152,7 @@ _NOT_CONNECTED = re.compile(
 _OTHER_PROTOCOL = re.compile(r"(?:ipv[46]:)?(\S+): Failed parsing HTTP/2")
 
 
-def _explain_failure(text: str) -> str:
+def _explain_failure(text: str, called: str) -> str:
     """Return the likely cause of a connection that failed, else gRPC's own text."""
     if match := _UNRESOLVED.match(text):
         return f"cannot resolve the host name of {match[1]}"
@@ -165,5 +169,8 @@ def _explain_failure(text: str) -> str:
             "and the scheduler's is needed here"
         )
     if match := _NOT_CONNECTED.match(text):
-        return f"{CANNOT_CONNECT} {unquote(match['address'])}: {match['reason']}"
+        tried, reason = unquote(match["address"]), match["reason"]
+        if called not in ("", tried):
+            return f"{CANNOT_CONNECT} {called}: {reason} at {tried}"
+        return f"{CANNOT_CONNECT} {tried}: {reason}"
     return text

@@ -85,5 +85,5 @@ def read_store(address: str, identity: Identity = PLAIN) -> Store:
                 address, stub.GetStats(kvstore_pb2.GetStatsRequest(), timeout=_STORE_SECONDS)
             )
         except grpc.RpcError as error:
-            reason = statuses.error_of(error)
+            reason = statuses.error_of(error, address)
             return Store(address, None, f"{code_name(reason)}: {reason.message}")

@@ -105,7 +105,7 @@ def obstacle_of(
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return f"there is no service {service or 'at all'} here"
-            return " ".join(statuses.error_of(error).message.split())
+            return " ".join(statuses.error_of(error, address).message.split())
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     return f"{service or 'the process'} is not serving"

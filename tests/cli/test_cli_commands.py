@@ -484,11 +484,13 @@ def test_ctrl_c_cancels_a_generation(script: Script) -> None:
     assert script.cancelled.wait(30)
 
 
-def test_no_scheduler_is_exit_3() -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1"])
+def test_no_scheduler_is_exit_3(address: str) -> None:
     for command in (("generate", "x"), ("status",)):
-        done = splitpoint(*command, "--address", "127.0.0.1:1")
+        done = splitpoint(*command, "--address", address)
         assert done.returncode == 3
-        assert "no scheduler answers at 127.0.0.1:1, is `splitpoint up` running?" in done.stderr
+        assert f"no scheduler answers at {address}, is `splitpoint up` running?" in done.stderr
+        assert "(Connection refused" in done.stderr
         assert done.stderr.count("\n") == 1
 
 

@@ -110,6 +110,18 @@ def test_a_server_that_is_not_there_is_named_in_plain_words(address: str, reason
     error = error_of(raised.value)
     assert isinstance(error, Unavailable)
     assert error.message == f"cannot connect to {address}: {reason}"
+    assert error_of(raised.value, address).message == error.message
+
+
+def test_a_host_with_several_addresses_is_named_as_it_was_called() -> None:
+    """gRPC tries two addresses of localhost, and tells either in its text."""
+    with channels.open_sync_channel("localhost:1", PLAIN) as channel:
+        stub = scheduler_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as raised:
+            stub.Tokenize(scheduler_pb2.TokenizeRequest(text="a"), timeout=20)
+    begin, _, tried = error_of(raised.value, "localhost:1").message.rpartition(" at ")
+    assert begin == "cannot connect to localhost:1: Connection refused"
+    assert tried in ("127.0.0.1:1", "[::1]:1")
 
 
 class _Plain(BaseHTTPRequestHandler):
