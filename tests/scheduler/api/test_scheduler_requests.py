@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_doubles import SHAPE, TOKENIZER, ids_request
+from virtual_time import in_virtual_time, pass_time
 
 from scheduler_service.api.output import GROUP_TOKENS, Output
 from scheduler_service.api.request import Reader, Request
@@ -75,7 +75,7 @@ async def tokens_of(reader: Reader, messages: list[list[int]], busy_seconds: flo
     async for response in reader:
         if response.HasField("chunk"):
             messages.append(list(response.chunk.token_ids))
-            time.sleep(busy_seconds)  # noqa: ASYNC251 -- a busy loop
+            pass_time(busy_seconds)
 
 
 async def settle() -> None:
@@ -83,6 +83,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+@in_virtual_time
 async def test_short_rounds_deliver_each_step_as_it_comes() -> None:
     request, rounds = make_request(), Rounds()
     messages: list[list[int]] = []
@@ -91,13 +92,13 @@ async def test_short_rounds_deliver_each_step_as_it_comes() -> None:
         await settle()
         for index in range(3):
             grow(request, rounds, 10 + index)
-            await asyncio.sleep(0.02)  # a round that was disturbed is over, too
             await settle()
         request.complete(scheduler_pb2.GenerateComplete(), 1.0)
         await reading
     assert messages == [[10], [11], [12]]
 
 
+@in_virtual_time
 async def test_tokens_that_come_after_a_long_round_share_a_message() -> None:
     request, rounds = make_request(), Rounds()
     messages: list[list[int]] = []
@@ -120,6 +121,7 @@ async def test_tokens_that_come_after_a_long_round_share_a_message() -> None:
     assert messages == [[10], [11, 12, 13], [14]]
 
 
+@in_virtual_time
 async def test_a_pause_is_bounded_however_long_the_round_was() -> None:
     request, rounds, loop = make_request(), Rounds(), asyncio.get_running_loop()
     messages: list[list[int]] = []
