@@ -174,13 +174,14 @@ async def store_one(client: StoreClient, **options: Any) -> None:
 async def test_a_session_whose_grants_are_not_known_is_given_up(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("splitpoint.transport.store_session.CALL_SECONDS", 0.2)
     async with setup.client() as client:
         before = client.connection
         assert before is not None
         setup.servicer.held = {"reserve"}
-        with pytest.raises(DeadlineExceeded):
-            await client.reserve(before, SALT, 3)
+        with monkeypatch.context() as shorter:
+            shorter.setattr("splitpoint.transport.store_session.CALL_SECONDS", 1.0)
+            with pytest.raises(DeadlineExceeded):
+                await client.reserve(before, SALT, 3)
         assert setup.held() == (0, 3)
         setup.servicer.held = set()
         await until(lambda: client.connection not in (None, before))
