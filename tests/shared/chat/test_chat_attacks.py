@@ -253,8 +253,7 @@ def test_processes_end_with_their_service(tmp_path: Path) -> None:
         "from splitpoint.chat.messages import Chat\n"
         f"chats = ChatRenderer(ChatTemplates({WHEN_ASKED.replace('WORST', LONG_LOOP)!r}))\n"
         f"threading.Thread(target=lambda: chats.render(Chat({WORST.messages!r}))).start()\n"
-        "time.sleep(0.3)\n"
-        "print('renders', flush=True)\n"
+        "print('starts', flush=True)\n"
         "time.sleep(60)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -262,8 +261,11 @@ def test_processes_end_with_their_service(tmp_path: Path) -> None:
         [sys.executable, str(script)], stdout=subprocess.PIPE, env=environment, text=True
     ) as service:
         assert service.stdout is not None
-        assert service.stdout.readline() == "renders\n"
-        [child] = children(service.pid)
+        assert service.stdout.readline() == "starts\n"
+        while not (found := children(service.pid)):
+            time.sleep(0.01)
+        time.sleep(0.3)  # by then it renders
+        [child] = found
         service.kill()
     wait_for_end(child)
 
