@@ -172,8 +172,9 @@ async def test_work_for_a_client_that_left_stops(two: Fleet) -> None:
         assert after.cancelled_count - before.cancelled_count == 8
         delivered = after.generated_token_count - before.generated_token_count
         assert delivered >= sum(range(1, 9))
-        # Of up to 1,000 for each request: the steps while the word of its end was on its way.
-        assert await computed(two, client) - worked - delivered <= 20 * 8
+        # Of up to 1,000 for each request: the steps while the word of its end was on its way,
+        # which takes a busy machine longer than a step.
+        assert await computed(two, client) - worked - delivered <= 100 * 8
 
 
 async def test_a_slow_reader_holds_up_nobody(two: Fleet) -> None:
