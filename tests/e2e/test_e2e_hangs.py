@@ -154,20 +154,29 @@ async def until_gone(running: Cluster, worker_id: str) -> float:
     return time.monotonic() - began
 
 
-async def lose_one_beside_streams(running: Cluster, victim: int, lose: str) -> None:
-    """Stop or cut off a worker while both run requests, and check every answer."""
+async def lose_one_beside_streams(running: Cluster, lose: str) -> int:
+    """Stop or cut off a worker that runs requests, check every answer, and return the worker.
+
+    Which worker gets requests depends on the costs that both have measured.
+    """
     manager = running.scheduler.manager
     streams = [
         running.client.generate(prompt, max_tokens=NEW_TOKENS, ignore_eos=True)
         for prompt, _ in WANTED
     ]
     answers = [asyncio.create_task(stream.complete()) for stream in streams]
+    busy: list[int] = []
     async with asyncio.timeout(60):
-        # All of them run, and those of the victim are under way.
-        while not any(
-            len(attempt.request.output) > 20 for attempt in manager.attempts.on(str(victim))
-        ):
+        while not busy:
             await asyncio.sleep(0)
+            busy = [
+                number
+                for number in range(SHAPE.workers)
+                if any(
+                    len(attempt.request.output) > 20 for attempt in manager.attempts.on(str(number))
+                )
+            ]
+    victim = busy[0]
     if lose == "stop":
         running.workers[victim].send_signal(signal.SIGSTOP)
     else:
@@ -182,6 +191,7 @@ async def lose_one_beside_streams(running: Cluster, victim: int, lose: str) -> N
     assert not lost.ready
     assert lost.loss_count == 1
     assert manager.accounts.failover_count >= 1
+    return victim
 
 
 async def test_a_worker_that_is_stopped_beyond_its_lease_is_fenced(
@@ -191,10 +201,10 @@ async def test_a_worker_that_is_stopped_beyond_its_lease_is_fenced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with cluster(folder, tmp_path) as running:
-        await lose_one_beside_streams(running, 0, "stop")
+        victim = await lose_one_beside_streams(running, "stop")
         sealed = (await running.stats()).sealed_slot_count
         late = running.scheduler.manager.accounts.late_count
-        running.workers[0].send_signal(signal.SIGCONT)
+        running.workers[victim].send_signal(signal.SIGCONT)
         await wait_for_workers(running.client, 2, seconds=60)
         for worker_id in ("0", "1"):
             answer = await running.client.generate(
@@ -220,10 +230,10 @@ async def test_a_worker_that_is_cut_off_is_given_up_and_frees_its_requests(
     folder: Path, tmp_path: Path
 ) -> None:
     async with cluster(folder, tmp_path) as running:
-        await lose_one_beside_streams(running, 0, "cut")
+        victim = await lose_one_beside_streams(running, "cut")
         # The worker notices, too, that its scheduler is gone: its requests end, while the
         # proxy still holds the connection.
-        async with open_channel(f"unix:{tmp_path}/real0") as channel:
+        async with open_channel(f"unix:{tmp_path}/real{victim}") as channel:
             stream = worker_pb2_grpc.WorkerServiceStub(channel).Run()
             async with asyncio.timeout(60):
                 while True:
@@ -232,7 +242,7 @@ async def test_a_worker_that_is_cut_off_is_given_up_and_frees_its_requests(
                     if not response.running_count:
                         break
             stream.cancel()
-        running.proxies[0].heal()
+        running.proxies[victim].heal()
         await wait_for_workers(running.client, 2, seconds=60)
         assert running.scheduler.manager.accounts.late_count == 0
         stats = await running.stats()
