@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -76,11 +77,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Let libraries see at the end of the process that nothing of theirs is left."""
-    gc.unfreeze()
+    # Libraries see at the end of the process that nothing of theirs is left. Not before: pytest
+    # ends with five collections.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,6 +9,7 @@ need_for_program("worker")  # before the imports that it is about
 # Imports make hardly any garbage, and looking for it takes a sixth of the start.
 import gc
 
+_collects = gc.isenabled()
 gc.disable()
 
 import argparse
@@ -40,7 +41,8 @@ from worker_service.metrics import WorkerMetrics
 from worker_service.server import DRAIN_SECONDS, SERVICE_NAME, WorkerServicer
 from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
 
-gc.enable()
+if _collects:
+    gc.enable()
 
 if TYPE_CHECKING:
     from splitpoint.discovery.redis_link import RedisLink

@@ -15,7 +15,7 @@ from splitpoint.arena.format import Geometry
 SOURCE, TARGET = Geometry(LAYOUT, 40), Geometry(LAYOUT, 24)
 PLANES = len(SOURCE.planes)
 # No byte is zero.
-FILE = bytes(random.Random(1).choices(range(1, 256), k=SOURCE.size_bytes))
+FILE = random.Random(1).randbytes(SOURCE.size_bytes).replace(b"\0", b"\1")
 
 slot_pairs = st.integers(1, 20).flatmap(
     lambda count: st.tuples(
