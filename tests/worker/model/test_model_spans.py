@@ -81,15 +81,22 @@ class Case:
         return decode_partial(queries, keys, values, plan, window=window, scale=SCALE, cap=cap)
 
 
-@pytest.mark.parametrize("cap", [None, 0.7])
-@pytest.mark.parametrize("window", [None, 5, 40])
+MODELS: list[tuple[torch.dtype, tuple[int, int], int]] = [
+    (torch.float32, (4, 4), 16),
+    (torch.float32, (6, 2), 20),
+    (torch.float16, (4, 1), 32),
+    (torch.float16, (8, 2), 64),
+]
+WINDOWS = [None, 5, 40]
+
+
+# Each pair of a model, a window and a cap.
 @pytest.mark.parametrize(
-    ("dtype", "heads", "head_dim"),
+    ("dtype", "heads", "head_dim", "window", "cap"),
     [
-        (torch.float32, (4, 4), 16),
-        (torch.float32, (6, 2), 20),
-        (torch.float16, (4, 1), 32),
-        (torch.float16, (8, 2), 64),
+        (*model, window, (None, 0.7)[(number + place) % 2])
+        for number, model in enumerate(MODELS)
+        for place, window in enumerate(WINDOWS)
     ],
 )
 def test_spans_equal_plain_products(
