@@ -82,6 +82,12 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)
 
 
+def pytest_unconfigure() -> None:
+    """End the processes that all tests share."""
+    if forking := sys.modules.get("fork_server"):
+        forking.close_parents()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def shared_references(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let all processes of this session use each other's references (tiny_models.py)."""
@@ -114,7 +120,7 @@ def in_use_elsewhere(name: str) -> bool:
     owner = owner_of(name)
     if owner is not None:
         return owner != os.getpid() and Path(f"/proc/{owner}").exists()
-    ours = {os.getpid(), *child_processes()}
+    ours = {os.getpid(), *own_processes()}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in ours:
             continue
@@ -143,13 +149,20 @@ def child_processes(pid: int | None = None) -> set[int]:
     return children
 
 
+def own_processes() -> set[int]:
+    """Living children, and in place of the processes that fork (fork_server.py) their children."""
+    forking = sys.modules.get("fork_server")
+    parents = forking.parent_processes() if forking else set()
+    return (child_processes() - parents).union(*map(child_processes, parents))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left_behind() -> Iterator[None]:
     """Fail the module that leaves a file of a stack or a child process behind.
 
     Fixtures that start processes are therefore of module scope at most.
     """
-    shm_before, children_before = shared_memory_entries(), child_processes()
+    shm_before, children_before = shared_memory_entries(), own_processes()
     runtime_before = runtime_entries()
     yield
     gc.collect()
@@ -157,7 +170,7 @@ def nothing_left_behind() -> Iterator[None]:
     while True:
         files = {n for n in shared_memory_entries() - shm_before if not in_use_elsewhere(n)}
         folders = runtime_entries() - runtime_before
-        children = child_processes() - children_before
+        children = own_processes() - children_before
         # Anything may need a moment to go; nothing may stay.
         if not (files or folders or children) or time.monotonic() > deadline:
             break

@@ -4,24 +4,28 @@
         worker = server.start("worker_service", "--listen", ..., failpoint="seal:3")
         worker.kill()
 
-A process of its own imports the services once and then forks: each child runs the `main` of its
-service, as `python -m` would, with its own process id, threads and sockets.
+Two processes import the services once for all tests, and then fork: each child runs the `main` of
+its service, as `python -m` would, with its own process id, threads and sockets.
 
-A failpoint `PLACE:N` ends the child with SIGKILL when it comes to the place for the Nth time.
-`FAILPOINTS` has the places; no code of the services knows them.
+A failpoint `PLACE:N` ends the child with SIGKILL when it comes to the place for the Nth time
+(failpoints.py).
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +35,8 @@ from splitpoint.service import READY_PREFIX
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 60
 PR_SET_PDEATHSIG = 1
+# Most bytes of an order, which has an environment in it.
+_ORDER_BYTES = 1 << 20
 
 
 class Child:
@@ -79,77 +85,153 @@ class Child:
 
 
 class ForkServer:
-    """The test's side. Children are killed at the end."""
+    """The children of one test or fixture, killed at its end. Their logs are in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.children: list[Child] = []
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
         return self
 
     def start(self, module: str, *arguments: str, failpoint: str = "") -> Child:
         log = self.folder / f"{len(self.children)}-{module}.log"
         log.touch()
-        order = {
-            "module": module,
-            "arguments": arguments,
-            "failpoint": failpoint,
-            "log": str(log),
-        }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, "the fork server has ended"
-        child = Child(int(line), log)
+        parent = parent_of(module)
+        child = Child(parent.fork(module, arguments, log, errors=log, failpoint=failpoint), log)
         self.children.append(child)
         return child
 
     def __exit__(self, *_: object) -> None:
         for child in self.children:
             child.close()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+
+
+class Parent:
+    """A process that has imported some services, and forks those that are asked for.
+
+    It lasts as long as the tests, and is started by the first that needs it, in the main thread.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._lock = threading.Lock()
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), *modules],
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                pass_fds=[theirs.fileno()],
+            )
+        self.process_id = self._process.pid
+
+    def fork(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        errors: Path | None = None,
+        failpoint: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> int:
+        """Return the process id of a service that prints to `log`.
+
+        `errors`: file for its stderr, which else is that of the tests. `environment`: variables in
+        addition to those of this process.
+        """
+        return self._ask(
+            # What it is now: pytest gives each test another one to read.
+            *(() if errors is not None else (2,)),
+            module=module,
+            arguments=arguments,
+            failpoint=failpoint,
+            log=str(log),
+            errors=None if errors is None else str(errors),
+            environment={**os.environ, **(environment or {})},
+        )
+
+    def code_of(self, process_id: int) -> int:
+        """Return the exit code of a child that has ended; of a signal, its negative number."""
+        return self._ask(ended=process_id)
+
+    def close(self) -> None:
+        self._orders.close()
         self._process.wait(SECONDS)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+
+    def _ask(self, *descriptors: int, **order: Any) -> int:
+        with self._lock:
+            socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
+            answer = self._orders.recv(_ORDER_BYTES)
+        assert answer, "the process that forks has ended"
+        return int(answer)
+
+
+# A store must not be as large as torch.
+FAMILIES = (
+    ("kvstore_service", "scheduler_service", "gateway_service"),
+    ("worker_service",),
+)
+_parents: dict[str, Parent] = {}
+
+
+def parent_of(module: str) -> Parent:
+    """Return the process that forks a service. Call it in the main thread, which it ends with."""
+    if module not in _parents:
+        [family] = [family for family in FAMILIES if module in family]
+        _parents.update(dict.fromkeys(family, Parent(family)))
+    return _parents[module]
+
+
+def parent_processes() -> set[int]:
+    """Return the ids of the processes that fork."""
+    return {parent.process_id for parent in _parents.values()}
+
+
+def close_parents() -> None:
+    """End the processes that fork, and what they have forked."""
+    for parent in set(_parents.values()):
+        parent.close()
+    _parents.clear()
 
 
 # -- the process that forks -------------------------------------------------------------------
 
 
 def main() -> None:
-    import gateway_service.__main__
-    import kvstore_service.__main__
-    import scheduler_service.__main__
-    import worker_service.__main__
-
-    mains = {
-        "gateway_service": gateway_service.__main__.main,
-        "kvstore_service": kvstore_service.__main__.main,
-        "scheduler_service": scheduler_service.__main__.main,
-        "worker_service": worker_service.__main__.main,
-    }
+    descriptor, *modules = sys.argv[1:]
+    mains = {name: importlib.import_module(f"{name}.__main__").main for name in modules}
+    # Children share these pages: none of their collections writes to them.
+    gc.freeze()
     _end_with_parent()
-    # Children that end are gone at once.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for line in sys.stdin:
-        order = json.loads(line)
-        sys.stdout.flush()
+    codes: dict[int, int] = {}
+
+    def reap(*_: object) -> None:
+        """Children that end are gone at once."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+
+    signal.signal(signal.SIGCHLD, reap)
+    orders = socket.socket(fileno=int(descriptor))
+    while True:
+        text, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 1)
+        if not text:
+            return
+        order = json.loads(text)
+        if "ended" in order:
+            while order["ended"] not in codes:
+                time.sleep(0.001)
+            orders.send(str(codes.pop(order["ended"])).encode())
+            continue
         child = os.fork()
         if child == 0:
-            _run(mains[order["module"]], order)
-        print(child, flush=True)
+            orders.close()
+            _run(mains[order["module"]], order, descriptors)
+        for each in descriptors:
+            os.close(each)
+        orders.send(str(child).encode())
 
 
 def _end_with_parent() -> None:
@@ -157,19 +239,25 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _run(service: Callable[[], int], order: dict[str, Any]) -> None:
+def _run(service: Callable[[], int], order: dict[str, Any], errors: Sequence[int]) -> None:
+    """Be a service to its end. `errors` has its stderr, unless the order names a file for it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _end_with_parent()
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    files = [os.open(os.devnull, os.O_RDONLY), os.open(order["log"], append)]
+    files += errors or [os.open(order["errors"], append)]
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
     sys.argv = [order["module"], *order["arguments"]]
     code = 1
     try:
         place, _, count = order["failpoint"].partition(":")
         if place:
+            from failpoints import FAILPOINTS
+
             FAILPOINTS[place](int(count))
         code = service()
     except SystemExit as error:
@@ -182,92 +270,6 @@ def _run(service: Callable[[], int], order: dict[str, Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-# -- failpoints -------------------------------------------------------------------------------
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(SECONDS)  # never returns to the code that failed
-
-
-def _countdown(count: int) -> Callable[[], bool]:
-    left = [count]
-
-    def is_due() -> bool:
-        left[0] -= 1
-        return left[0] == 0
-
-    return is_due
-
-
-def _in_prefill(count: int) -> None:
-    """Before the results of a step with prefill leave the engine."""
-    from worker_service.engine.engine import Engine
-
-    is_due, real = _countdown(count), Engine._postprocess
-
-    def postprocess(self: Any, result: Any) -> Any:
-        if result is not None and max(result.batch.counts) > 1 and is_due():
-            _die()
-        return real(self, result)
-
-    Engine._postprocess = postprocess  # type: ignore[method-assign]
-
-
-def _after_a_seal(count: int) -> None:
-    """When the store has sealed a chunk, and the worker does not know it yet."""
-    from worker_service.store.client import StoreClient
-
-    is_due, real = _countdown(count), StoreClient.seal
-
-    async def seal(self: Any, *arguments: Any, **named: Any) -> Any:
-        answer = await real(self, *arguments, **named)
-        if is_due():
-            _die()
-        return answer
-
-    StoreClient.seal = seal  # type: ignore[method-assign]
-
-
-def _before_a_token_is_sent(count: int) -> None:
-    """When a step has computed tokens, before a Run stream has them."""
-    from worker_service.streams import RunStreams
-
-    is_due, real = _countdown(count), RunStreams.emit
-
-    def emit(self: Any, output: Any, busy: Any) -> Any:
-        if output.tokens and is_due():
-            _die()
-        return real(self, output, busy)
-
-    RunStreams.emit = emit  # type: ignore[method-assign]
-
-
-def _mid_copy(count: int) -> None:
-    """When a part of a chunk's bytes is in its slot of the arena."""
-    import worker_service.store.write_back
-
-    write_back: Any = worker_service.store.write_back
-    is_due, real = _countdown(count), write_back.copy_runs
-
-    def copy_runs(source: Any, plane: Any, pages: Any, slots: Any, **named: Any) -> Any:
-        if is_due():
-            half = max(1, len(plane[slots[0]]) // 2)
-            plane[slots[0]][:half] = source[pages[0]][:half]
-            _die()
-        return real(source, plane, pages, slots, **named)
-
-    write_back.copy_runs = copy_runs
-
-
-FAILPOINTS: dict[str, Callable[[int], None]] = {
-    "prefill": _in_prefill,
-    "seal": _after_a_seal,
-    "send": _before_a_token_is_sent,
-    "copy": _mid_copy,
-}
 
 
 if __name__ == "__main__":

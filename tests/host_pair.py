@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forked_service import ForkedService
 from local_stack import StackShape, serving_worker, start_store, stop_process
 
 from splitpoint.keys import numerics_salt
@@ -27,7 +28,7 @@ class Host:
 
     store_address: str
     arena: Path
-    process: asyncio.subprocess.Process
+    process: ForkedService
     worker: LoadedWorker
     store: Any
     run: Any
@@ -122,7 +123,7 @@ async def worker_on(
     name: str,
     address: str,
     arena: Path,
-    process: asyncio.subprocess.Process,
+    process: ForkedService,
     *,
     mirror_memory_bytes: int | None = None,
 ) -> AsyncIterator[Host]:

@@ -10,7 +10,6 @@ import asyncio
 import functools
 import random
 import shutil
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from forked_service import ForkedService, start_forked
 from own_names import shared_memory_folder
 
 from scheduler_service.model_files import load_served_model
@@ -26,7 +26,6 @@ from scheduler_service.service import Scheduler
 from splitpoint.client import AsyncClient
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.options.worker import VERIFY_RATE
-from splitpoint.service import READY_PREFIX
 from splitpoint.shapes import DataType
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.servers import create_server
@@ -69,9 +68,9 @@ class LocalStack:
     worker_servers: list[grpc.aio.Server]
     scheduler: Scheduler
     store: kvstore_pb2_grpc.KvStoreServiceStub
-    store_process: asyncio.subprocess.Process
+    store_process: ForkedService
     arena: Path
-    start_store: Callable[[], Awaitable[asyncio.subprocess.Process]]
+    start_store: Callable[[], Awaitable[ForkedService]]
 
     async def kill_store(self) -> None:
         """kill -9: no component is told, and the arena stays."""
@@ -129,7 +128,7 @@ async def local_stack(
         processes = [await start()]
         cleanup.push_async_callback(lambda: stop_process(processes[-1]))
 
-        async def start_again() -> asyncio.subprocess.Process:
+        async def start_again() -> ForkedService:
             processes.append(await start())
             return processes[-1]
 
@@ -175,9 +174,7 @@ def make_scheduler(folder: Path, sockets: Path, shape: StackShape) -> Scheduler:
     )
 
 
-async def start_store(
-    folder: Path, address: str, arena: Path, shape: StackShape
-) -> asyncio.subprocess.Process:
+async def start_store(folder: Path, address: str, arena: Path, shape: StackShape) -> ForkedService:
     """`python -m kvstore_service`, once it says it is ready."""
     return await start_service(
         "kvstore_service",
@@ -189,17 +186,13 @@ async def start_store(
     )
 
 
-async def start_service(module: str, *arguments: str) -> asyncio.subprocess.Process:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
-    assert line.startswith(READY_PREFIX), f"{module} is not ready: {line!r}"
-    return process
+async def start_service(module: str, *arguments: str) -> ForkedService:
+    """A service process that says it is ready."""
+    service, _ = await start_forked(module, *arguments)
+    return service
 
 
-async def stop_process(process: asyncio.subprocess.Process) -> None:
+async def stop_process(process: ForkedService | asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.terminate()
     await asyncio.wait_for(process.wait(), 30)

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from forked_service import ForkedService, start_forked
 from own_names import shared_memory_folder
 
 from splitpoint.client import AsyncClient
@@ -90,9 +91,15 @@ async def secured_stack(
         cleanup.callback(shutil.rmtree, arena.parent, ignore_errors=True)
 
         async def start(name: str, module: str, *arguments: str) -> str:
+            if pythons is None:
+                service, address = await start_forked(
+                    module, *security, *arguments, errors=logs[name]
+                )
+                cleanup.push_async_callback(_stop, service)
+                return address
             with logs[name].open("wb") as log:
                 process = await asyncio.create_subprocess_exec(
-                    *((pythons or {}).get(name, sys.executable), "-m", module),
+                    *(pythons.get(name, sys.executable), "-m", module),
                     *(*security, *arguments),
                     cwd=ROOT,
                     stdout=asyncio.subprocess.PIPE,
@@ -122,7 +129,7 @@ async def secured_stack(
         yield stack
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
+async def _stop(process: ForkedService | asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.terminate()
     await asyncio.wait_for(process.wait(), 30)

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forked_service import ForkedService, start_forked
 from local_stack import ROOT, stop_process, wait_for_workers
 from own_names import shared_memory_folder
 from redis_server import RedisServer
@@ -99,7 +100,7 @@ class Hosts:
     logs: Path
     arenas: Path
     identity: Identity
-    processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+    processes: dict[str, ForkedService | asyncio.subprocess.Process] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
 
     async def generate(self, worker: str, prompt: list[int], salt: bytes = b"") -> Completion:
@@ -109,6 +110,25 @@ class Hosts:
 
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text()
+
+
+async def _entered(
+    enter: Sequence[str], errors: Path, module: str, *arguments: str
+) -> tuple[asyncio.subprocess.Process, str]:
+    """Start a service on a host that is entered by a command; return it with its address."""
+    with errors.open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(*enter, sys.executable, "-m", module, *arguments),
+            cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+        )
+    assert process.stdout is not None
+    line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+    if not line.startswith(READY_PREFIX):
+        await stop_process(process)
+        raise AssertionError(errors.read_text())
+    return process, line.removeprefix(READY_PREFIX).strip()
 
 
 @asynccontextmanager
@@ -143,28 +163,23 @@ async def two_hosts(
         token=admin,
         server_name="localhost",
     )
-    processes: dict[str, asyncio.subprocess.Process] = {}
+    processes: dict[str, ForkedService | asyncio.subprocess.Process] = {}
     addresses: dict[str, str] = {}
     async with AsyncExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, shm)
 
         async def start(name: str, module: str, *arguments: str) -> str:
             host = name.rpartition(" ")[2]
-            with (folder / f"{name}.log").open("wb") as log:
-                process = await asyncio.create_subprocess_exec(
-                    *network.enter.get(host, network.enter["a"]),
-                    *(sys.executable, "-m", module, *common, *arguments),
-                    cwd=ROOT,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=log,
-                )
+            log = folder / f"{name}.log"
+            process: ForkedService | asyncio.subprocess.Process
+            if enter := network.enter.get(host, network.enter["a"]):
+                process, line = await _entered(enter, log, module, *common, *arguments)
+            else:
+                process, line = await start_forked(module, *common, *arguments, errors=log)
             processes[name] = process
             cleanup.push_async_callback(stop_process, process)
-            assert process.stdout is not None
-            line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
-            assert line.startswith(READY_PREFIX), (folder / f"{name}.log").read_text()
-            addresses[name] = line.removeprefix(READY_PREFIX).strip()
-            return addresses[name]
+            addresses[name] = line
+            return line
 
         async def start_host(host: str) -> str:
             listen = ("--listen", f"{network.addresses[host]}:0")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_service import ForkedService
 from local_stack import prompt_of, start_service, stop_process, wait_for_workers
 from redis_server import RedisServer
 from tiny_models import write_tiny
@@ -32,7 +33,7 @@ class RealStack:
     """Every service is a process of its own, without a supervisor."""
 
     client: AsyncClient
-    worker: asyncio.subprocess.Process
+    worker: ForkedService
 
 
 @asynccontextmanager
@@ -44,7 +45,7 @@ async def real_stack(
     model = ("--model", str(folder), "--dtype", "float32", "--redis", redis.url)
     async with AsyncExitStack() as cleanup:
 
-        async def started(module: str, *arguments: str) -> asyncio.subprocess.Process:
+        async def started(module: str, *arguments: str) -> ForkedService:
             process = await start_service(module, *arguments, *model)
             cleanup.push_async_callback(stop_process, process)
             return process

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from forked_service import ForkedService
 from local_stack import (
     StackShape,
     make_scheduler,
@@ -99,7 +100,7 @@ class Proxy:
 class Cluster:
     client: AsyncClient
     scheduler: Scheduler
-    workers: list[asyncio.subprocess.Process]
+    workers: list[ForkedService]
     proxies: list[Proxy]
     store: kvstore_pb2_grpc.KvStoreServiceStub
     sockets: Path

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from forked_service import ForkedService
 from local_stack import (
     StackShape,
     make_scheduler,
@@ -35,7 +36,7 @@ class Workers:
         self.killed: list[str] = []
         self._folder = folder
         self._sockets = sockets
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._processes: dict[str, ForkedService] = {}
         self._restarts: list[asyncio.Task[None]] = []
 
     async def start(self, name: str) -> None:

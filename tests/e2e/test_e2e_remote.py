@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_service import ForkedService
 from host_pair import NEW_TOKENS, SHAPE, Host, host, worker_on
 from local_stack import serving_worker, start_store, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
@@ -221,7 +222,7 @@ async def test_rates_are_measured_and_told(hosts: tuple[Host, Host]) -> None:
 @pytest.fixture
 async def store(
     folder: Path, tmp_path: Path, shm_folder: Path
-) -> AsyncIterator[tuple[str, Path, asyncio.subprocess.Process]]:
+) -> AsyncIterator[tuple[str, Path, ForkedService]]:
     address, arena = f"unix:{tmp_path}/kv", shm_folder / "s" / "arena"
     process = await start_store(folder, address, arena, SHAPE)
     yield address, arena, process
@@ -235,7 +236,7 @@ STREAMED = types_pb2.Plan(
 
 
 async def test_two_workers_share_a_remote_store(
-    folder: Path, tmp_path: Path, store: tuple[str, Path, asyncio.subprocess.Process]
+    folder: Path, tmp_path: Path, store: tuple[str, Path, ForkedService]
 ) -> None:
     async with (
         worker_on(folder, tmp_path, "a", *store, mirror_memory_bytes=8 << 20) as first,
@@ -263,7 +264,7 @@ async def test_two_workers_share_a_remote_store(
 async def test_a_streamed_sequence_must_fit_the_mirror(
     folder: Path,
     tmp_path: Path,
-    store: tuple[str, Path, asyncio.subprocess.Process],
+    store: tuple[str, Path, ForkedService],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker_service.store.write_back.RESERVE_SECONDS", 0.0)
@@ -295,7 +296,7 @@ async def until_stored(host: Host, prompt: list[int]) -> None:
 
 
 async def test_the_remote_store_dies_and_comes_back(
-    folder: Path, tmp_path: Path, store: tuple[str, Path, asyncio.subprocess.Process]
+    folder: Path, tmp_path: Path, store: tuple[str, Path, ForkedService]
 ) -> None:
     address, arena, process = store
     async with worker_on(
@@ -321,7 +322,7 @@ async def test_the_remote_store_dies_and_comes_back(
 
 
 async def test_a_flipped_byte_in_the_remote_store_is_recomputed(
-    folder: Path, tmp_path: Path, store: tuple[str, Path, asyncio.subprocess.Process]
+    folder: Path, tmp_path: Path, store: tuple[str, Path, ForkedService]
 ) -> None:
     async with (
         worker_on(folder, tmp_path, "a", *store) as mapped,
@@ -338,7 +339,7 @@ async def test_a_flipped_byte_in_the_remote_store_is_recomputed(
 async def test_an_arena_that_is_not_here_is_said(
     folder: Path,
     tmp_path: Path,
-    store: tuple[str, Path, asyncio.subprocess.Process],
+    store: tuple[str, Path, ForkedService],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     address, arena, _ = store

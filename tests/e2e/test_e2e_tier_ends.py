@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_service import ForkedService
 from local_stack import StackShape, serving_worker, start_store, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
@@ -25,7 +26,7 @@ PROMPT, WANTED = clear_prompt(REFERENCE, 9, 8, before=PREFIX)
 class Host:
     """A store with a disk tier in a process of its own, and a worker in this one."""
 
-    def __init__(self, process: asyncio.subprocess.Process, store: Any, stream: Any) -> None:
+    def __init__(self, process: ForkedService, store: Any, stream: Any) -> None:
         self.process = process
         self.store = store
         self.stream = stream

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 import time
-from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_stack import ROOT, prompt_of, stop_process
+from forked_service import ForkedService, start_forked
+from local_stack import prompt_of, stop_process
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -38,30 +37,21 @@ TOLERANCE = 1_000_000
 @asynccontextmanager
 async def processes(
     tmp_path: Path, arena: Path, *more: str, environment: Mapping[str, str] | None = None
-) -> AsyncIterator[tuple[AsyncClient, dict[str, Process]]]:
+) -> AsyncIterator[tuple[AsyncClient, dict[str, ForkedService]]]:
     """Store, worker and scheduler with these arguments more, each logging into a file."""
     model = write_tiny("opt", tmp_path / "model")
-    env = {**os.environ, "OTEL_BSP_SCHEDULE_DELAY": "100", **(environment or {})}
-    started: dict[str, Process] = {}
+    started: dict[str, ForkedService] = {}
 
     async with AsyncExitStack() as cleanup:
 
         async def start(name: str, module: str, *arguments: str) -> str:
-            log = (tmp_path / f"{name}.log").open("wb")
-            with log:
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", module, *arguments, *more),
-                    cwd=ROOT,
-                    env=env,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=log,
-                )
-            started[name] = process
-            cleanup.push_async_callback(stop_process, process)
-            assert process.stdout is not None
-            line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
-            assert line.startswith("READY "), (tmp_path / f"{name}.log").read_text()
-            return line.split()[1]
+            started[name], listening = await start_forked(
+                *(module, *arguments, *more),
+                errors=tmp_path / f"{name}.log",
+                environment={"OTEL_BSP_SCHEDULE_DELAY": "100", **(environment or {})},
+            )
+            cleanup.push_async_callback(stop_process, started[name])
+            return listening
 
         store = await start(
             *("store", "kvstore_service", "--listen", f"unix:{tmp_path}/kv", "--model", str(model)),
