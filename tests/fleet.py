@@ -38,7 +38,7 @@ SOURCES = ("asyncio", "collections", "contextlib", "dataclasses", "functools", "
 class Fleet:
     """Its processes by their numbers. `folder` holds sockets and logs.
 
-    The options replace those that all stores and workers get.
+    The options replace those that all stores, workers and schedulers get.
     """
 
     def __init__(
@@ -49,10 +49,12 @@ class Fleet:
         worker_count: int,
         store_options: Sequence[str],
         worker_options: Sequence[str],
+        scheduler_options: Sequence[str],
     ) -> None:
         self.folder = folder
         self.store_options = store_options
         self.worker_options = worker_options
+        self.scheduler_options = scheduler_options
         self.arena = arena
         self.server = server
         self.worker_count = worker_count
@@ -97,6 +99,7 @@ class Fleet:
             *("--listen", self.address("s", number), "--model", str(MODEL), "--dtype", "float32"),
             *("--server-key-file", str(self.folder / "key")),
             *(word for pair in workers for word in pair),
+            *self.scheduler_options,
             *options,
         )
         self.schedulers[number] = child
@@ -173,13 +176,17 @@ def fleet(
     *,
     store_options: Sequence[str] = (),
     worker_options: Sequence[str] = (),
+    scheduler_options: Sequence[str] = (),
 ) -> Iterator[Fleet]:
     """Start a store and, with `schedulers`, everything else, too."""
     folder = Path(tempfile.mkdtemp(prefix="fleet-"))
     arena = shared_memory_folder() / "arena"
     try:
         with ForkServer(folder) as server:
-            running = Fleet(folder, arena, server, workers, store_options, worker_options)
+            running = Fleet(
+                *(folder, arena, server, workers),
+                *(store_options, worker_options, scheduler_options),
+            )
             try:
                 if schedulers:
                     running.start_all(schedulers)

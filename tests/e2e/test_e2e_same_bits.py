@@ -7,20 +7,13 @@ while a worker or the store dies. About a minute.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
-import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from own_names import instance_name
-from test_e2e_cli import assert_nothing_left, service_processes
-from up_process import up_process, wait_until_up
+from kept_fleet import KeptFleet, kept_fleet
 
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion, Logprobs, Tokens
@@ -51,10 +44,10 @@ class Answer:
 
 @dataclass
 class Stack:
-    """A running `splitpoint up` of two workers."""
+    """Running services, two workers among them."""
 
     client: AsyncClient
-    instance: str
+    services: KeptFleet
     prompts: tuple[tuple[int, ...], ...]
     wanted: list[Answer] = field(default_factory=list)
 
@@ -92,11 +85,11 @@ class Stack:
         ]
         for event in begun:
             await asyncio.wait_for(event.wait(), SECONDS)
-        victim = min(
-            pid for pid, name in service_processes(self.instance).items() if name == module
-        )
         assert not all(task.done() for task in running)
-        os.kill(victim, signal.SIGKILL)
+        if module == "worker_service":
+            self.services.kill_worker("0")
+        else:
+            self.services.kill_store()
         await asyncio.wait_for(asyncio.gather(*running), SECONDS)
         await self.whole()
 
@@ -111,37 +104,30 @@ class Stack:
         assert {each.numerics for each in found} == {Numerics.INVARIANT}
 
 
-@asynccontextmanager
-async def running_stack(folder: Path) -> AsyncIterator[Stack]:
-    instance = instance_name("same-bits")
-    whole = beginnings(held_back_files(), folder, len(LENGTHS), max(LENGTHS))
-    prompts = tuple(each[:length] for each, length in zip(whole, LENGTHS, strict=True))
-    command = [
-        *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--workers", "2"),
-        *("--threads", "1", "--dtype", "bfloat16", "--numerics", "invariant"),
+@pytest.fixture(scope="module")
+def services() -> Iterator[KeptFleet]:
+    with kept_fleet(
+        *("--dtype", "bfloat16", "--numerics", "invariant", "--device-memory", "192MiB"),
         *("--cpu-kernels", "linear=panels,decode=fused,prefill=fused"),
-        *("--host-memory", "256MiB", "--device-memory", "192MiB", "--chunk-tokens", str(PAGE)),
-        *("--activations", "always", "--max-batched-tokens", "64"),
-        *("--speculative-config", '{"method": "suffix"}'),
-        *("--listen", "127.0.0.1:0", "--instance", instance, "--model", str(folder)),
-    ]
-    with up_process(command) as process:
-        printed = await asyncio.to_thread(wait_until_up, process)
-        address = printed.partition("scheduler  ")[2].splitlines()[0]
-        said: list[str] = []
-        assert process.stderr is not None
-        reader = threading.Thread(target=said.extend, args=(process.stderr,))
-        reader.start()
-        async with AsyncClient(address) as client:
-            yield Stack(client, instance, prompts)
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(process.wait, SECONDS) == 0, said
-        reader.join()
-    assert_nothing_left(instance)
+        *("--max-batched-tokens", "64", "--speculative-config", '{"method": "suffix"}'),
+        store_options=(
+            *("--dtype", "bfloat16", "--host-memory", "256MiB", "--chunk-tokens", str(PAGE)),
+        ),
+        scheduler_options=("--dtype", "bfloat16"),
+    ) as running:
+        yield running
 
 
-async def test_restores_batches_and_deaths_change_no_bit(bundled_model: Path) -> None:
-    async with running_stack(bundled_model) as stack:
+def prompts_of(folder: Path) -> tuple[tuple[int, ...], ...]:
+    whole = beginnings(held_back_files(), folder, len(LENGTHS), max(LENGTHS))
+    return tuple(each[:length] for each, length in zip(whole, LENGTHS, strict=True))
+
+
+async def test_restores_batches_and_deaths_change_no_bit(
+    services: KeptFleet, bundled_model: Path
+) -> None:
+    async with AsyncClient(services.address) as client:
+        stack = Stack(client, services, prompts_of(bundled_model))
         await stack.whole()
         # Alone, and with nothing cached.
         for which in range(len(LENGTHS)):

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from own_names import instance_name
-from test_e2e_arena_loss import SECONDS, Up, up
-from test_e2e_restarts import kill_worker
+from fork_server import SECONDS
+from kept_fleet import KeptFleet, kept_fleet
 
 from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.checkpoint.resolve import resolve_model
@@ -51,32 +50,30 @@ def ranked_artefacts(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptFleet]:
     """Workers behind links that are slow enough for selections to gain."""
     artifacts = tmp_path_factory.mktemp("artifacts")
     ranked_artefacts(artifacts)
-    with up(
-        *(instance_name("selection"), "--page-tokens", "16", "--link-rate", "20MB"),
-        *("--speculative-config", '{"method": "auto"}', "--artifacts", str(artifacts)),
-        host_memory="128MiB",
-        device_memory="256MiB",
+    with kept_fleet(
+        *("--link-rate", "20MB", "--device-memory", "256MiB", "--artifacts", str(artifacts)),
+        *("--speculative-config", '{"method": "auto"}'),
+        store_options=("--host-memory", "128MiB"),
     ) as running:
-        running.until(lambda found: found.ready_count == 2)
         yield running
 
 
-def ask(stack: Up, residency: Residency = Residency.STREAMED, **more: Any) -> Completion:
+def ask(stack: KeptFleet, residency: Residency = Residency.STREAMED, **more: Any) -> Completion:
     with Client(stack.address) as client:
         options = {"max_tokens": TOKENS, "ignore_eos": True, "residency": residency, **more}
         return client.generate(PROMPT, **options).complete()
 
 
 @pytest.fixture(scope="module")
-def exact(stack: Up) -> Completion:
+def exact(stack: KeptFleet) -> Completion:
     return ask(stack, speculate=DraftMethod.OFF)
 
 
-def test_an_approximate_answer_says_what_it_read(stack: Up, exact: Completion) -> None:
+def test_an_approximate_answer_says_what_it_read(stack: KeptFleet, exact: Completion) -> None:
     done = ask(stack, select="columns:0.1")
     usage = done.usage.selection
     assert usage.is_approximate, (usage, done.plan)
@@ -93,7 +90,7 @@ def test_an_approximate_answer_says_what_it_read(stack: Up, exact: Completion) -
     assert done.token_ids[0] == exact.token_ids[0], "that step read everything"
 
 
-def test_artefacts_are_those_of_the_folder(stack: Up) -> None:
+def test_artefacts_are_those_of_the_folder(stack: KeptFleet) -> None:
     usage = ask(stack, select="ranked:0.2", max_tokens=6).usage.selection
     assert (usage.is_approximate, usage.step_count) == (True, 5)
     with pytest.raises(InvalidArgument, match="trained for 8") as refused:
@@ -101,7 +98,7 @@ def test_artefacts_are_those_of_the_folder(stack: Up) -> None:
     assert refused.value.field == "selection.columns"
 
 
-def test_generate_tells_people(stack: Up) -> None:
+def test_generate_tells_people(stack: KeptFleet) -> None:
     command = [sys.executable, "-m", "splitpoint_cli", "generate", "--address", stack.address]
     options = ["--max-tokens", "8", "--ignore-eos", "--residency", "streamed"]
     done = subprocess.run(
@@ -126,7 +123,7 @@ def test_generate_tells_people(stack: Up) -> None:
     ],
 )
 def test_an_exact_answer_says_why(
-    stack: Up, exact: Completion, select: str, residency: Residency, why: str
+    stack: KeptFleet, exact: Completion, select: str, residency: Residency, why: str
 ) -> None:
     done = ask(stack, residency, select=select)
     usage = done.usage.selection
@@ -137,7 +134,7 @@ def test_an_exact_answer_says_why(
     assert "was not used" in done.plan.reason
 
 
-def test_a_verified_selection_changes_no_token(stack: Up, exact: Completion) -> None:
+def test_a_verified_selection_changes_no_token(stack: KeptFleet, exact: Completion) -> None:
     done = ask(stack, select="columns:0.1,verify", speculative_tokens=4)
     assert done.token_ids == exact.token_ids
     assert done.usage.speculation.method is DraftMethod.SELF
@@ -151,7 +148,7 @@ def test_a_verified_selection_changes_no_token(stack: Up, exact: Completion) -> 
     assert f"in {usage.step_count} drafted tokens" in done.plan.reason
 
 
-def test_what_cannot_be_is_refused_by_name(stack: Up) -> None:
+def test_what_cannot_be_is_refused_by_name(stack: KeptFleet) -> None:
     for select, speculate, field in (
         ("maple:0.1", None, "selection.method"),
         ("columns:2", None, "selection.ratio"),
@@ -168,12 +165,12 @@ def test_what_cannot_be_is_refused_by_name(stack: Up) -> None:
     assert "splitpoint calibrate" in missing.value.message
 
 
-def test_status_lists_what_the_worker_selects_by(stack: Up) -> None:
+def test_status_lists_what_the_worker_selects_by(stack: KeptFleet) -> None:
     for worker in stack.until(lambda found: found.ready_count == 2).workers:
         assert set(worker.selection_methods) == {"columns", "quest", "window", "ranked"}
 
 
-def busy_worker(stack: Up) -> str:
+def busy_worker(stack: KeptFleet) -> str:
     """Return the worker that runs a request."""
 
     def busy(found: Status) -> list[str]:
@@ -183,7 +180,7 @@ def busy_worker(stack: Up) -> str:
 
 
 def test_an_answer_goes_on_approximately_after_its_worker_was_killed(
-    stack: Up, exact: Completion
+    stack: KeptFleet, exact: Completion
 ) -> None:
     """The last test: the worker is started anew. The other one goes on."""
     done, count = None, 0
@@ -199,7 +196,7 @@ def test_an_answer_goes_on_approximately_after_its_worker_was_killed(
             if isinstance(event, Tokens):
                 was_few, count = count < 4, count + len(event.token_ids)
                 if was_few and count >= 4:
-                    kill_worker(stack.instance, busy_worker(stack))
+                    stack.kill_worker(busy_worker(stack))
             elif isinstance(event, Completion):
                 done = event
     assert done is not None

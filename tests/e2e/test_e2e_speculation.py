@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from own_names import instance_name
-from test_e2e_arena_loss import SECONDS, Up, up
-from test_e2e_cli import service_processes
+from fork_server import SECONDS
+from kept_fleet import KeptFleet, kept_fleet
 
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import AsyncClient
@@ -52,14 +48,12 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Up]:
+def stack() -> Iterator[KeptFleet]:
     config = {"method": "auto", "model": str(resolve_model(None))}
-    with up(
-        *(instance_name("speculation"), "--speculative-config", json.dumps(config)),
-        host_memory="128MiB",
-        device_memory="256MiB",
+    with kept_fleet(
+        *("--speculative-config", json.dumps(config), "--device-memory", "256MiB"),
+        store_options=("--host-memory", "128MiB"),
     ) as running:
-        running.until(lambda found: found.ready_count == 2)
         yield running
 
 
@@ -108,7 +102,7 @@ Texts = dict[bool, list[tuple[int, ...]]]
 
 
 @pytest.fixture(scope="module")
-def plain(stack: Up) -> Texts:
+def plain(stack: KeptFleet) -> Texts:
     """What plain decoding gives."""
     texts = {
         is_sampled: asyncio.run(plain_texts(stack.address, is_sampled=is_sampled))
@@ -119,7 +113,7 @@ def plain(stack: Up) -> Texts:
 
 
 async def test_every_method_and_number_gives_the_text_of_plain_decoding(
-    stack: Up, plain: Texts
+    stack: KeptFleet, plain: Texts
 ) -> None:
     wanted = {key: [text[:TOKENS] for text in texts] for key, texts in plain.items()}
     async with AsyncClient(stack.address) as client:
@@ -147,7 +141,9 @@ async def test_every_method_and_number_gives_the_text_of_plain_decoding(
         assert all(accepted[method] for method in (SELF, SUFFIX, MODEL)), accepted
 
 
-async def test_an_end_inside_a_draft_counts_no_token_behind_it(stack: Up, plain: Texts) -> None:
+async def test_an_end_inside_a_draft_counts_no_token_behind_it(
+    stack: KeptFleet, plain: Texts
+) -> None:
     """Stop at different tokens of a text: most of the ends fall inside a draft of 8."""
     async with AsyncClient(stack.address) as client:
         accepted = 0
@@ -170,14 +166,14 @@ async def test_an_end_inside_a_draft_counts_no_token_behind_it(stack: Up, plain:
         assert accepted > 0
 
 
-async def test_auto_drafts_a_text_that_repeats_itself(stack: Up, plain: Texts) -> None:
+async def test_auto_drafts_a_text_that_repeats_itself(stack: KeptFleet, plain: Texts) -> None:
     async with AsyncClient(stack.address) as client:
         answers = await ask_all(client, is_sampled=False, speculate=AUTO, max_tokens=LONG)
         assert [answer.token_ids for answer in answers] == plain[False]
         assert sum(answer.usage.speculation.accepted_token_count for answer in answers) > 0
 
 
-async def test_a_request_that_asks_for_nothing_gets_what_is_configured(stack: Up) -> None:
+async def test_a_request_that_asks_for_nothing_gets_what_is_configured(stack: KeptFleet) -> None:
     async with AsyncClient(stack.address) as client:
         answers = await ask_all(client, is_sampled=False)
         for answer in answers:
@@ -195,22 +191,6 @@ async def test_a_request_that_asks_for_nothing_gets_what_is_configured(stack: Up
         assert caught.value.field == "speculation.num_speculative_tokens"
 
 
-def kill(instance: str, module: str) -> None:
-    """kill -9 all processes of a service."""
-    for pid, name in service_processes(instance).items():
-        if name == module:
-            os.kill(pid, signal.SIGKILL)
-
-
-def kill_worker(instance: str, worker_id: str) -> None:
-    for pid, name in service_processes(instance).items():
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        if name == "worker_service" and command[command.index("--worker-id") + 1] == worker_id:
-            os.kill(pid, signal.SIGKILL)
-            return
-    raise AssertionError(f"worker {worker_id} does not run")
-
-
 async def busiest_worker(client: AsyncClient) -> str:
     """Return the worker with most requests; a worker just started again may have none."""
     busiest = max(await client.list_workers(), key=lambda worker: worker.running_count)
@@ -221,7 +201,7 @@ async def busiest_worker(client: AsyncClient) -> str:
 @pytest.mark.parametrize("residency", list(Residency))
 @pytest.mark.parametrize("victim", ["worker_service", "kvstore_service"])
 async def test_the_text_survives_a_kill_in_the_middle(
-    stack: Up, plain: Texts, victim: str, residency: Residency
+    stack: KeptFleet, plain: Texts, victim: str, residency: Residency
 ) -> None:
     stack.until(lambda found: found.ready_count == 2)
     methods = (SUFFIX, SELF, MODEL, AUTO)
@@ -246,9 +226,9 @@ async def test_the_text_survives_a_kill_in_the_middle(
         await asyncio.wait_for(count.reached.wait(), SECONDS)
         assert not all(task.done() for task in running)
         if victim == "worker_service":
-            kill_worker(stack.instance, await busiest_worker(client))
+            stack.kill_worker(await busiest_worker(client))
         else:
-            kill(stack.instance, victim)
+            stack.kill_store()
         answers = await asyncio.wait_for(asyncio.gather(*running), 2 * SECONDS)
         for index, answer in enumerate(answers):
             assert answer.token_ids == plain[index % 2 == 1][index]

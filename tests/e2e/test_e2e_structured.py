@@ -1,26 +1,22 @@
 """Structured output through real services: schemas, drafts, deaths of workers, resumed answers.
 
-500 random schemas on a tiny model, then the bundled one in processes of its own. About 40 s.
+200 random schemas on a tiny model, then the bundled one in processes of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from kept_fleet import KeptFleet, kept_fleet
 from local_stack import LocalStack, StackShape, local_stack
-from own_names import instance_name
 from random_schemas import random_schema
-from test_e2e_arena_loss import Up, up
-from test_e2e_cli import service_processes
 from tiny_models import write_tiny
 
 from splitpoint.checkpoint.resolve import resolve_model
@@ -32,7 +28,7 @@ from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.speculation import DraftMethod
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
-SCHEMAS = 500
+SCHEMAS = 200
 OPEN_AT_ONCE = 48
 PERSON = {
     "type": "object",
@@ -88,9 +84,8 @@ async def ask_for(stack: LocalStack, seed: int) -> Completion:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Up]:
-    with up(instance_name("structured"), "--speculative-config", '{"method": "suffix"}') as stack:
-        stack.until(lambda found: found.ready_count == 2)
+def running() -> Iterator[KeptFleet]:
+    with kept_fleet("--speculative-config", '{"method": "suffix"}') as stack:
         yield stack
 
 
@@ -114,7 +109,7 @@ async def answers_of(client: AsyncClient, count: int, **more: Any) -> list[Compl
     )
 
 
-async def test_a_worker_that_dies_changes_no_answer(running: Up) -> None:
+async def test_a_worker_that_dies_changes_no_answer(running: KeptFleet) -> None:
     async with AsyncClient(running.address) as client:
         wanted = await answers_of(client, 8)
         whole = [answer for answer in wanted if answer.finish_reason is STOP]
@@ -142,19 +137,14 @@ async def test_a_worker_that_dies_changes_no_answer(running: Up) -> None:
         while tokens < 40:
             assert not any(task.done() and task.exception() for task in tasks)
             await asyncio.sleep(0.01)
-        victim = next(
-            pid
-            for pid, name in service_processes(running.instance).items()
-            if name == "worker_service"
-        )
-        os.kill(victim, signal.SIGKILL)
+        running.kill_worker("0")
         answers = await asyncio.gather(*tasks)
         assert [answer.token_ids for answer in answers] == [each.token_ids for each in wanted]
         assert [answer.text for answer in answers] == [each.text for each in wanted]
     running.until(lambda found: found.ready_count == 2)
 
 
-async def test_kinds_and_their_errors(running: Up) -> None:
+async def test_kinds_and_their_errors(running: KeptFleet) -> None:
     async with AsyncClient(running.address) as client:
         asked: dict[str, GenerateOptions] = {
             "choice": {"choice": ["apples", "pears, ripe", "日本"]},

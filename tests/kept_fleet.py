@@ -1,0 +1,64 @@
+"""A fleet whose services start again when a test kills them, as `splitpoint up` starts its own.
+
+For tests whose subject is what two workers, a store and a scheduler answer, not `up`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from fleet import Fleet, fleet
+from fork_server import SECONDS
+
+from splitpoint.client import Client
+from splitpoint_cli.request.observed import Status, read_status
+
+
+@dataclass(frozen=True)
+class KeptFleet:
+    """Running services; `address` is their scheduler's."""
+
+    fleet: Fleet
+    address: str
+
+    def kill_worker(self, worker_id: str) -> None:
+        """kill -9, and the same command again."""
+        self.fleet.workers[int(worker_id)].kill()
+        self.fleet.start_worker(int(worker_id))
+
+    def kill_store(self) -> None:
+        """kill -9, and the same command again."""
+        self.fleet.store.kill()
+        self.fleet.start_store()
+
+    def until(self, condition: Callable[[Status], bool]) -> Status:
+        """Return the first status of which that is true."""
+        deadline = time.monotonic() + SECONDS
+        with Client(self.address) as client:
+            while True:
+                found = read_status(client)
+                if condition(found):
+                    return found
+                assert time.monotonic() < deadline, found
+                time.sleep(0.1)
+
+
+@contextmanager
+def kept_fleet(
+    *worker_options: str,
+    store_options: Sequence[str] = ("--host-memory", "64MiB"),
+    scheduler_options: Sequence[str] = (),
+) -> Iterator[KeptFleet]:
+    """Start two workers with these options more, a store and a scheduler, until all are ready."""
+    with fleet(
+        *(2, 1),
+        store_options=("--lease-seconds", "30", *store_options),
+        worker_options=worker_options,
+        scheduler_options=scheduler_options,
+    ) as running:
+        kept = KeptFleet(running, running.addresses[0])
+        kept.until(lambda found: found.ready_count == 2)
+        yield kept
