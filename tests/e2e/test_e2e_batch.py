@@ -35,7 +35,7 @@ class Stack:
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    settings = settings_of(None, {**SMALL, "threads": 2})
+    settings = settings_of(None, {**SMALL, "threads": 1})
     engine = Engine(settings)
     engine.start()
     yield Stack(settings.scheduler_address)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -59,23 +62,69 @@ def left_of(pid: int) -> list[str]:
     return files
 
 
-def run(script: str) -> tuple[int, subprocess.CompletedProcess[str]]:
-    """Run a script in a process group of its own, as a shell would; return its process id."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", START + script],
+# Imports everything once. The child that it forks goes on behind the loop, and ends as an
+# interpreter does.
+FORKING = """
+import json, os, select, signal, sys
+import splitpoint_offline.llm, splitpoint_offline.services
+for line in sys.stdin:
+    order = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.setsid()
+        for number, path in enumerate(order["files"]):
+            os.dup2(os.open(path, os.O_RDWR), number)
+        break
+    descriptor = os.pidfd_open(child)
+    if not select.select([descriptor], [], [], 60)[0]:
+        os.kill(child, signal.SIGKILL)
+    os.close(descriptor)
+    print(child, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+exec(order["script"])
+"""
+
+
+@pytest.fixture(scope="module")
+def forking() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING],
         cwd=ROOT,
         text=True,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    out, err = process.communicate(timeout=60)
-    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
-    return process.pid, done
+    ) as process:
+        yield process
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs scripts in processes that have imported all that an LLM needs."""
+
+    forking: subprocess.Popen[str]
+    folder: Path
+
+    def __call__(self, script: str) -> tuple[int, subprocess.CompletedProcess[str]]:
+        """Run a script in a process group of its own, as a shell would; return its process id."""
+        printed, told = self.folder / "stdout", self.folder / "stderr"
+        printed.touch()
+        told.touch()
+        order = {"script": START + script, "files": [os.devnull, str(printed), str(told)]}
+        assert self.forking.stdin is not None
+        assert self.forking.stdout is not None
+        print(json.dumps(order), file=self.forking.stdin, flush=True)
+        pid, code = map(int, self.forking.stdout.readline().split())
+        return pid, subprocess.CompletedProcess(script, code, printed.read_text(), told.read_text())
+
+
+@pytest.fixture
+def run(forking: subprocess.Popen[str], tmp_path: Path) -> Runner:
+    return Runner(forking, tmp_path)
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_nothing_is_left(end: str) -> None:
+def test_nothing_is_left(end: str, run: Runner) -> None:
     script, code = ENDS[end]
     pid, done = run(
         f"print([e for e in os.listdir('/dev/shm') if str(os.getpid()) in e])\n{script}"
@@ -90,7 +139,7 @@ def test_nothing_is_left(end: str) -> None:
         assert done.stderr == ""
 
 
-def test_an_interrupted_call_ends_its_requests_and_the_model_goes_on() -> None:
+def test_an_interrupted_call_ends_its_requests_and_the_model_goes_on(run: Runner) -> None:
     _, done = run(
         """
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -128,7 +177,7 @@ context = get_context("fork")
 """
 
 
-def test_a_forked_process_leaves_the_model_to_its_parent() -> None:
+def test_a_forked_process_leaves_the_model_to_its_parent(run: Runner) -> None:
     pid, done = run(
         FORKED
         + """
@@ -154,7 +203,7 @@ print(len(llm.generate("def f(", {"max_tokens": 3, "ignore_eos": True})[0].token
     assert left_of(pid) == []
 
 
-def test_a_forked_process_does_not_keep_the_files_of_a_killed_one() -> None:
+def test_a_forked_process_does_not_keep_the_files_of_a_killed_one(run: Runner) -> None:
     """The child lives on."""
     pid, done = run(
         """
