@@ -241,20 +241,19 @@ def _digest(model: PreTrainedModel, prompt: Sequence[int]) -> str:
 
 
 def _computed(model: PreTrainedModel, prompt: Sequence[int], count: int) -> Greedy:
-    ids = torch.tensor([list(prompt)])
-    # A generation config of its own: the checkpoint's eos must not stop it.
-    generating: Any = model
-    output = generating.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    best = torch.stack(output.logits)[:, 0].topk(2, dim=-1).values
-    tokens = [int(token) for token in output.sequences[0, len(prompt) :]]
-    return Greedy(tokens, (best[:, 0] - best[:, 1]).tolist())
+    """Return the best token of each step; `generate` takes half as long again for the same."""
+    forward: Any = model
+    tokens: list[int] = []
+    rows: list[torch.Tensor] = []
+    with torch.inference_mode():
+        output = forward(torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
+        while True:
+            rows.append(output.logits[0, -1])
+            tokens.append(int(rows[-1].argmax()))
+            if len(tokens) == count:
+                break
+            output = forward(
+                torch.tensor([tokens[-1:]]), past_key_values=output.past_key_values, use_cache=True
+            )
+        best = torch.stack(rows).topk(2, dim=-1).values
+        return Greedy(tokens, (best[:, 0] - best[:, 1]).tolist())
