@@ -42,6 +42,7 @@ from splitpoint_cli.bench.shared.report import commit, hardware
 from worker_service.account import Account
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
+from worker_service.device.choice import describe_device
 from worker_service.device.memory import divide
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepEvent, StepOutput
@@ -52,7 +53,7 @@ from worker_service.metrics import WorkerMetrics
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure
 from worker_service.runtime import Runtime
-from worker_service.startup import LoadedWorker, describe_device
+from worker_service.startup.worker import LoadedWorker
 from worker_service.telemetry import TELEMETRY_SECONDS, telemetry_of
 from worker_service.wire import response_from
 

@@ -29,8 +29,8 @@ from splitpoint_cli.bench.shared.ending import ending_by_signals
 from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
+from worker_service.device.choice import choose_device, describe_device
 from worker_service.model.decoder import Decoder
-from worker_service.startup import choose_device, describe_device
 from worker_service.store.verifier import Verifier
 
 NONE, FIRST, LATER = WAYS = ("none", "first read", "later reads")

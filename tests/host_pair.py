@@ -16,7 +16,7 @@ from local_stack import StackShape, serving_worker, start_store, stop_process
 from splitpoint.keys import numerics_salt
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from worker_service.startup import LoadedWorker
+from worker_service.startup.worker import LoadedWorker
 
 NEW_TOKENS = 12
 SHAPE = StackShape(workers=1)

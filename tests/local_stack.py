@@ -31,7 +31,8 @@ from splitpoint.transport.channels import open_channel
 from splitpoint.transport.servers import create_server
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2_grpc
 from worker_service.server import WorkerServicer
-from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
+from worker_service.startup.options import WorkerOptions
+from worker_service.startup.worker import LoadedWorker, load_worker
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -320,6 +320,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "profiling",
             "numerics",
         ),
+        *("account", "streams", "prefix_lookup", "runtime", "startup"),
     ),
     "scheduler_service": (
         *("limits", "worker_facts", "policy", "options"),

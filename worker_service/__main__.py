@@ -39,7 +39,8 @@ from splitpoint.transport.tls import Identity
 from splitpoint.v1 import worker_pb2_grpc
 from worker_service.metrics import WorkerMetrics
 from worker_service.server import DRAIN_SECONDS, SERVICE_NAME, WorkerServicer
-from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
+from worker_service.startup.options import WorkerOptions
+from worker_service.startup.worker import LoadedWorker, load_worker
 
 if _collects:
     gc.enable()

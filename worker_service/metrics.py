@@ -16,7 +16,7 @@ from worker_service.account import METHODS, Account, Predicted, Traffic, predict
 from worker_service.engine.messages import StepOutput
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.graphs.eager_reason import EagerReason
-from worker_service.startup import LoadedWorker
+from worker_service.startup.worker import LoadedWorker
 
 
 class WorkerMetrics:

@@ -27,7 +27,7 @@ from splitpoint.errors import Unavailable
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
-from worker_service.startup import LoadedWorker
+from worker_service.startup.worker import LoadedWorker
 
 log = logging.getLogger(__name__)
 

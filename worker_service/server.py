@@ -32,12 +32,12 @@ from splitpoint.transport.convert import (
 from splitpoint.transport.servers import HealthReporter
 from splitpoint.v1 import types_pb2, worker_pb2_grpc
 from splitpoint.v1 import worker_pb2 as pb
-from worker_service.drafting import WorkerSpeculation
 from worker_service.engine.messages import StepOutput
 from worker_service.profiling.profiler import measure
 from worker_service.retrieval.screen_source import ScreenSource
 from worker_service.runtime import ENGINE_FAILED
-from worker_service.startup import LoadedWorker
+from worker_service.startup.drafting import WorkerSpeculation
+from worker_service.startup.worker import LoadedWorker
 from worker_service.streams import Listener
 from worker_service.telemetry import TELEMETRY_SECONDS, Telemeter
 from worker_service.wire import (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from splitpoint.v1 import types_pb2
 from worker_service.account import Way
-from worker_service.startup import LoadedWorker
+from worker_service.startup.worker import LoadedWorker
 
 # Seconds between two messages on a Run stream.
 TELEMETRY_SECONDS = 1.0

@@ -120,11 +120,11 @@ def calibrate(
     # Loads torch and the tokenizers, which other commands do without.
     from splitpoint_cli.calibrate.text import calibration_passages
     from worker_service.device.cache import TORCH_TYPES
+    from worker_service.device.choice import choose_device
     from worker_service.distillation.calibrate import calibrate as calibrated
     from worker_service.distillation.training import Training
     from worker_service.model.decoder import Decoder
     from worker_service.selection.artifacts import artifacts_path, encoded
-    from worker_service.startup import choose_device
 
     path = artifacts_path(method, folder, artifacts)
     _check_folder(path.parent)

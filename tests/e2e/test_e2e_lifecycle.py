@@ -28,7 +28,7 @@ from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import worker_pb2, worker_pb2_grpc
-from worker_service.startup import LoadedWorker
+from worker_service.startup.worker import LoadedWorker
 
 NEW_TOKENS = 24
 # Caches of a few pages, X pages for two prefill chunks, an arena that must evict.

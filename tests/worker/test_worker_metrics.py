@@ -38,7 +38,7 @@ from worker_service.engine.sampling import Sampling
 from worker_service.hardware.monitor import DeviceMonitor
 from worker_service.lanes.timeline import StepTimes
 from worker_service.metrics import WorkerMetrics
-from worker_service.startup import LoadedWorker
+from worker_service.startup.worker import LoadedWorker
 from worker_service.store.write_back import WriteResult
 from worker_service.telemetry import Telemeter, telemetry_of
 from worker_service.wire import response_from

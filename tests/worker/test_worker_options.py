@@ -18,7 +18,8 @@ from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import SerialLanes
 from worker_service.lanes.timeline import read_trace
 from worker_service.server import WorkerServicer
-from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
+from worker_service.startup.options import WorkerOptions
+from worker_service.startup.worker import LoadedWorker, load_worker
 
 SUFFIX, MODEL = types_pb2.DRAFT_METHOD_SUFFIX, types_pb2.DRAFT_METHOD_MODEL
 

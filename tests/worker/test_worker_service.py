@@ -22,7 +22,8 @@ from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.engine.messages import Call
 from worker_service.server import WorkerServicer
-from worker_service.startup import WorkerOptions, load_worker
+from worker_service.startup.options import WorkerOptions
+from worker_service.startup.worker import load_worker
 from worker_service.streams import STREAM_LIMIT
 
 REFERENCE = build_tiny("llama")

@@ -22,7 +22,7 @@ from splitpoint.keys import chunk_keys, numerics_salt
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.servers import create_server, listen
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from worker_service.startup import LoadedWorker
+from worker_service.startup.worker import LoadedWorker
 
 CHUNK = 16
 

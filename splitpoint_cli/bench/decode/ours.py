@@ -22,6 +22,7 @@ from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
+from worker_service.device.choice import choose_device
 from worker_service.drafts.drafter import Drafter
 from worker_service.drafts.suffix import SuffixDrafter
 from worker_service.engine.engine import Engine
@@ -29,7 +30,6 @@ from worker_service.engine.sequence import Sequence
 from worker_service.graphs.support import MOST_GRAPH_BYTES, graph_obstacle, graphs_of
 from worker_service.model.decoder import Decoder
 from worker_service.speculation.draft_model import DraftModel
-from worker_service.startup import choose_device
 
 # A draft model's memory is divided from this; it takes what it needs.
 _DRAFT_BUDGET_BYTES = 1 << 32

@@ -37,8 +37,8 @@ from splitpoint_cli.bench.shared.memory_reads import MemoryReads
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.transformers_peer import random_model
 from worker_service.device.cache import TORCH_TYPES
+from worker_service.device.choice import choose_device
 from worker_service.model.decoder import Decoder
-from worker_service.startup import choose_device
 
 # A short run meets all code; a long prompt's own first costs are lost in a median.
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 4

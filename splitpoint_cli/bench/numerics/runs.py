@@ -34,13 +34,13 @@ from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.output import duration_text
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
+from worker_service.device.choice import choose_device
 from worker_service.kernels.choice import in_use
 from worker_service.model.decoder import Decoder
 from worker_service.model.span_attention import kernels_of
 from worker_service.numerics.obstacles import obstacle
 from worker_service.numerics.self_check import dependence
 from worker_service.numerics.verdict import WorkerNumerics, decide
-from worker_service.startup import choose_device
 
 LEAST_PROMPT = 8
 

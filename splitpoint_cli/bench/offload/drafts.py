@@ -28,7 +28,7 @@ from splitpoint_cli.bench.shared.engine_runs import outputs_until_idle
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
 from splitpoint_cli.bench.shared.progress import Progress
-from worker_service.startup import choose_device
+from worker_service.device.choice import choose_device
 
 WARM_UP_TOKENS = 8
 STREAMED = Way()

@@ -38,6 +38,7 @@ from splitpoint_cli.bench.shared.local_store import LocalStore
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.checkpoint.tensors import RandomTensors, TensorSource
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
+from worker_service.device.choice import choose_device, describe_device
 from worker_service.device.memory import (
     STAGING_PAGES,
     MemoryPlan,
@@ -54,7 +55,6 @@ from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure
 from worker_service.speculation.self_draft import SelfDrafter
-from worker_service.startup import choose_device, describe_device
 from worker_service.store.write_back import BATCH_CHUNKS
 
 # Token ids of each prompt.

@@ -40,7 +40,7 @@ from splitpoint_cli.bench.offload.report import (
 from splitpoint_cli.bench.shared.engine_memory import CHUNK_TOKENS
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.progress import Progress
-from worker_service.startup import choose_device
+from worker_service.device.choice import choose_device
 
 WARM_UP_TOKENS = 4
 SWEEP_POINTS = 9

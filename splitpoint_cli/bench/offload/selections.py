@@ -36,11 +36,11 @@ from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.models import NamedModel
+from worker_service.device.choice import choose_device
 from worker_service.engine.engine import Engine
 from worker_service.lanes.timeline import StepTimes
 from worker_service.model.decoder import Decoder
 from worker_service.retrieval.sequence_reads import SequenceReads
-from worker_service.startup import choose_device
 
 # Steps that build screens, and fill the rows.
 FIRST_STEPS = 2

@@ -46,6 +46,7 @@ from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
+from worker_service.device.choice import choose_device, describe_device
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
@@ -57,7 +58,6 @@ from worker_service.pipeline.restore import restore
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.profiling.profiler import measure
-from worker_service.startup import choose_device, describe_device
 
 # Without a sweep the best split is looked for about where it was predicted.
 NEARBY = (0.8, 0.9, 1.0, 1.1, 1.2)

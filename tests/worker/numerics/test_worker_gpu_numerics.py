@@ -22,7 +22,7 @@ from worker_service.kernels.gpu_order import adds_in_one_order, use_one_order
 from worker_service.model.decoder import Decoder
 from worker_service.model.library_attention import library_of
 from worker_service.numerics.self_check import dependence
-from worker_service.startup import load_worker
+from worker_service.startup.worker import load_worker
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,8 @@ from worker_service.kernels.choice import Decode, by_flags
 from worker_service.numerics.obstacles import obstacle
 from worker_service.numerics.verdict import decide
 from worker_service.server import WorkerServicer
-from worker_service.startup import WorkerOptions, load_worker
+from worker_service.startup.options import WorkerOptions
+from worker_service.startup.worker import load_worker
 
 
 def no_check() -> str | None:

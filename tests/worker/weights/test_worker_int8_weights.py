@@ -22,7 +22,9 @@ from worker_service.kernels import panel_gemm
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.model.decoder import Decoder
-from worker_service.startup import WorkerOptions, _check_layout, load_worker
+from worker_service.startup.options import WorkerOptions
+from worker_service.startup.store import check_layout
+from worker_service.startup.worker import load_worker
 from worker_service.weights.matrices import weight_sizes
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
@@ -145,9 +147,9 @@ def test_a_store_of_the_other_format_is_refused(
         )
 
     options = WorkerOptions("0", folder, device="cpu", weights=mine)
-    _check_layout(layout(mine), shape, options)
+    check_layout(layout(mine), shape, options)
     with pytest.raises(FailedPrecondition, match=f"made for --weights {stores.value}") as refused:
-        _check_layout(layout(stores), shape, options)
+        check_layout(layout(stores), shape, options)
     assert refused.value.reason == "LAYOUT_MISMATCH"
 
 

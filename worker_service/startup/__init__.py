@@ -1,0 +1,1 @@
+"""From the options of a command line to a worker that can serve."""

@@ -1,0 +1,147 @@
+"""Loads the engine of a worker, and measures its costs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from splitpoint.checkpoint.resolve import eos_token_ids
+from splitpoint.checkpoint.text import Tokenizer
+from splitpoint.config import format_rate, format_size
+from splitpoint.errors import InvalidArgument
+from splitpoint.planning.weight_placement import (
+    NOTHING_ON_HOST,
+)
+from splitpoint.progress import Progress, Ticker
+from splitpoint.shapes import ArenaLayout, ModelShape
+from worker_service.device.cache import TORCH_TYPES, DeviceCache
+from worker_service.device.current import make_current
+from worker_service.device.registrar import CudaRegistrar
+from worker_service.engine.engine import Engine
+from worker_service.graphs.support import graphs_of
+from worker_service.lanes.lanes import Lanes
+from worker_service.lanes.timeline import Trace
+from worker_service.model.decoder import Decoder
+from worker_service.profiling.profiler import measure
+from worker_service.profiling.restore_costs import measure_overheads
+from worker_service.retrieval.screen_source import ScreenSource
+from worker_service.startup.drafting import WorkerSpeculation
+from worker_service.startup.kernels import (
+    describe,
+)
+from worker_service.startup.memory import divide_memory
+from worker_service.startup.options import WorkerOptions
+from worker_service.store.verifier import Verifier
+from worker_service.weights.lock import WeightLock
+
+log = logging.getLogger(__name__)
+
+# Seconds between two reports of loading to a supervisor.
+LOADING_SECONDS = 0.2
+
+
+def load_engine(
+    options: WorkerOptions,
+    shape: ModelShape,
+    layout: ArenaLayout,
+    lanes: Lanes,
+    screens: ScreenSource | None,
+) -> tuple[Engine, str, WorkerSpeculation]:
+    """Divide the device memory and load the model, and what drafts for it.
+
+    Returns the engine, which weights are on the host (empty: none), and the speculation.
+    """
+    device, folder = lanes.device, options.model_folder
+    make_current(device)
+    # Before the weights are read: a budget that cannot hold them fails at once.
+    artifact_bytes = 0 if screens is None else screens.size_bytes
+    memory = divide_memory(options, shape, layout, lanes, artifact_bytes)
+    placement, plan, tickers = memory.placement, memory.plan, _tickers(options)
+    dtype = TORCH_TYPES[shape.data_type]
+    model = Decoder.load(folder, device, dtype, placement.on_host, tickers, options.weights)
+    cache, eos = DeviceCache(layout, plan, device), eos_token_ids(folder)
+    drafters = memory.drafts.load(model, cache, lanes, eos_token_ids=eos, tickers=tickers)
+    engine = Engine(
+        model,
+        cache,
+        max_batch_size=options.max_batch_size,
+        max_batched_tokens=memory.max_batched_tokens,
+        eos_token_ids=eos,
+        tokenizer=Tokenizer.load(folder),
+        lanes=lanes,
+        verifier=Verifier(options.verify_rate),
+        shares_prefixes=options.shares_prefixes,
+        drafters=drafters,
+        graphs=graphs_of(
+            cache,
+            [layer.window for layer in model.layers],
+            max_batch_size=options.max_batch_size,
+        ),
+        eager_reason=memory.eager_reason,
+        screens_of=None if screens is None else screens.screens,
+    )
+    log.info(
+        "%s on %s: weights take %s (%s), cache %s in %d pages",
+        shape.name,
+        describe(lanes),
+        format_size(plan.weight_bytes),
+        placement.reason,
+        format_size(plan.cache_capacity_bytes),
+        plan.page_count,
+    )
+    weights = "" if placement.on_host == NOTHING_ON_HOST else placement.reason
+    return engine, weights, memory.drafts.described(drafters)
+
+
+def prepare(engine: Engine, description: str, weights: str, trace_file: Path | None) -> None:
+    """Open the trace, and measure the engine's costs."""
+    make_current(engine.lanes.device)
+    if engine.lanes.link is not None:
+        rate = format_rate(engine.lanes.link.bytes_per_second)
+        log.warning("the link is emulated at %s: this worker is slower than it could be", rate)
+    if engine.lanes.device.type == "cuda":
+        eager = engine.eager_reason
+        log.info("decoding steps are %s", f"eager: {eager.text}" if eager else "CUDA graphs")
+    if trace_file is not None:
+        engine.trace = Trace({"device": description, "schedule": engine.lanes.schedule.value})
+        _write_trace(engine.trace, trace_file)
+    profile = measure(engine.model, engine.cache.device, description, lanes=engine.lanes)
+    profile = measure_overheads(engine, profile)
+    engine.watch_costs(profile)
+    if profile.host_weight_bytes:
+        log.warning(
+            "weights on the host: %s, at least %.3g ms of each step (--device-memory)",
+            weights,
+            1e3 * profile.weight_seconds,
+        )
+
+
+def lock_weights(options: WorkerOptions, engine: Engine) -> WeightLock | None:
+    """Page-lock weights on the host in the background; None if there is nothing to lock."""
+    device, memory = engine.cache.device, engine.model.host_memory
+    if device.type != "cuda" or not memory or options.pin_limit_bytes == 0:
+        return None
+    return WeightLock(CudaRegistrar(device), memory)
+
+
+def _tickers(options: WorkerOptions) -> list[Ticker]:
+    """Return the receivers of the progress of loading."""
+
+    def write(progress: Progress) -> None:
+        done, total = format_size(progress.done_bytes), format_size(progress.total_bytes)
+        log.info("loading weights: %s of %s", done, total)
+
+    tickers = [Ticker(write, options.progress_seconds)]
+    if options.on_loading is not None:
+        tickers.append(Ticker(options.on_loading, min(LOADING_SECONDS, options.progress_seconds)))
+    return tickers
+
+
+def _write_trace(trace: Trace, path: Path) -> None:
+    """Write an empty trace at the start, so that a bad path fails now and not at the stop."""
+    try:
+        trace.write(path)
+    except OSError as error:
+        raise InvalidArgument(
+            f"{path} cannot be written: {error.strerror}", field="trace"
+        ) from error

@@ -1,0 +1,120 @@
+"""Chooses the kernels of a worker, and checks what the bits of its results depend on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from splitpoint.config import format_rate
+from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.host.openmp import spins_long
+from splitpoint.numerics import Numerics
+from splitpoint.options.cpu_kernels import with_panels
+from splitpoint.shapes import ArenaLayout, ModelShape, WeightFormat
+from worker_service.checkpoint.config import DecoderConfig
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.device.choice import describe_device
+from worker_service.kernels import panel_gemm
+from worker_service.kernels.choice import Choice
+from worker_service.kernels.compiled import NoKernels
+from worker_service.kernels.gpu_order import use_one_order
+from worker_service.lanes.lanes import Lanes
+from worker_service.model.decoder import Decoder
+from worker_service.model.span_attention import kernels_of
+from worker_service.numerics.digest import facts_of, numerics_digest
+from worker_service.numerics.obstacles import obstacle
+from worker_service.numerics.self_check import dependence
+from worker_service.numerics.verdict import WorkerNumerics, decide
+from worker_service.profiling.agreeing_rows import use_agreeing_rows
+from worker_service.profiling.calibration import prefers_one_order, use_kernels
+from worker_service.startup.drafting import head_dims
+from worker_service.startup.options import WorkerOptions
+from worker_service.weights.matrices import product_shapes
+
+log = logging.getLogger(__name__)
+
+
+def kernel_wish(options: WorkerOptions, device: torch.device) -> str:
+    """Return `--cpu-kernels`, as int8 weights need them. Raises InvalidArgument."""
+    if options.weights is WeightFormat.NATIVE:
+        return options.cpu_kernels
+    if device.type != "cpu":
+        raise InvalidArgument("--weights int8 is for CPU workers", field="weights")
+    return with_panels(options.cpu_kernels)
+
+
+def choose_kernels(options: WorkerOptions, shape: ModelShape, wish: str) -> Choice:
+    """Choose the kernels of a CPU worker, and compile those it needs. Raises FailedPrecondition."""
+    dtype = TORCH_TYPES[shape.data_type]
+    kernels = use_kernels(
+        dtype,
+        wish,
+        head_dims=head_dims(options.speculation, shape),
+        is_invariant=prefers_one_order(options.numerics),
+    )
+    if options.weights is WeightFormat.INT8:
+        try:
+            panel_gemm.prepare(dtype, is_int8=True)
+        except NoKernels as error:
+            raise FailedPrecondition(f"--weights int8: {error}", reason="NO_INT8_KERNEL") from error
+    return kernels
+
+
+def obstacle_of(
+    options: WorkerOptions, device: torch.device, layout: ArenaLayout, kernels: Choice | None
+) -> str | None:
+    """Choose a GPU's kernels, and return what excludes invariant numerics before the check.
+
+    `kernels`: a CPU's; None on a GPU.
+    """
+    in_one_order = kernels is None and options.numerics == Numerics.INVARIANT
+    use_one_order(in_one_order)
+    return obstacle(
+        options.numerics,
+        is_gpu=kernels is None,
+        encoding=layout.encoding,
+        kernels=kernels,
+        has_triton=in_one_order and kernels_of(device) is not None,
+    )
+
+
+def agree_on_rows(options: WorkerOptions, shape: ModelShape) -> None:
+    """Let products depend on no other rows, also where the kernels at hand are torch's."""
+    config = DecoderConfig.read(options.model_folder, shape.data_type)
+    use_agreeing_rows(product_shapes(config), TORCH_TYPES[shape.data_type])
+
+
+def numerics_of(wish: str, against: str | None, model: Decoder, page_tokens: int) -> WorkerNumerics:
+    """Check the numerics. Those that are invariant have a digest."""
+    check = partial(dependence, model, page_tokens)
+    found = decide(wish, obstacle=against, check=check)
+    log.info("numerics are %s: %s", found.numerics.value, found.reason)
+    if found.numerics is not Numerics.INVARIANT:
+        return found
+    facts = facts_of(model, page_tokens)
+    found = replace(found, digest=numerics_digest(facts))
+    log.info("numerics digest %s", found.digest)
+    # Of two workers that should be alike, the logs show what differs.
+    log.debug("numerics digest %s is of %s", found.digest, facts)
+    return found
+
+
+def describe(lanes: Lanes, kernels: Choice | None = None) -> str:
+    """Return the device, its kernels, and its emulated link if it has one."""
+    description = describe_device(lanes.device)
+    if kernels is not None:
+        description += f", {kernels.text}, {_waiting()}"
+    if lanes.link is not None:
+        description += f", link emulated at {format_rate(lanes.link.bytes_per_second)}"
+    return description
+
+
+def _waiting() -> str:
+    """Return how compute threads wait for each other (splitpoint/host/openmp.py)."""
+    spins = spins_long()
+    if spins is None:
+        return "threads wait as the user set"
+    return "threads spin while they wait" if spins else "threads wait briefly, then sleep"
