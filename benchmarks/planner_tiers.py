@@ -58,7 +58,7 @@ from splitpoint.v1 import (
 from splitpoint_cli.bench.shared.ending import run_until_signal
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hardware
-from splitpoint_cli.stack.plan import Stack
+from splitpoint_cli.stack.plan.stack import Stack
 
 NEAR_BEST = 1.10
 PREFIX_TOKENS = (700, 1700)

@@ -18,7 +18,7 @@ from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.files import check_output
 from splitpoint_cli.report import FILE_HELP, FLAG_HELP, hand_over
 from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan import Stack, plan_stack
+from splitpoint_cli.stack.plan.stack import Stack, plan_stack
 from splitpoint_cli.stack.runner import StackRunner
 
 # Of the bundled model, for random token ids.

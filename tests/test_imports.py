@@ -352,7 +352,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         ),
         "page_tokens",
         "traces",
-        *("checks", "stack", "request", "chat", "batch", "top", "trace"),
+        *("checks", "stack.options", "stack.child", "stack.plan", "stack"),
+        *("request", "chat", "batch", "top", "trace"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store"),
         *(

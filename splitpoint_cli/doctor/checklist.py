@@ -40,7 +40,7 @@ from splitpoint_cli.checks.finding import Check, Finding, Verdict, attempt, run_
 from splitpoint_cli.devices import choose_devices, visible_gpu_count
 from splitpoint_cli.doctor import arenas, mooncake, own_stack
 from splitpoint_cli.doctor.options import DoctorOptions
-from splitpoint_cli.stack.plan import arena_bytes, instance_of
+from splitpoint_cli.stack.plan.places import arena_bytes, instance_of
 
 
 def examine(options: DoctorOptions) -> Iterator[Finding]:

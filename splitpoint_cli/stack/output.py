@@ -22,7 +22,7 @@ from splitpoint.words import counted
 from splitpoint_cli.output import code_name, err, out, print_error
 from splitpoint_cli.stack.bars import LoadingBars
 from splitpoint_cli.stack.child import LogLine, ServiceExited, ServiceNotReady, ServiceNotStarted
-from splitpoint_cli.stack.plan import Stack
+from splitpoint_cli.stack.plan.stack import Stack
 
 _COLOURS = {"store": "cyan", "worker": "green", "scheduler": "magenta", "gateway": "blue"}
 # Interval of a service's progress lines where there are no bars.

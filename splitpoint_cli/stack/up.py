@@ -9,7 +9,7 @@ import typer
 
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan import plan_stack
+from splitpoint_cli.stack.plan.stack import plan_stack
 from splitpoint_cli.stack.preflight import check_store_arguments
 from splitpoint_cli.stack.restart_policy import RestartLimits
 from splitpoint_cli.stack.runner import run_stack

@@ -16,7 +16,7 @@ from up_process import up_process, wait_until_up
 
 from splitpoint.config import arena_path, remove_tree, runtime_path
 from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan import plan_stack
+from splitpoint_cli.stack.plan.stack import plan_stack
 from splitpoint_cli.stack.restart_policy import RestartLimits
 from splitpoint_cli.stack.runner import run_stack
 

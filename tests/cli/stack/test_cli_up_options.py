@@ -50,7 +50,7 @@ from splitpoint_cli.security.authority import make_certificates
 from splitpoint_cli.security.token import add_token
 from splitpoint_cli.stack import up
 from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan import Stack, plan_stack
+from splitpoint_cli.stack.plan.stack import Stack, plan_stack
 from splitpoint_cli.stack.preflight import check_machine, check_secret, check_store_arguments
 from worker_service.__main__ import parse_arguments as parse_worker
 from worker_service.speculation.draft_model import DraftModel

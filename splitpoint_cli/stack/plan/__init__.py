@@ -1,0 +1,1 @@
+"""One host's whole stack as data: its processes, their arguments and addresses."""

@@ -1,0 +1,240 @@
+"""The commands of a stack's services: which options each gets, and what is decided for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitpoint.costs.page_choice import PageChoice
+from splitpoint.options import gateway, scheduler, service, store, worker
+from splitpoint.options.option import Option
+from splitpoint.options.speculation import SpeculativeConfig
+from splitpoint.shapes import ModelShape
+from splitpoint_cli.options import arguments_of
+from splitpoint_cli.stack.child import ServiceCommand
+from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan.places import Places, socket_path, trace_path
+
+# In addition to the grace of running requests; a worker also waits for write-back.
+_GATEWAY_STOP_SECONDS = 10.0
+_SCHEDULER_STOP_SECONDS = 10.0
+_WORKER_STOP_SECONDS = 40.0
+_LOAD_SECONDS = 600.0  # a large checkpoint from a cold disk
+
+_OBSERVED: tuple[Option[object], ...] = (*service.LOGS.options, service.OTLP_ENDPOINT)
+_COMMON: tuple[Option[object], ...] = (
+    service.REFLECTION,
+    *service.REDIS_SECTION.options,
+    *_OBSERVED,
+)
+_STORE: tuple[Option[object], ...] = (
+    store.ACTIVATIONS,
+    store.KV_ENCODING,
+    store.WEIGHTS,
+    store.EVICTION,
+    store.EVICT_ABOVE,
+    store.EVICT_TO,
+    store.ADMISSION,
+    store.LEASE_SECONDS,
+    store.SCRUB_SECONDS,
+    store.SCRUB_RATE,
+    store.HUGE_PAGES,
+    store.NUMA_NODE,
+    store.TIER_DISK,
+    store.TIER_DISK_SIZE,
+    store.TIER_MOONCAKE,
+    store.TIER_MOONCAKE_MEMORY,
+    store.TIER_MOONCAKE_REPLICAS,
+    store.TIER_ADMISSION,
+    store.TIER_RATE,
+    store.TRANSFER,
+    store.TRANSFER_INTERFACE,
+    store.TRUSTED_NETWORK,
+    *_COMMON,
+)
+_WORKER: tuple[Option[object], ...] = (
+    worker.DEVICE_MEMORY,
+    worker.MAX_BATCH,
+    worker.MAX_BATCHED_TOKENS,
+    worker.WEIGHT_OBJECTIVE,
+    worker.CPU_KERNELS,
+    worker.NUMERICS,
+    store.WEIGHTS,
+    worker.PIN_LIMIT,
+    worker.VERIFY_RATE,
+    worker.NO_DEVICE_PREFIX_CACHE,
+    worker.ENFORCE_EAGER,
+    worker.SERIAL,
+    worker.LINK_RATE,
+    worker.ARTIFACTS,
+    *_COMMON,
+)
+_SCHEDULER: tuple[Option[object], ...] = (
+    service.GRACE_SECONDS,
+    scheduler.QUEUE_CAPACITY,
+    scheduler.RESIDENCY,
+    scheduler.OBJECTIVE,
+    scheduler.ANSWER_CHARGE,
+    scheduler.POLICY,
+    scheduler.POLICY_AGING_SECONDS,
+    scheduler.POLICY_LEAD_REQUESTS,
+    scheduler.TENANT_REQUESTS,
+    scheduler.CHAT_TEMPLATE,
+    service.TLS_CERT,
+    service.TLS_KEY,
+    service.TLS_CA,
+    service.TOKENS,
+    *_COMMON,
+)
+_GATEWAY: tuple[Option[object], ...] = (
+    service.GRACE_SECONDS,
+    gateway.TLS_CERT,
+    service.TLS_KEY,
+    service.TOKENS,
+    *_OBSERVED,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A checkpoint, and the shape in the element type that store and workers agree on."""
+
+    folder: Path
+    shape: ModelShape
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["--model", str(self.folder), "--dtype", self.shape.data_type.value]
+
+
+def store_command(
+    options: StackOptions, model: Model, places: Places, host_memory: int, pages: PageChoice
+) -> ServiceCommand:
+    return ServiceCommand(
+        "store",
+        [
+            *("-m", "kvstore_service"),
+            *("--listen", places.store),
+            *model.arguments,
+            *("--host-memory", str(host_memory)),
+            *_given("--chunk-tokens", _unless_default(pages.tokens, store.CHUNK_TOKENS)),
+            *_given("--page-reason", pages.reason or None),
+            *("--arena", str(places.arena)),
+            # A user who keeps an arena wants to know if it does not fit; one that a killed
+            # stack left is replaced.
+            "--keep-arena" if options.keep_arena else "--replace-arena",
+            *_given("--metrics", places.metrics[1] if places.metrics else None),
+            *arguments_of(_STORE, options),
+        ],
+        # Every page of the arena is allocated before the store is ready.
+        ready_seconds=60.0 + host_memory / 1e9,
+        socket=socket_path(places.store),
+    )
+
+
+def worker_commands(
+    options: StackOptions,
+    model: Model,
+    speculation: SpeculativeConfig | None,
+    places: Places,
+    devices: tuple[str, ...],
+    threads: int | None,
+    spinning: Mapping[str, str],
+) -> tuple[ServiceCommand, ...]:
+    drafts = None if speculation is None else speculation.text
+    return tuple(
+        ServiceCommand(
+            f"worker {i}",
+            [
+                *("-m", "worker_service"),
+                *("--listen", places.workers[i]),
+                *("--worker-id", str(i)),
+                *model.arguments,
+                *("--kvstore", places.store),
+                *("--device", device),
+                *_given("--threads", threads),
+                *_given("--trace", trace_path(options.trace, i)),
+                *_given("--metrics", places.metrics[2 + i] if places.metrics else None),
+                "--progress-lines",
+                *_given("--speculative-config", drafts),
+                *arguments_of(_WORKER, options),
+            ],
+            ready_seconds=_LOAD_SECONDS,
+            stop_seconds=_WORKER_STOP_SECONDS,
+            environment=spinning,
+            socket=socket_path(places.workers[i]),
+        )
+        for i, device in enumerate(devices)
+    )
+
+
+def scheduler_commands(
+    options: StackOptions, model: Model, places: Places
+) -> tuple[ServiceCommand, ...]:
+    count = len(places.listens)
+    # After the metrics of the first scheduler, the store and the workers.
+    metrics = places.metrics[:1] + places.metrics[2 + len(places.workers) :][: count - 1]
+    return tuple(
+        _scheduler_command(
+            options,
+            model,
+            places,
+            name="scheduler" if count == 1 else f"scheduler {number}",
+            listen=listen,
+            metrics=metrics[number] if metrics else None,
+        )
+        for number, listen in enumerate(places.listens)
+    )
+
+
+def _scheduler_command(
+    options: StackOptions,
+    model: Model,
+    places: Places,
+    *,
+    name: str,
+    listen: str,
+    metrics: str | None,
+) -> ServiceCommand:
+    return ServiceCommand(
+        name,
+        [
+            *("-m", "scheduler_service"),
+            *("--listen", listen),
+            *(part for address in places.workers for part in ("--worker", address)),
+            *model.arguments,
+            # Chunk keys depend on this secret: without it neither another scheduler, nor one
+            # that is started again, nor the next user of a kept arena finds a chunk.
+            *("--server-key-file", str(places.key)),
+            *_given("--metrics", metrics),
+            *arguments_of(_SCHEDULER, options),
+        ],
+        stop_seconds=options.grace_seconds + _SCHEDULER_STOP_SECONDS,
+        socket=socket_path(listen),
+    )
+
+
+def gateway_command(options: StackOptions, places: Places) -> ServiceCommand | None:
+    if places.http is None:
+        return None
+    return ServiceCommand(
+        "gateway",
+        [
+            *("-m", "gateway_service"),
+            *("--listen", places.http),
+            # Its own scheduler, whatever name the certificate was issued for.
+            *_given("--scheduler-cert", options.tls_cert),
+            *_given("--metrics", places.metrics[-1] if places.metrics else None),
+            *arguments_of(_GATEWAY, options),
+        ],
+        stop_seconds=options.grace_seconds + _GATEWAY_STOP_SECONDS,
+    )
+
+
+def _unless_default(value: int, option: Option[int]) -> int | None:
+    return None if value == option.default else value
+
+
+def _given(flag: str, value: object | None) -> list[str]:
+    return [] if value is None else [flag, str(value)]

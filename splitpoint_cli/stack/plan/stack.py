@@ -1,0 +1,166 @@
+"""Turns options into the plan of a stack: what the supervisor starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from splitpoint import config
+from splitpoint.checkpoint.config import model_name
+from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.costs.page_choice import PageChoice
+from splitpoint.extras import need, need_all
+from splitpoint.host.memory import default_host_memory
+from splitpoint.host.openmp import spin_environment
+from splitpoint.observe.logs import LogFormat
+from splitpoint.options.speculation import read_speculative_config
+from splitpoint.shapes import ModelShape, WeightFormat
+from splitpoint.transport.tls import Identity
+from splitpoint_cli.devices import choose_devices, default_threads, worker_spin_count
+from splitpoint_cli.models import find_draft, model_shape
+from splitpoint_cli.page_tokens import choose_pages
+from splitpoint_cli.stack.child import ServiceCommand, child_environment
+from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan.checks import check, check_lanes, check_weights
+from splitpoint_cli.stack.plan.commands import (
+    Model,
+    gateway_command,
+    scheduler_commands,
+    store_command,
+    worker_commands,
+)
+from splitpoint_cli.stack.plan.places import arena_bytes, places_of
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """All decisions about a stack, ready to start: store, workers, schedulers, then a gateway."""
+
+    model: Path
+    name: str
+    shape: ModelShape
+    # The draft model's folder and shape; None: there is none.
+    draft: tuple[Path, ModelShape] | None
+    devices: tuple[str, ...]
+    host_memory_bytes: int
+    pages: PageChoice
+    instance: str
+    runtime: Path
+    arena: Path
+    keep_arena: bool
+    # Folder of the disk tier and its largest size in bytes; None: there is none.
+    tier_disk: tuple[Path, int] | None
+    # File of the secret behind the chunk keys, and others that should have the same: that of a
+    # kept arena, beside a disk tier's.
+    key: Path
+    other_keys: tuple[Path, ...]
+    # Address of the Mooncake master; None: there is none.
+    tier_mooncake: str | None
+    store_address: str
+    worker_addresses: tuple[str, ...]
+    # Where the schedulers listen, in order.
+    listens: tuple[str, ...]
+    # Identity of the schedulers, for the check that they serve.
+    identity: Identity
+    has_tokens: bool
+    # Addresses of metrics: the first scheduler's, the store's, the workers' in order, the other
+    # schedulers', the gateway's; empty: none.
+    metrics: tuple[str, ...]
+    store: ServiceCommand
+    workers: tuple[ServiceCommand, ...]
+    schedulers: tuple[ServiceCommand, ...]
+    # As given; None: the model's own, if it has one.
+    chat_template: Path | None = None
+    # Without the schedulers' addresses, which are known when they listen; None: no gateway.
+    gateway: ServiceCommand | None = None
+    # Where the gateway listens.
+    http: str | None = None
+    # Format of log lines of services and of `up`.
+    log_format: LogFormat = LogFormat.TEXT
+    # Of the served model; a draft model's are native.
+    weights: WeightFormat = WeightFormat.NATIVE
+
+
+def plan_stack(options: StackOptions) -> Stack:
+    """Decide what is left open and spell out every command. Makes no file and no folder.
+
+    Raises InvalidArgument for options that cannot be met, MissingExtra, and the errors of
+    `resolve_model`.
+    """
+    need_all("a stack")
+    if options.http is not None:
+        need("a gateway (--http)", "gateway")
+    identity = check(options)
+    if options.tier_disk is not None:
+        options = replace(options, tier_disk=str(Path(options.tier_disk).absolute()))
+    folder = resolve_model(options.model)
+    model = Model(folder, model_shape(folder, options.dtype))
+    devices = choose_devices(options.device, options.workers)
+    check_lanes(options, devices)
+    check_weights(options, devices)
+    speculation = read_speculative_config(options.speculative_config, options.draft_model)
+    draft = None
+    if speculation is not None and speculation.model is not None:
+        draft = find_draft(speculation.model, folder, model.shape)
+        speculation = replace(speculation, model=str(draft[0]))
+    places = places_of(options, len(devices))
+    host_memory = (
+        # An arena that exists is adopted with its size, whatever memory is free now.
+        (arena_bytes(places.arena) or default_host_memory())
+        if options.host_memory is None
+        else config.parse_size(options.host_memory, field="host_memory")
+    )
+    threads = options.threads or default_threads(devices, devices[0])
+    spinning: Mapping[str, str] = {}
+    if threads is not None and devices[0] == "cpu":
+        spinning = spin_environment(worker_spin_count(threads, len(devices)))
+    pages = choose_pages(
+        options.page_tokens,
+        model.shape,
+        arena=places.arena,
+        arena_bytes=host_memory,
+        device=devices[0],
+        threads=threads,
+        cpu_kernels=options.cpu_kernels,
+        environment=child_environment(spinning),
+    )
+    return Stack(
+        model=folder,
+        name=model_name(folder),
+        shape=model.shape,
+        draft=draft,
+        devices=devices,
+        host_memory_bytes=host_memory,
+        pages=pages,
+        instance=places.instance,
+        runtime=places.runtime,
+        arena=places.arena,
+        keep_arena=options.keep_arena,
+        tier_disk=_tier_disk(options),
+        key=places.key,
+        other_keys=places.other_keys,
+        tier_mooncake=options.tier_mooncake,
+        store_address=places.store,
+        worker_addresses=places.workers,
+        listens=places.listens,
+        identity=identity,
+        has_tokens=options.tokens is not None,
+        metrics=places.metrics,
+        store=store_command(options, model, places, host_memory, pages),
+        workers=worker_commands(options, model, speculation, places, devices, threads, spinning),
+        schedulers=scheduler_commands(options, model, places),
+        gateway=gateway_command(options, places),
+        http=places.http,
+        chat_template=None if options.chat_template is None else Path(options.chat_template),
+        log_format=LogFormat(options.log_format),
+        weights=WeightFormat(options.weights),
+    )
+
+
+def _tier_disk(options: StackOptions) -> tuple[Path, int] | None:
+    if options.tier_disk is None:
+        return None
+    return Path(options.tier_disk), config.parse_size(
+        options.tier_disk_size, field="tier_disk_size"
+    )
