@@ -185,17 +185,6 @@ def _split_host_port(text: str) -> tuple[str, str]:
 # -- folders ---------------------------------------------------------------------------
 
 
-def runtime_directory(instance: str) -> Path:
-    """Return the folder for the sockets of one instance; make it with mode 0700 if missing.
-
-    It is under XDG_RUNTIME_DIR if that is set, else /tmp/splitpoint-UID. Raises
-    FailedPrecondition if another user owns it.
-    """
-    folder = runtime_path(instance)
-    make_runtime(folder)
-    return folder
-
-
 def make_runtime(folder: Path) -> None:
     """Make the folder of `runtime_path`, and the one above it. Raises FailedPrecondition."""
     make_private(folder.parent)
@@ -203,7 +192,10 @@ def make_runtime(folder: Path) -> None:
 
 
 def runtime_path(instance: str) -> Path:
-    """Return the path of `runtime_directory`, which may not exist."""
+    """Return the folder for the sockets of one instance, which may not exist.
+
+    It is under XDG_RUNTIME_DIR if that is set, else /tmp/splitpoint-UID.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if base and os.access(base, os.W_OK):
         parent = Path(base) / "splitpoint"

@@ -246,20 +246,6 @@ class ModelShape:
         return self.step_weight_bytes + int(batch * tokens * self.kv_bytes_per_token)
 
     @property
-    def kv_weight_bytes(self) -> int:
-        """W_K and W_V of one layer: 2 * h * d_kv * p, what rebuilding needs."""
-        return 2 * self.hidden_size * self.kv_width * self.data_type.size
-
-    @property
-    def query_weight_bytes(self) -> int:
-        """W_Q of one layer, and W_O, which is as large."""
-        return self.query_parameters * self.data_type.size
-
-    @property
-    def mlp_weight_bytes(self) -> int:
-        return self.mlp_parameters * self.data_type.size
-
-    @property
     def embedding_bytes(self) -> int:
         """The embedding table; an untied head is as large."""
         return self.vocabulary_size * self.activation_bytes_per_token_layer

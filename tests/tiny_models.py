@@ -201,11 +201,6 @@ def write_tiny(case: str, folder: Path, seed: int = 0, **changes: int) -> Path:
 CLEAR_LEAD = 1e-3
 
 
-def greedy_reference(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """Return `count` greedy tokens of transformers, which ignore the end of sequence."""
-    return _greedy(model, prompt, count).tokens
-
-
 def clear_prompt(
     model: PreTrainedModel, length: int, count: int, *, before: Sequence[int] = (), seed: int = 0
 ) -> tuple[list[int], list[int]]:

@@ -8,7 +8,6 @@ from typing import Any
 Schema = Mapping[str, Any]
 
 STRING: Schema = {"type": "string"}
-INTEGER: Schema = {"type": "integer"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
 BOOLEAN: Schema = {"type": "boolean"}

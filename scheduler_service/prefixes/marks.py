@@ -7,7 +7,7 @@ scheduler's accounts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import overload
 
@@ -17,8 +17,6 @@ from splitpoint.keys import MARK_BYTES, chunk_keys
 MOST_KEYS = 4096
 # Longer sequences are hashed in a thread, which keeps the event loop free.
 _SHORT_TOKENS = 8192
-
-KeysByLayout = Mapping[bytes, Sequence[bytes]]
 
 
 class ChunkMarks(Sequence[bytes]):

@@ -30,7 +30,6 @@ _GRANT = struct.Struct("<QQ16sQI8x")
 # generation, key, parent, layout hash, salt tag, fingerprint, checksum, seal
 # number, token_count, chunk index, zero | CRC
 _CHUNK = struct.Struct("<Q32s32s16s16sQQQII52x")
-CHUNK_BYTES = _CHUNK.size + 4
 
 
 class UnknownState(ArenaFormatError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from splitpoint.chat.messages import Chat
 from splitpoint.chat.source import ChatTemplates, special_tokens_json
@@ -19,12 +18,6 @@ from splitpoint.limited.child import MOST_SECONDS
 from splitpoint.limited.pool import TOO_SLOW, LimitedPool, LimitedProcess, ProcessEnded
 
 _MODULE = "splitpoint.chat.process"
-
-
-class Renderer(Protocol):
-    """Turns chats into prompts. Any thread may call it; it blocks."""
-
-    def render(self, chat: Chat) -> str: ...
 
 
 class ChatRenderer:

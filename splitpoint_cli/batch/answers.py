@@ -62,10 +62,6 @@ class AnswerFile:
         self._size = os.fstat(self._fd).st_size
         self._synced_at = time.monotonic()
 
-    def is_same_file(self, path: Path) -> bool:
-        ours, other = os.fstat(self._fd), path.stat()
-        return (ours.st_dev, ours.st_ino) == (other.st_dev, other.st_ino)
-
     def earlier(self) -> Iterator[Earlier]:
         """Yield the answers that are there, and drop a half line at the end.
 

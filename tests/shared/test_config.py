@@ -120,14 +120,15 @@ def test_open_interfaces_are_refused(address: str) -> None:
 
 def test_runtime_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    folder = config.runtime_directory("one")
+    folder = config.runtime_path("one")
+    config.make_runtime(folder)
     assert folder == tmp_path / "splitpoint" / "one"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)
-    assert config.runtime_directory("one") == folder
+    config.make_runtime(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     with pytest.raises(InvalidArgument):
-        config.runtime_directory("../else")
+        config.runtime_path("../else")
 
 
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:

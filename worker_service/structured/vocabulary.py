@@ -61,11 +61,6 @@ class Vocabulary:
         text = self._bytes[index]
         return text.removeprefix(b" ") if self.drops_first_space else text
 
-    @property
-    def mask_words(self) -> int:
-        """32-bit words of a mask: a bit for each id and one for `end_id`."""
-        return self.size // 32 + 1
-
     def guide(self) -> LLTokenizer:
         """Return llguidance's tokenizer, which matchers share."""
         from llguidance import LLTokenizer, TokenizerWrapper

@@ -14,7 +14,7 @@ import pytest
 from own_names import instance_name
 
 from splitpoint.checkpoint.config import read_shape
-from splitpoint.config import remove_tree, runtime_directory
+from splitpoint.config import make_runtime, remove_tree, runtime_path
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import MemoryFacts
 from splitpoint.shapes import ArenaLayout
@@ -232,7 +232,8 @@ def test_an_arena_whose_store_is_started_again_is_not_left_behind(tmp_path: Path
     arena = tmp_path / f"splitpoint-{os.getuid()}-{name}" / "arena"
     arena.parent.mkdir()
     arena.write_bytes(bytes(8192))
-    runtime = runtime_directory(name)
+    runtime = runtime_path(name)
+    make_runtime(runtime)
     try:
         with exclusive(runtime, name):  # as `up` holds it for as long as it lives
             (found,) = find_arenas(tmp_path, os.getuid())

@@ -23,7 +23,7 @@ from kvstore_service.eviction.policies import POLICIES
 from scheduler_service.__main__ import parse_arguments as parse_scheduler
 from scheduler_service.limits import Limits
 from splitpoint.checkpoint.resolve import resolve_model
-from splitpoint.config import arena_path, remove_tree, runtime_directory, runtime_path
+from splitpoint.config import arena_path, make_runtime, remove_tree, runtime_path
 from splitpoint.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -60,7 +60,8 @@ INSTANCE = instance_name("options")
 
 @pytest.fixture(autouse=True)
 def runtime() -> Iterator[Path]:
-    folder = runtime_directory(INSTANCE)
+    folder = runtime_path(INSTANCE)
+    make_runtime(folder)
     yield folder
     remove_tree(folder)
 

@@ -82,7 +82,6 @@ class One:
     ledger: Ledger
     queue: deque[Waiting] = field(default_factory=deque)
     running: dict[int, tuple[int, int]] = field(default_factory=dict)  # pages, end
-    page_ticks: int = 0
     longest_wait: int = 0
 
     def play(self, now: int, rng: random.Random) -> None:
@@ -97,7 +96,6 @@ class One:
             self.longest_wait = max(self.longest_wait, now - started.since)
             if self.queue:
                 self.queue[0].since = now
-        self.page_ticks += sum(pages for pages, _ in self.running.values())
 
     def held(self, now: int) -> OthersHold:
         first = self.queue[0] if self.queue else None
