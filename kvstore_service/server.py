@@ -42,7 +42,6 @@ from splitpoint.transport.convert import layout_to_proto, tier_to_proto
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
-
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 _THREADS = 2
 

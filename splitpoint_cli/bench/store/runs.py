@@ -10,7 +10,9 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -167,53 +169,62 @@ async def _measure_mapping(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """A client of a store that writes. `noise`: the bytes of a plane of a slot."""
+
+    client: StoreClient
+    connection: Connection
+    noise: Bytes
+
+    @classmethod
+    @asynccontextmanager
+    async def to(cls, address: str, seed: int) -> AsyncIterator[Self]:
+        client = StoreClient(address, "bench writer")
+        await client.start(DATA_LAYOUT)
+        try:
+            if client.connection is None:
+                raise RuntimeError("the benchmark's writer is not attached")
+            noise = np.random.default_rng(seed).integers(
+                0, 256, DATA_LAYOUT.kv_slot_bytes, np.uint8
+            )
+            yield cls(client, client.connection, noise)
+        finally:
+            await client.close()
+
+    async def write(self, tokens: Sequence[int], parent: bytes = b"") -> bytes:
+        """Write full chunks behind `parent`; each plane of each slot has the same bytes.
+
+        Return the last chunk's key.
+        """
+        arena, layout = self.connection.tensors.arena, DATA_LAYOUT
+        pieces = [
+            tuple(tokens[start : start + layout.chunk_tokens])
+            for start in range(0, len(tokens), layout.chunk_tokens)
+        ]
+        chunks = []
+        granted = await self.client.reserve(self.connection, SALT, len(pieces))
+        for (slot, generation), piece in zip(granted, pieces, strict=True):
+            for layer in range(layout.layer_count):
+                for tensor in layout.tensors:
+                    arena.plane(layer, tensor)[slot] = self.noise
+            chunks.append(WrittenChunk(slot, generation, parent, piece, arena.checksum(slot)))
+            parent = chunk_key(layout.layout_hash, SALT, parent, piece)
+        sealed = await self.client.seal(self.connection, SALT, chunks, 0)
+        await self.client.release(self.connection, lease_ids=[sealed.lease_id])
+        return parent
+
+
 async def _fill(address: str, workload: StoreWorkload) -> list[list[int]]:
     """Seal chunks until the arena is full; returns the sequences, each of one run."""
-    writer = StoreClient(address, "bench writer")
-    await writer.start(DATA_LAYOUT)
-    try:
-        connection = writer.connection
-        if connection is None:
-            raise RuntimeError("the benchmark's writer is not attached")
-        random = np.random.default_rng(workload.seed)
-        noise = random.integers(0, 256, DATA_LAYOUT.kv_slot_bytes, np.uint8)
-        run_tokens = workload.run_slots * DATA_LAYOUT.chunk_tokens
-        sequences = []
-        for number in range(connection.tensors.arena.slot_count // workload.run_slots):
+    run_tokens = workload.run_slots * DATA_LAYOUT.chunk_tokens
+    sequences = []
+    async with _Writer.to(address, workload.seed) as writer:
+        slots = writer.connection.tensors.arena.slot_count
+        for number in range(slots // workload.run_slots):
             sequences.append([number + 1, *range(2, run_tokens + 1)])
-            await _write(writer, connection, sequences[-1], noise)
-        return sequences
-    finally:
-        await writer.close()
-
-
-async def _write(
-    writer: StoreClient,
-    connection: Connection,
-    tokens: Sequence[int],
-    noise: Bytes,
-    parent: bytes = b"",
-) -> bytes:
-    """Write full chunks behind `parent`; each plane of each slot has the same bytes.
-
-    Return the last chunk's key.
-    """
-    arena, layout = connection.tensors.arena, DATA_LAYOUT
-    pieces = [
-        tuple(tokens[start : start + layout.chunk_tokens])
-        for start in range(0, len(tokens), layout.chunk_tokens)
-    ]
-    chunks = []
-    granted = await writer.reserve(connection, SALT, len(pieces))
-    for (slot, generation), piece in zip(granted, pieces, strict=True):
-        for layer in range(layout.layer_count):
-            for tensor in layout.tensors:
-                arena.plane(layer, tensor)[slot] = noise
-        chunks.append(WrittenChunk(slot, generation, parent, piece, arena.checksum(slot)))
-        parent = chunk_key(layout.layout_hash, SALT, parent, piece)
-    sealed = await writer.seal(connection, SALT, chunks, 0)
-    await writer.release(connection, lease_ids=[sealed.lease_id])
-    return parent
+            await writer.write(sequences[-1])
+    return sequences
 
 
 async def _measure_remote(
@@ -262,25 +273,15 @@ async def _fill_runs(address: str, count: int, workload: StoreWorkload) -> list[
 
     Return its token ids.
     """
-    writer = StoreClient(address, "bench writer")
-    await writer.start(DATA_LAYOUT)
-    try:
-        connection = writer.connection
-        if connection is None:
-            raise RuntimeError("the benchmark's writer is not attached")
-        random = np.random.default_rng(workload.seed)
-        noise = random.integers(0, 256, DATA_LAYOUT.kv_slot_bytes, np.uint8)
-        size = DATA_LAYOUT.chunk_tokens
-        run_tokens = workload.run_slots * size
-        tokens = list(range(1, count * run_tokens + 1))
-        parent = b""
+    size = DATA_LAYOUT.chunk_tokens
+    run_tokens = workload.run_slots * size
+    tokens = list(range(1, count * run_tokens + 1))
+    parent = b""
+    async with _Writer.to(address, workload.seed) as writer:
         for first in range(0, len(tokens), run_tokens):
-            run = tokens[first : first + run_tokens]
-            parent = await _write(writer, connection, run, noise, parent)
-            await _write(writer, connection, [len(tokens) + first + 1] * size, noise)
-        return tokens
-    finally:
-        await writer.close()
+            parent = await writer.write(tokens[first : first + run_tokens], parent)
+            await writer.write([len(tokens) + first + 1] * size)
+    return tokens
 
 
 async def _measure_calls(
