@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import field, fields
+from dataclasses import field, fields, is_dataclass
 from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 
@@ -63,24 +63,40 @@ def arguments_of(options: Iterable[Option[object]], values: Any) -> list[str]:
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for Typer with the options of its first parameter, a dataclass, as its own.
+    """Return a command for Typer with the options of one parameter, a dataclass, as its own.
 
-    The other parameters are Typer's as usual.
+    They take the place of that parameter; the others are Typer's as usual.
     """
-    first, *rest = inspect.signature(command, eval_str=True).parameters.values()
-    kind = first.annotation
-    parameters = [_parameter(each.name, each.metadata) for each in fields(kind) if each.metadata]
-    names = [each.name for each in parameters]
+    taken = list(inspect.signature(command, eval_str=True).parameters.values())
+    [(place, options)] = [
+        (place, each) for place, each in enumerate(taken) if is_dataclass(each.annotation)
+    ]
+    kind: Any = options.annotation
+    own = list(_parameters(kind))
+    names = [each.name for each in own]
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
         values = {name: given.pop(name) for name in names}
-        command(kind(**values), **given)
+        command(**{options.name: kind(**values)}, **given)
 
-    all_parameters = [*parameters, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in rest)]
-    run.__dict__["__signature__"] = Signature(all_parameters)
-    run.__annotations__ = {each.name: each.annotation for each in all_parameters}
+    taken[place : place + 1] = own
+    parameters = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in taken]
+    run.__dict__["__signature__"] = Signature(parameters)
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def _parameters(kind: Any) -> Iterator[Parameter]:
+    """Yield the parameter of each field that declares an option, or has one of Typer's as type."""
+    hints = get_type_hints(kind, include_extras=True)
+    for each in fields(kind):
+        if "option" in each.metadata:
+            yield _parameter(each.name, each.metadata)
+        elif get_origin(hint := hints[each.name]) is Annotated:
+            yield Parameter(
+                each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=hint
+            )
 
 
 def _parameter(name: str, metadata: Any) -> Parameter:

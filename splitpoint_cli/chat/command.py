@@ -28,6 +28,7 @@ from splitpoint_cli.chat.conversation import Conversation, Turn
 from splitpoint_cli.chat.lines import Command, check_known, entries
 from splitpoint_cli.files import check_output, write_private_json
 from splitpoint_cli.identity import Address, CaFile, TokenFile
+from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, print_error
 from splitpoint_cli.report import AsJson, OutputFile, hand_over
 from splitpoint_cli.request import options
@@ -52,48 +53,13 @@ Explain = Annotated[
     ),
 ]
 
-# Options of `generate` that make no sense turn by turn.
-_NOT_OFFERED = {
-    "logprobs": None,
-    "request_id": None,
-    "select": None,
-    "verify": False,
-    "split": "auto",
-    "restore": options.RestoreChoice.AUTO,
-}
 
-
+@takes_options
 def chat(
+    *,
     system: System = "",
     max_tokens: MaxTokens = None,
-    min_tokens: options.MinTokens = None,
-    ignore_eos: options.IgnoreEos = False,
-    keep_special_tokens: options.KeepSpecialTokens = False,
-    stop: options.Stop = None,
-    stop_token_id: options.StopTokenId = None,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    json_object: options.JsonObject = False,
-    json_schema: options.JsonSchema = None,
-    regex: options.Regex = None,
-    grammar: options.Grammar = None,
-    choice: options.Choice = None,
-    priority: options.Priority = 0,
-    worker: options.WorkerId = "",
-    residency: options.ResidencyOption = options.ResidencyChoice.AUTO,
-    speculate: options.Speculate = None,
-    speculative_tokens: options.SpeculativeTokens = None,
-    prompt_lookup_min: options.PromptLookupMin = None,
-    cache_salt: options.CacheSalt = "",
-    model: options.ModelName = "",
-    timeout: options.Timeout = None,
+    given: options.RequestOptions,
     retry_seconds: options.RetrySeconds = DEFAULT_RETRY_SECONDS,
     address: Address = DEFAULT_ADDRESS,
     ca: CaFile = None,
@@ -106,8 +72,7 @@ def chat(
 
     Reads a terminal or a pipe. From a pipe it ends at the first error.
     """
-    given = dict(locals())
-    request = options.request_of({**given, **_NOT_OFFERED, "fill_context": max_tokens is None})
+    request = options.request_of(given, max_tokens=max_tokens, fill_context=max_tokens is None)
     who = client_identity(ca=ca, token_file=token_file)
     conversation = Conversation(system)
     with Client(address, identity=who, retry_seconds=retry_seconds, on_retry=tell_retry) as client:

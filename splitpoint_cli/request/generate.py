@@ -16,6 +16,7 @@ from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.errors import Cancelled, Internal, Retryable, Unavailable
 from splitpoint.transport.tls import client_identity
 from splitpoint_cli.identity import Address, CaFile, TokenFile
+from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, err, plain_reason
 from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 from splitpoint_cli.request import options
@@ -28,45 +29,20 @@ from splitpoint_cli.request.generate_output import (
 )
 
 
+@takes_options
 def generate(
+    *,
     prompt: options.PromptText = None,
     prompt_ids: options.PromptIds = None,
     max_tokens: options.MaxTokens = 128,
-    min_tokens: options.MinTokens = None,
     fill_context: options.FillContext = False,
-    ignore_eos: options.IgnoreEos = False,
-    keep_special_tokens: options.KeepSpecialTokens = False,
-    stop: options.Stop = None,
-    stop_token_id: options.StopTokenId = None,
+    given: options.RequestOptions,
     logprobs: options.LogprobCount = None,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    priority: options.Priority = 0,
-    json_object: options.JsonObject = False,
-    json_schema: options.JsonSchema = None,
-    regex: options.Regex = None,
-    grammar: options.Grammar = None,
-    choice: options.Choice = None,
-    worker: options.WorkerId = "",
     split: options.Split = "auto",
     restore: options.Restore = options.RestoreChoice.AUTO,
-    residency: options.ResidencyOption = options.ResidencyChoice.AUTO,
-    speculate: options.Speculate = None,
-    speculative_tokens: options.SpeculativeTokens = None,
-    prompt_lookup_min: options.PromptLookupMin = None,
     select: options.Select = None,
     verify: options.Verify = False,
-    cache_salt: options.CacheSalt = "",
-    model: options.ModelName = "",
     request_id: options.RequestId = None,
-    timeout: options.Timeout = None,
     retry_seconds: options.RetrySeconds = DEFAULT_RETRY_SECONDS,
     address: Address = DEFAULT_ADDRESS,
     ca: CaFile = None,
@@ -76,8 +52,17 @@ def generate(
     with_reason: options.Explain = False,
 ) -> None:
     """Complete a prompt, streaming the text."""
-    given = dict(locals())
-    request = options.request_of(given)
+    request = options.request_of(
+        given,
+        max_tokens=max_tokens,
+        fill_context=fill_context,
+        logprobs=logprobs,
+        split=split,
+        restore=restore,
+        select=select,
+        verify=verify,
+        request_id=request_id,
+    )
     text_or_ids = options.read_prompt(prompt, prompt_ids)
     who = client_identity(ca=ca, token_file=token_file)
     with (

@@ -1,14 +1,13 @@
-"""Options of `splitpoint generate`, and what becomes of their values."""
+"""Options of `splitpoint generate` and `chat`, and what becomes of their values."""
 
 from __future__ import annotations
 
 import enum
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 
@@ -315,32 +314,90 @@ def read_prompt(prompt: str | None, prompt_ids: str | None) -> Prompt:
         ) from None
 
 
-# Options whose values a request holds as they are, by their names there.
-_PLAIN = (
-    *("min_tokens", "ignore_eos", "keep_special_tokens", "stop", "stop_token_id", "logprobs"),
-    *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "seed", "json_object", "regex", "choice", "priority", "worker"),
-    *("speculate", "speculative_tokens", "prompt_lookup_min", "model", "request_id", "timeout"),
-)
-_RENAMED = {"stop_token_id": "stop_token_ids", "keep_special_tokens": "keeps_special_tokens"}
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What `generate` and `chat` both offer, besides the length of an answer."""
+
+    min_tokens: MinTokens = None
+    ignore_eos: IgnoreEos = False
+    keep_special_tokens: KeepSpecialTokens = False
+    stop: Stop = None
+    stop_token_id: StopTokenId = None
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = None
+    presence_penalty: PresencePenalty = None
+    frequency_penalty: FrequencyPenalty = None
+    repetition_penalty: RepetitionPenalty = None
+    logit_bias: LogitBias = None
+    seed: Seed = None
+    json_object: JsonObject = False
+    json_schema: JsonSchema = None
+    regex: Regex = None
+    grammar: Grammar = None
+    choice: Choice = None
+    priority: Priority = 0
+    worker: WorkerId = ""
+    residency: ResidencyOption = ResidencyChoice.AUTO
+    speculate: Speculate = None
+    speculative_tokens: SpeculativeTokens = None
+    prompt_lookup_min: PromptLookupMin = None
+    cache_salt: CacheSalt = ""
+    model: ModelName = ""
+    timeout: Timeout = None
 
 
-def request_of(given: Mapping[str, Any]) -> GenerateOptions:
-    """Return a request's options from the values of the command's. Raises InvalidArgument."""
-    request: dict[str, Any] = {_RENAMED.get(name, name): given[name] for name in _PLAIN}
-    request |= {
-        "max_tokens": None if given["fill_context"] else given["max_tokens"],
-        "fills_context": given["fill_context"],
-        "logit_bias": parse_logit_bias(given["logit_bias"] or []),
-        "json_schema": _content("json_schema", given["json_schema"]),
-        "grammar": _content("grammar", given["grammar"]),
-        "split": parse_split(given["split"]),
-        "restore": restore_of(given["restore"]),
-        "residency": residency_of(given["residency"]),
-        "select": selection_of(given["select"], verify=given["verify"]),
-        "cache_salt": os.fsencode(given["cache_salt"]),
-    }
-    return cast(GenerateOptions, request)
+def request_of(
+    given: RequestOptions,
+    *,
+    max_tokens: int | None,
+    fill_context: bool,
+    logprobs: int | None = None,
+    split: str = "auto",
+    restore: RestoreChoice = RestoreChoice.AUTO,
+    select: str | None = None,
+    verify: bool = False,
+    request_id: str | None = None,
+) -> GenerateOptions:
+    """Return a request's options from the values of a command's. Raises InvalidArgument."""
+    return GenerateOptions(
+        max_tokens=None if fill_context else max_tokens,
+        fills_context=fill_context,
+        min_tokens=given.min_tokens,
+        ignore_eos=given.ignore_eos,
+        keeps_special_tokens=given.keep_special_tokens,
+        stop=given.stop,
+        stop_token_ids=given.stop_token_id,
+        logprobs=logprobs,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        repetition_penalty=given.repetition_penalty,
+        logit_bias=parse_logit_bias(given.logit_bias or []),
+        seed=given.seed,
+        json_object=given.json_object,
+        json_schema=_content("json_schema", given.json_schema),
+        regex=given.regex,
+        grammar=_content("grammar", given.grammar),
+        choice=given.choice,
+        priority=given.priority,
+        worker=given.worker,
+        split=parse_split(split),
+        restore=restore_of(restore),
+        residency=residency_of(given.residency),
+        speculate=given.speculate,
+        speculative_tokens=given.speculative_tokens,
+        prompt_lookup_min=given.prompt_lookup_min,
+        select=selection_of(select, verify=verify),
+        cache_salt=os.fsencode(given.cache_salt),
+        model=given.model,
+        request_id=request_id,
+        timeout=given.timeout,
+    )
 
 
 def _content(name: str, path: Path | None) -> str | None:
