@@ -36,7 +36,7 @@ _TRIAL_GROWTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """All tokens had come; only the worker's last message was lost."""
+    """Every token of the answer has come."""
 
     reason: types_pb2.FinishReason
     matched_stop: str = ""

@@ -22,15 +22,15 @@ from scheduler_service.api.rounds import Rounds
 from scheduler_service.cluster.connection import WorkerConnection
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.options import SchedulerOptions
-from scheduler_service.placement.admission import AdmissionQueue, Admitted, GrantError, Rejected
+from scheduler_service.placement.admission import AdmissionQueue, Rejected
 from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.prefixes.marks import ChunkMarks
-from scheduler_service.requests import log_facts
 from scheduler_service.requests.accounts import ABANDONED_REASON, Accounts, Resumption
-from scheduler_service.requests.answers import completion, completion_of_tokens, rejection
+from scheduler_service.requests.answers import rejection
 from scheduler_service.requests.attempts import Attempt, Attempts
 from scheduler_service.requests.availability import check_workers
+from scheduler_service.requests.endings import Endings
 from scheduler_service.requests.failover import (
     Finished,
     GiveUp,
@@ -40,6 +40,7 @@ from scheduler_service.requests.failover import (
     suspect,
 )
 from scheduler_service.requests.sharing import Sharing
+from scheduler_service.requests.starts import Starts
 from scheduler_service.requests.table import RequestTable
 from scheduler_service.requests.tasks import RequestTasks
 from scheduler_service.requests.tenants import TenantFacts, TenantLabels, tenants_of
@@ -51,10 +52,10 @@ from splitpoint.errors import (
     from_code,
 )
 from splitpoint.keys import tenant_salt
-from splitpoint.observe.logs import LogFacts, for_request
+from splitpoint.observe.logs import for_request
 from splitpoint.observe.tracing import NO_SPAN, Span
 from splitpoint.options.scheduler import AnswerCharge
-from splitpoint.v1 import scheduler_pb2, types_pb2, worker_pb2
+from splitpoint.v1 import types_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -89,16 +90,23 @@ class RequestManager:
         self.sharing = Sharing(registry, self.admission, clock)
         self.tenant_labels = TenantLabels(options.server_key)
         self.is_draining = False
-        self._find_prefix = find_prefix
         self._clock = clock
         self._on_readiness = on_readiness
         self._tasks = RequestTasks(self._fail_and_cancel)
+        self._endings = Endings(accounts, self.requests, self.admission, self.attempts, clock)
+        self._starts = Starts(
+            self.admission,
+            self.attempts,
+            self.sharing,
+            self._tasks,
+            self._endings,
+            find_prefix,
+            clock,
+            lookup_seconds=options.limits.lookup_lifetime_seconds,
+        )
         self._rounds = Rounds()
         self._arrivals = itertools.count()
         self._last_arrival: asyncio.Task[None] | None = None
-        self._is_starting = False
-        # Set when a request ends.
-        self._an_end = asyncio.Event()
 
     # -- a request arrives ------------------------------------------------------------------
 
@@ -149,7 +157,7 @@ class RequestManager:
         if request.resume.token_ids:
             self.accounts.resumed(Resumption.FORCED)
         if ending is not None:
-            self._complete_resumed(request, ending)
+            self._endings.complete_resumed(request, ending)
             return request
         self._last_arrival = self._tasks.spawn(request, self._arrive(request, self._last_arrival))
         return request
@@ -167,7 +175,7 @@ class RequestManager:
         self.requests.add(request)
 
     async def _arrive(self, request: Request, before: asyncio.Task[None] | None) -> None:
-        await self._look_up(request)
+        await self._starts.look_up(request)
         if before is not None:
             # Stores may answer a later request first; requests are queued in order.
             await asyncio.wait({before})
@@ -175,20 +183,10 @@ class RequestManager:
             return
         verdict = self.admission.submit(request)
         if isinstance(verdict, Rejected):
-            error = rejection(verdict, request, self.limits)
-            self.accounts.rejected(error)
-            self._end_with_error(request, error)
+            self._endings.reject(request, rejection(verdict, request, self.limits))
             return
         request.times.queued = self._clock()
-        self._start_waiting()
-
-    async def _look_up(self, request: Request) -> None:
-        """Find out where the request's sequence is cached."""
-        tokens = [*request.prompt, *request.output.token_ids]
-        with request.span.part("peek") as span:
-            request.cached = await self._find_prefix(request.tenant_salt, tokens)
-            span.set(cached_tokens=max(request.cached.own.values(), default=0))
-        request.times.looked_up = self._clock()
+        self._starts.start_waiting()
 
     def tenants(self) -> list[TenantFacts]:
         """Return every tenant that has had a request, the one with most service first."""
@@ -199,64 +197,13 @@ class RequestManager:
         since = [request.times.queued for request in self.admission.queue()]
         return max((self._clock() - each for each in since if each is not None), default=0.0)
 
-    # -- a request starts on a worker ---------------------------------------------------------
-
-    def _start_waiting(self) -> None:
-        """Start, in order, every waiting request that may start now.
-
-        A start that fails lets another one start; the call under way sees to that.
-        """
-        if self._is_starting:
-            return
-        self._is_starting = True
-        try:
-            self._start_all()
-        finally:
-            self._is_starting = False
-        self.sharing.changed()
-
-    def _admit(self) -> Admitted | None:
-        """Return the next request that may start now; one that cannot be granted ends."""
-        while True:
-            try:
-                return self.admission.admit()
-            except GrantError as error:
-                self._tasks.failed(error.request)
-
-    def _start_all(self) -> None:
-        while (admitted := self._admit()) is not None:
-            request, now = admitted.request, self._clock()
-            request.times.unplaceable = None
-            request.span.record("queue", request.times.queued or now, now)
-            attempt = self.attempts.open(admitted)
-            looked_up = request.times.looked_up
-            if looked_up is None or now - looked_up > self.limits.lookup_lifetime_seconds:
-                self._tasks.spawn(request, self._look_up_and_start(attempt))
-                continue
-            with self._tasks.contained(request):
-                self._start(attempt)
-
-    async def _look_up_and_start(self, attempt: Attempt) -> None:
-        await self._look_up(attempt.request)
-        if attempt in self.attempts:  # neither abandoned, paused nor lost meanwhile
-            self._start(attempt)
-            if attempt not in self.attempts:
-                self._start_waiting()
-
-    def _start(self, attempt: Attempt) -> None:
-        try:
-            self.attempts.start(attempt)
-        except SplitpointError as error:
-            self.attempts.release(attempt)
-            self._fail(attempt.request, error)
-
     # -- a worker reports -----------------------------------------------------------------------
 
     def on_worker_ready(self, worker: WorkerConnection) -> None:
         if worker.ready is None:
             raise RuntimeError("a worker was announced that is not ready")
         self.admission.add_worker(worker.ready.facts)
-        self._start_waiting()
+        self._starts.start_waiting()
         self._on_readiness()
 
     def on_worker_draining(self, worker: WorkerConnection) -> None:
@@ -281,7 +228,7 @@ class RequestManager:
             request = attempt.request
             request.moves += int(attempt.plan is not None and culprit in (None, request))
             self._retry(attempt, None, is_culprit=request is culprit)
-        self._start_waiting()
+        self._starts.start_waiting()
         self._on_readiness()
 
     def _blame(self, lost: Sequence[Attempt], *, were_alone: bool) -> Request | None:
@@ -323,7 +270,7 @@ class RequestManager:
             self.sharing.heard(worker.worker_id, response.others)
         has_room = self.admission.computed(worker.worker_id, response.prefilled_token_count)
         if response.finishes or response.HasField("others") or has_room:
-            self._start_waiting()
+            self._starts.start_waiting()
 
     def _on_tokens(self, attempt: Attempt, result: worker_pb2.TokenResult, now: float) -> None:
         request, token_ids = attempt.request, result.token_ids
@@ -350,7 +297,7 @@ class RequestManager:
         request.append(token_ids[-count:], result.logprobs[-count:])
         self._rounds.add(request)
         if self.admission.tokens_came(attempt.admitted):
-            self._start_waiting()
+            self._starts.start_waiting()
 
     def _on_finish(self, attempt: Attempt, finish: worker_pb2.RequestFinish) -> None:
         if finish.error_code:
@@ -363,7 +310,7 @@ class RequestManager:
         if finish.error_code:
             error = from_code(finish.error_code, finish.error_message, finish.error_reason)
             if not isinstance(error, Unavailable):
-                self._fail(request, error)
+                self._endings.fail(request, error)
                 return
             # A draining worker refuses before its health tells so. Nothing ran there.
             is_drain = error.reason == "DRAINING"
@@ -373,7 +320,7 @@ class RequestManager:
         elif finish.reason in (types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH):
             has_steps = finish.HasField("mean_step_seconds")
             seconds = finish.mean_step_seconds if has_steps else None
-            self._complete(attempt, finish.reason, finish.matched_stop, seconds)
+            self._endings.complete(attempt, Finished(finish.reason, finish.matched_stop), seconds)
         elif attempt.is_put_back:
             self._retry(attempt, None, is_loss=False)
         else:
@@ -402,11 +349,11 @@ class RequestManager:
             most_moves=self.limits.move_count,
         )
         if isinstance(outcome, Finished):
-            self._complete(attempt, outcome.reason, outcome.matched_stop)
+            self._endings.complete(attempt, outcome)
             return
         request.losses += int(is_counted)
         if isinstance(outcome, GiveUp):
-            self._fail(request, outcome.error)
+            self._endings.fail(request, outcome.error)
             return
         if is_counted:
             self.accounts.failover_count += 1
@@ -418,63 +365,13 @@ class RequestManager:
 
     # -- a request ends -------------------------------------------------------------------------
 
-    def _complete(
-        self,
-        attempt: Attempt,
-        reason: types_pb2.FinishReason,
-        matched_stop: str,
-        step_seconds: float | None = None,
-    ) -> None:
-        now = self._clock()
-        message = completion(
-            attempt, reason=reason, matched_stop=matched_stop, step_seconds=step_seconds, now=now
-        )
-        self.admission.completed(attempt.request)
-        self._completed(attempt.request, message, now)
-
-    def _complete_resumed(self, request: Request, ending: Finished) -> None:
-        """End a request whose client had all tokens: it lost the last message only."""
-        now = self._clock()
-        message = completion_of_tokens(
-            request, reason=ending.reason, matched_stop=ending.matched_stop, now=now
-        )
-        self._completed(request, message, now)
-
-    def _completed(
-        self, request: Request, message: scheduler_pb2.GenerateComplete, now: float
-    ) -> None:
-        request.complete(message, now)
-        self.accounts.completed(message, request.output.resumed_count)
-        self._ended(request, log_facts.of_completed(request, message))
-
-    def _fail(self, request: Request, error: SplitpointError) -> None:
-        if not request.has_ended:
-            self.accounts.failed(error)
-            self._end_with_error(request, error)
-
     def _fail_and_cancel(self, request: Request, error: SplitpointError) -> None:
-        self._fail(request, error)
+        self._endings.fail(request, error)
         attempt = self.attempts.of(request)
         if attempt is not None:
             self.attempts.cancel(attempt)
         # One that was not sent yet is over at once.
-        self._start_waiting()
-
-    def _end_with_error(self, request: Request, error: SplitpointError) -> None:
-        attempt = self.attempts.of(request)
-        request.fail(error, self._clock())
-        worker_id = attempt.worker_id if attempt is not None else None
-        facts = log_facts.of_failed(request, error, worker_id)
-        self._ended(request, facts, error_reason=error.reason)
-
-    def _ended(self, request: Request, facts: LogFacts, error_reason: str = "") -> None:
-        with for_request(request.request_id):
-            _log.info("request ended", extra={"facts": facts})
-        request.span.set(**facts)
-        request.span.end(request.ended_at, error=error_reason)
-        self.requests.ended(request)
-        self.admission.withdraw(request)
-        self._an_end.set()
+        self._starts.start_waiting()
 
     # -- readers report -------------------------------------------------------------------------
 
@@ -482,12 +379,12 @@ class RequestManager:
         attempt = self.attempts.of(request)
         if attempt is None:
             self.admission.resumed(request)
-            self._start_waiting()  # a paused one is not placed
+            self._starts.start_waiting()  # a paused one is not placed
         elif attempt.plan is None:
             if paused:
                 self.attempts.release(attempt)
                 self._retry(attempt, None, is_loss=False)
-                self._start_waiting()
+                self._starts.start_waiting()
         elif attempt.is_put_back:
             pass  # it is on its way to the queue
         elif paused and request.is_suspect:
@@ -516,7 +413,7 @@ class RequestManager:
         """Forget old requests, and fail those that waited too long for a worker."""
         now = self._clock()
         if self.sharing.tick() or self.admission.decides_by_time:
-            self._start_waiting()
+            self._starts.start_waiting()
         self.requests.expire(now)
         for request in self.admission.queue():
             if self.admission.is_placeable(request):
@@ -529,7 +426,7 @@ class RequestManager:
                 error = Unavailable(
                     f"no worker that could run it was ready for {waited}", reason="NO_WORKER"
                 )
-                self._fail(request, error)
+                self._endings.fail(request, error)
 
     async def drain(self, grace_seconds: float) -> None:
         """Accept nothing new, wait for running requests, and fail those that do not end."""
@@ -537,8 +434,8 @@ class RequestManager:
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
                 while self.requests.running():
-                    self._an_end.clear()
-                    await self._an_end.wait()
+                    self._endings.an_end.clear()
+                    await self._endings.an_end.wait()
         for request in self.requests.running():
             with for_request(request.request_id):
                 _log.warning("did not end within %g s", grace_seconds)
@@ -551,10 +448,10 @@ class RequestManager:
                 f"the scheduler stopped before the answer was whole, after {grace_seconds:g} s",
                 reason="STOPPED",
             )
-            self._fail(request, error)
+            self._endings.fail(request, error)
 
     async def close(self) -> None:
         """Fail what still runs."""
         await self._tasks.close()
         for request in self.requests.running():
-            self._fail(request, Unavailable("the scheduler stopped", reason="STOPPED"))
+            self._endings.fail(request, Unavailable("the scheduler stopped", reason="STOPPED"))
