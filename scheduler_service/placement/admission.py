@@ -20,18 +20,18 @@ better (`residency.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
-from scheduler_service.api.selection import followed_by
 from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.placement.charging import Charging, Way
-from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of
-from scheduler_service.placement.ledger import Ledger, OthersHold, SlotLedger
+from scheduler_service.placement.footprint import Fits, Grant, NeverFits
+from scheduler_service.placement.ledger import Ledger, OthersHold
 from scheduler_service.placement.reasons import Explanation, Place, explain
 from scheduler_service.placement.residency import streamed_instead
 from scheduler_service.placement.routing import candidate_of, choose_worker
+from scheduler_service.placement.ways import Ways
 from scheduler_service.policy.queue import PolicyQueue
 from scheduler_service.policy.rooms import WorkerLimits
 from scheduler_service.policy.settings import PolicySettings
@@ -98,18 +98,15 @@ class AdmissionQueue:
         self._clock = clock
         self._running: dict[int, Admitted] = {}  # by arrival
         self._charging = Charging(lengths)
-        self._ledgers: dict[str, Ledger] = {}
-        self._slots: dict[str, SlotLedger] = {}  # by the store's address
-        # What waiting requests would take, by arrival and worker: it does not change.
-        self._verdicts: dict[int, dict[str, Fits | NeverFits]] = {}
+        self._ways = Ways(self._charging)
+        self._ledgers = self._ways.ledgers
 
     # -- workers ------------------------------------------------------------------
 
     def add_worker(self, facts: WorkerFacts) -> None:
         """Add a worker that became ready; nothing runs on it."""
         self._ledgers[facts.worker_id] = Ledger(facts)
-        for verdicts in self._verdicts.values():
-            verdicts.pop(facts.worker_id, None)
+        self._ways.forget_worker(facts.worker_id)
         limits = WorkerLimits(
             facts.cache_capacity_bytes, facts.page_bytes, facts.max_batched_tokens
         )
@@ -144,8 +141,7 @@ class AdmissionQueue:
 
     def promised_slots(self, store_address: str) -> int:
         """Return the slots of a store that streamed requests may still fill."""
-        slots = self._slots.get(store_address)
-        return slots.promised_count if slots is not None else 0
+        return self._ways.promised_slots(store_address)
 
     def set_facts(self, facts: WorkerFacts) -> None:
         """Note what is known of a worker now, such as costs that it measured anew."""
@@ -169,13 +165,13 @@ class AdmissionQueue:
     def slots_promised_on(self, worker_id: str) -> int:
         """Return the slots that streamed requests on this worker may still fill."""
         ledger = self._ledgers[worker_id]
-        return self.slots_of(ledger).promised_to(ledger.arrivals)
+        return self._ways.slots_of(ledger).promised_to(ledger.arrivals)
 
     # -- requests -----------------------------------------------------------------
 
     def submit(self, request: Request) -> Queued | Rejected:
         """Queue a new request; `admit` then takes it out, perhaps at once."""
-        verdicts = [self._verdict(request, ledger) for ledger in self._open(request)]
+        verdicts = [self._ways.verdict(request, ledger) for ledger in self._ways.open_to(request)]
         misfits = [verdict for verdict in verdicts if isinstance(verdict, NeverFits)]
         if misfits and len(misfits) == len(verdicts):
             largest = max(misfits, key=lambda misfit: misfit.capacity_bytes)
@@ -197,7 +193,7 @@ class AdmissionQueue:
             request.priority,
             self._clock() if began is None else began,
         )
-        self._verdicts[request.arrival] = {}
+        self._ways.remember(request)
         return Queued(self.policy.push(waiting))
 
     def resumed(self, request: Request) -> None:
@@ -207,7 +203,7 @@ class AdmissionQueue:
     def withdraw(self, request: Request) -> None:
         """Take a request out of the queue, if it is there."""
         self.policy.withdraw(request.arrival)
-        self._verdicts.pop(request.arrival, None)
+        self._ways.forget(request)
 
     def admit(self) -> Admitted | None:
         """Grant memory to the next request that may start now; None if there is none.
@@ -218,7 +214,7 @@ class AdmissionQueue:
         if start is None:
             return None
         request, ledger = start.waiting.item, self._ledgers[start.worker_id]
-        del self._verdicts[request.arrival]
+        self._ways.forget(request)
         try:
             admitted = self._grant(request, ledger, _way(start.need).fits)
         except Exception as error:
@@ -265,7 +261,10 @@ class AdmissionQueue:
 
     def is_placeable(self, request: Request) -> bool:
         """Return True if a ready worker could run it, now or later."""
-        return any(isinstance(self._verdict(request, each), Fits) for each in self._open(request))
+        return any(
+            isinstance(self._ways.verdict(request, each), Fits)
+            for each in self._ways.open_to(request)
+        )
 
     @property
     def waiting_count(self) -> int:
@@ -284,8 +283,8 @@ class AdmissionQueue:
     def explain(self, request: Request) -> Explanation:
         """Return why a request waits."""
         places = []
-        for ledger in self._open(request):
-            way = self.way(request, ledger)
+        for ledger in self._ways.open_to(request):
+            way = self._ways.way(request, ledger)
             if way is not None:
                 places.append(self._place(request, ledger, way))
         return explain(places, is_paused=request.is_paused)
@@ -310,20 +309,20 @@ class AdmissionQueue:
             problems.append(f"{sorted(charged)} are charged, {sorted(self._running)} are running")
         if charged != self.policy.started():
             problems.append(f"{sorted(charged)} are charged, others have started")
-        if self._verdicts.keys() != {waiting.arrival for waiting in self.policy}:
+        if self._ways.remembered() != {waiting.arrival for waiting in self.policy}:
             problems.append("verdicts are kept of requests that do not wait")
         return problems
 
     # -- what the policy asks ---------------------------------------------------------------
 
     def workers_for(self, item: Request) -> Iterable[str]:
-        return [ledger.facts.worker_id for ledger in self._open(item)]
+        return [ledger.facts.worker_id for ledger in self._ways.open_to(item)]
 
     def need(self, item: Request, worker_id: str) -> Way | None:
         ledger = self._ledgers[worker_id]
-        if item.is_paused or not self._takes(item, ledger):
+        if item.is_paused or not self._ways.is_open_to(item, ledger):
             return None
-        return self.way(item, ledger)
+        return self._ways.way(item, ledger)
 
     def room(self, worker_id: str) -> tuple[int, int]:
         ledger = self._ledgers[worker_id]
@@ -352,57 +351,18 @@ class AdmissionQueue:
                 self._objective,
             )
             if streamed is not None:
-                found[worker_id] = self._way_of(item, ledger, streamed)
+                found[worker_id] = self._ways.way_of(item, ledger, streamed)
         return found
 
     # -- inside -------------------------------------------------------------------
-
-    def _open(self, request: Request) -> Iterator[Ledger]:
-        """Iterate over the workers that take new requests and where this one may run."""
-        for ledger in self._ledgers.values():
-            if self._takes(request, ledger):
-                yield ledger
-
-    def _takes(self, request: Request, ledger: Ledger) -> bool:
-        """Return True if a worker takes new requests, and this one may run there."""
-        if ledger.is_closed or request.worker_id not in ("", ledger.facts.worker_id):
-            return False
-        return ledger.facts.has_structured_output or not request.is_structured
-
-    def _verdict(self, request: Request, ledger: Ledger) -> Fits | NeverFits:
-        """Return the footprint of a request on an empty worker."""
-        known = self._verdicts.get(request.arrival, {})
-        verdict = known.get(ledger.facts.worker_id)
-        if verdict is None:
-            verdict = known[ledger.facts.worker_id] = footprint_of(
-                request.token_count,
-                request.residency,
-                ledger.facts,
-                followed_by(ledger.facts, request.selection),
-            )
-        return verdict
-
-    def way(self, request: Request, ledger: Ledger) -> Way | None:
-        """Return what a request would take of a worker; None if it could never run there."""
-        verdict = self._verdict(request, ledger)
-        return self._way_of(request, ledger, verdict) if isinstance(verdict, Fits) else None
-
-    def _way_of(self, request: Request, ledger: Ledger, fits: Fits) -> Way:
-        way = self._charging.way(request, ledger, fits)
-        way.can_start = (
-            ledger.trial.may_start(is_suspect=request.is_suspect)
-            and ledger.has_room_for(way.pages)
-            and self.has_slots(ledger, fits)
-        )
-        return way
 
     def _place(self, request: Request, ledger: Ledger, way: Way) -> Place:
         worker_id = ledger.facts.worker_id
         return Place(
             ledger,
             way,
-            promised_slots=self.slots_of(ledger).promised_count,
-            has_slots=self.has_slots(ledger, way.fits),
+            promised_slots=self._ways.slots_of(ledger).promised_count,
+            has_slots=self._ways.has_slots(ledger, way.fits),
             may_start=ledger.trial.may_start(is_suspect=request.is_suspect),
             hold=self.policy.hold(request.arrival, worker_id, way),
             bound_tokens=self.policy.rooms.bound_tokens(worker_id),
@@ -423,20 +383,20 @@ class AdmissionQueue:
     def _would_start(self, request: Request) -> bool:
         """Return True if a worker that no waiting request could use has room for it."""
         free = []
-        for ledger in self._open(request):
-            way = self.way(request, ledger)
+        for ledger in self._ways.open_to(request):
+            way = self._ways.way(request, ledger)
             if way is not None and way.can_start:
                 free.append(ledger)
         for waiting in self.policy:
             if not free:
                 break
             if not waiting.item.is_paused:
-                theirs = list(self._open(waiting.item))
+                theirs = list(self._ways.open_to(waiting.item))
                 free = [
                     ledger
                     for ledger in free
                     if ledger not in theirs
-                    or isinstance(self._verdict(waiting.item, ledger), NeverFits)
+                    or isinstance(self._ways.verdict(waiting.item, ledger), NeverFits)
                 ]
         return bool(free)
 
@@ -447,7 +407,7 @@ class AdmissionQueue:
         grant, charge = self._charging.grant(request, ledger, fits, spare_bytes)
         ledger.grant(request.arrival, charge)
         ledger.trial.start(request.arrival, is_suspect=request.is_suspect)
-        self.slots_of(ledger).grant(request.arrival, fits.slot_count)
+        self._ways.slots_of(ledger).grant(request.arrival, fits.slot_count)
         return Admitted(request, ledger.facts.worker_id, grant)
 
     def _release(self, arrival: int, ledger: Ledger) -> None:
@@ -459,28 +419,9 @@ class AdmissionQueue:
 
     def _release_slots(self, arrival: int, ledger: Ledger) -> None:
         """End a request's promise of slots, which others may use on every worker of the store."""
-        if self.slots_of(ledger).release(arrival):
-            for worker_id, each in self._ledgers.items():
-                if each.facts.kvstore_address == ledger.facts.kvstore_address:
-                    self.policy.touch(worker_id)
-
-    def slots_of(self, ledger: Ledger) -> SlotLedger:
-        """Return the promised slots of a worker's store."""
-        return self._slots.setdefault(ledger.facts.kvstore_address, SlotLedger())
-
-    def has_slots(self, ledger: Ledger, fits: Fits) -> bool:
-        """Return True if the worker's store has the slots that a streamed request fills."""
-        if not fits.slot_count:
-            return True
-        address = ledger.facts.kvstore_address
-        others_slots = sum(
-            each.others.slot_count
-            for each in self._ledgers.values()
-            if each.facts.kvstore_address == address
-        )
-        return self.slots_of(ledger).has_room(
-            fits.slot_count, ledger.facts.store_slot_count, others_slots=others_slots
-        )
+        if self._ways.slots_of(ledger).release(arrival):
+            for each in self._ways.of_same_store(ledger):
+                self.policy.touch(each.facts.worker_id)
 
 
 def _way(need: Need) -> Way:
