@@ -25,14 +25,18 @@ class ChatRenderer:
 
     Args:
         most: processes at a time. The first starts at once, others when chats come together.
+        most_seconds: seconds of the processor that one chat, or compiling the templates, may take.
 
     Raises InvalidArgument if the templates cannot be compiled, Unavailable if no process starts.
     """
 
-    def __init__(self, templates: ChatTemplates, *, most: int = 2) -> None:
+    def __init__(
+        self, templates: ChatTemplates, *, most: int = 2, most_seconds: float = MOST_SECONDS
+    ) -> None:
         self._told = special_tokens_json(templates)
+        self._most_seconds = most_seconds
         self._pool = LimitedPool(self._start, most=most)
-        with _errors("compile", field="model"):
+        with self._errors("compile", field="model"):
             self._pool.start_one()
 
     def render(self, chat: Chat) -> str:
@@ -41,7 +45,7 @@ class ChatRenderer:
         Raises InvalidArgument (the template refuses it, fails, or takes too long),
         ResourceExhausted (no process was free in time), Unavailable (processes end at once).
         """
-        with _errors("render", field="chat.messages"):
+        with self._errors("render", field="chat.messages"):
             answer = self._pool.ask(*chat.parts)
         if len(answer) == 1:
             return answer[0]
@@ -54,29 +58,28 @@ class ChatRenderer:
 
     def _start(self) -> LimitedProcess:
         """Return a process that has compiled the templates."""
-        process = LimitedProcess(_MODULE)
+        process = LimitedProcess(_MODULE, self._most_seconds)
         [error] = process.ask(self._told)
         if error:
             process.end()
             raise InvalidArgument(f"the chat template cannot be used: {error}", field="model")
         return process
 
-
-@contextmanager
-def _errors(what: str, *, field: str) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError:
-        raise ResourceExhausted(
-            "other chats are being rendered", reason="TOKENIZER_BUSY", retry_after_seconds=1.0
-        ) from None
-    except ProcessEnded as error:
-        if error.exit_code == TOO_SLOW:
-            raise InvalidArgument(
-                f"the chat template takes more than {MOST_SECONDS:g} s to {what}",
-                field=field,
-                reason="CHAT_TOO_SLOW",
+    @contextmanager
+    def _errors(self, what: str, *, field: str) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise ResourceExhausted(
+                "other chats are being rendered", reason="TOKENIZER_BUSY", retry_after_seconds=1.0
             ) from None
-        raise Unavailable(
-            f"the process that renders chats ended: {error}", reason="CHAT_PROCESS_LOST"
-        ) from None
+        except ProcessEnded as error:
+            if error.exit_code == TOO_SLOW:
+                raise InvalidArgument(
+                    f"the chat template takes more than {self._most_seconds:g} s to {what}",
+                    field=field,
+                    reason="CHAT_TOO_SLOW",
+                ) from None
+            raise Unavailable(
+                f"the process that renders chats ended: {error}", reason="CHAT_PROCESS_LOST"
+            ) from None

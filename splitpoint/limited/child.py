@@ -15,18 +15,23 @@ from contextlib import suppress
 
 from splitpoint.limited import frames
 
-# Seconds of the processor that one request may take, and bytes of the process's memory.
+# Seconds of the processor that one request may take unless the service says otherwise, and bytes
+# of the process's memory.
 MOST_SECONDS = 2.0
 MOST_MEMORY_BYTES = 1 << 30
 
 
 def serve(answer: Callable[[Sequence[str]], tuple[str, ...]]) -> None:
-    """Limit this process, and answer the service's requests until the service is gone."""
+    """Limit this process, and answer the service's requests until the service is gone.
+
+    The program's argument: seconds of the processor that one request may take.
+    """
+    most_seconds = float(sys.argv[1])
     _limit()
     with socket.socket(fileno=sys.stdin.fileno()) as link, suppress(ConnectionError, EOFError):
         while True:
             parts = frames.receive(link)
-            signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, most_seconds)
             answered = answer(parts)
             signal.setitimer(signal.ITIMER_PROF, 0)
             frames.send(link, *answered)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection
 
 from splitpoint.limited import frames
+from splitpoint.limited.child import MOST_SECONDS
 
 # A process that says nothing for this long is stopped or starved, not slow.
 PATIENCE_SECONDS = 20.0
@@ -34,13 +35,17 @@ class ProcessEnded(Exception):
 
 
 class LimitedProcess:
-    """One process, `python -m MODULE`, which calls `splitpoint.limited.child.serve`."""
+    """One process, `python -m MODULE SECONDS`, which calls `splitpoint.limited.child.serve`.
 
-    def __init__(self, module: str) -> None:
+    Args:
+        most_seconds: seconds of the processor that one request may take.
+    """
+
+    def __init__(self, module: str, most_seconds: float = MOST_SECONDS) -> None:
         self._link, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module],
+                [sys.executable, "-P", "-m", module, str(most_seconds)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

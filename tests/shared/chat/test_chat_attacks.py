@@ -27,6 +27,8 @@ from splitpoint.limited.child import MOST_SECONDS
 # A template does its worst only when a message asks for it: not as it is compiled and tried.
 WHEN_ASKED = "{% for m in messages %}{% if m.role == 'worst' %}WORST{% endif %}ok{% endfor %}"
 FINE = Chat('[{"role": "user", "content": "x"}]')
+# A limit of time for attacks that use it up: as good as the usual one, and sooner there.
+SHORT_SECONDS = 0.5
 WORST = Chat('[{"role": "worst", "content": "x"}]')
 
 
@@ -37,8 +39,10 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def rendering(template: str, *, most: int = 2) -> Iterator[ChatRenderer]:
-    chats = ChatRenderer(ChatTemplates(template), most=most)
+def rendering(
+    template: str, *, most: int = 2, most_seconds: float = MOST_SECONDS
+) -> Iterator[ChatRenderer]:
+    chats = ChatRenderer(ChatTemplates(template), most=most, most_seconds=most_seconds)
     try:
         yield chats
     finally:
@@ -73,11 +77,11 @@ def wait_for_end(pid: int) -> None:
 
 LONG_LOOP = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
 ATTACKS = {
-    "a loop without an end": (LONG_LOOP, "takes more than 2 s"),
+    "a loop without an end": (LONG_LOOP, "takes more than 0.5 s"),
     "calls that branch": (
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
         "{{ f(60) }}",
-        "takes more than 2 s",
+        "takes more than 0.5 s",
     ),
     "a call of itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself"),
     "a huge range": ("{{ range(10 ** 12) | list }}", "Range too big"),
@@ -105,7 +109,7 @@ ATTACKS = {
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_time_memory_and_output_are_bounded(attack: str) -> None:
     what, said = ATTACKS[attack]
-    with rendering(WHEN_ASKED.replace("WORST", what)) as chats:
+    with rendering(WHEN_ASKED.replace("WORST", what), most_seconds=SHORT_SECONDS) as chats:
         with pytest.raises(InvalidArgument, match=said) as caught:
             chats.render(WORST)
         assert caught.value.field == "chat.messages"
@@ -129,8 +133,9 @@ def test_an_endless_template_ends_after_two_seconds_of_the_processor() -> None:
 
 def test_a_template_that_is_endless_from_the_start_is_refused() -> None:
     for template in (LONG_LOOP, "{{ 'a' * 10 ** 11 }}{% bad %}"):
-        with pytest.raises(InvalidArgument, match=r"takes more than 2 s to compile|cannot be used"):
-            ChatRenderer(ChatTemplates(template))
+        said = r"takes more than 0.5 s to compile|cannot be used"
+        with pytest.raises(InvalidArgument, match=said):
+            ChatRenderer(ChatTemplates(template), most_seconds=SHORT_SECONDS)
     assert children() == []
 
 
