@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_scheduler import Script, fake_scheduler
+from forked_command import ForkedCommands, forked_commands
 from typer.testing import CliRunner
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
@@ -23,16 +24,18 @@ from splitpoint_cli.stack.given_up import GivenUpWorker, write_given_up
 COMMAND = [sys.executable, "-m", "splitpoint_cli"]
 
 
+_forked: list[ForkedCommands] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def commands() -> Iterator[None]:
+    with forked_commands() as forked:
+        _forked[:] = [forked]
+        yield
+
+
 def splitpoint(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=child_environment({}),
-        check=False,
-    )
+    return _forked[0].run(*arguments, stdin=stdin)
 
 
 @pytest.fixture
