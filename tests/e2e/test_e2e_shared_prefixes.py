@@ -22,6 +22,7 @@ from own_names import free_ports, instance_name
 from transformers import AutoModelForCausalLM
 from up_process import up_process, wait_until_up
 
+from splitpoint.checkpoint.config import read_config
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
 from splitpoint.shapes import chunks_of
@@ -76,7 +77,7 @@ class Served:
 def prompts_of(bundled: Path) -> list[list[int]]:
     """Return prompts whose first PREFIX tokens are the same."""
     rng = random.Random(7)
-    vocabulary = AutoModelForCausalLM.from_pretrained(bundled).config.vocab_size
+    vocabulary = read_config(bundled)["vocab_size"]
     prefix = [rng.randrange(3, vocabulary) for _ in range(PREFIX)]
     return [[*prefix, *(rng.randrange(3, vocabulary) for _ in range(OWN))] for _ in range(REQUESTS)]
 
@@ -138,6 +139,23 @@ async def serve(prompts: list[list[int]], name: str, *arguments: str) -> Served:
         )
 
 
+def reference(bundled: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the greedy tokens of transformers, which reads the common prefix once."""
+    model: Any = AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32)
+    ids = torch.tensor(prompts)
+    found = []
+    with torch.inference_mode():
+        cache = model(ids[:1, :PREFIX], use_cache=True, logits_to_keep=1).past_key_values
+        cache.batch_repeat_interleave(len(prompts))
+        new = ids[:, PREFIX:]
+        for _ in range(NEW):
+            output = model(new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            new = output.logits[:, -1].argmax(-1, keepdim=True)
+            found.append(new)
+    tokens: list[list[int]] = torch.cat(found, dim=1).tolist()
+    return tokens
+
+
 @pytest.mark.timeout(600)
 async def test_sixteen_requests_hold_and_load_their_prefix_once(bundled_model: Path) -> None:
     prompts = prompts_of(bundled_model)
@@ -145,18 +163,7 @@ async def test_sixteen_requests_hold_and_load_their_prefix_once(bundled_model: P
     twin = await serve(prompts, "twin", "--no-device-prefix-cache")
     texts = [list(answer.token_ids) for answer in shared.answers]
     assert texts == [list(answer.token_ids) for answer in twin.answers]
-    model: Any = AutoModelForCausalLM.from_pretrained(bundled_model, dtype=torch.float32)
-    ids = torch.tensor(prompts)
-    found = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    assert texts == found[:, PREFIX + OWN :].tolist()
+    assert texts == reference(bundled_model, prompts)
     assert all(answer.usage.cached_tokens >= PREFIX // CHUNK * CHUNK for answer in shared.answers)
     # The twin loads it for each request; here the others take it from the first one's pages.
     prefix_bytes = twin.link_bytes / REQUESTS
