@@ -78,6 +78,20 @@ class Child:
             assert time.monotonic() < deadline, f"not ready: {self.log.read_text()}"
             time.sleep(0.01)
 
+    def line_printed(self) -> str | None:
+        """Return the first line of its log, empty if it ended without one; None: not yet."""
+        is_running = self.is_running
+        line, end, _ = self.log.read_text().partition("\n")
+        return line if end or not is_running else None
+
+    def first_line(self) -> str:
+        """Wait for the first line of its log; empty if it ends without one."""
+        deadline = time.monotonic() + SECONDS
+        while (line := self.line_printed()) is None:
+            assert time.monotonic() < deadline, "the service prints nothing"
+            time.sleep(0.01)
+        return line
+
     def close(self) -> None:
         self.signal(signal.SIGCONT)
         self.kill()

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -52,14 +51,10 @@ class ForkedService:
 
     async def first_line(self) -> str:
         """Return the first line that the service prints; empty if it ends without one."""
-        deadline = time.monotonic() + SECONDS
-        while True:
-            is_running = self._child.is_running
-            line, end, _ = self._child.log.read_text().partition("\n")
-            if end or not is_running:
-                return line
-            assert time.monotonic() < deadline, "the service prints nothing"
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(SECONDS):
+            while (line := self._child.line_printed()) is None:
+                await asyncio.sleep(0.01)
+        return line
 
 
 async def start_forked(

@@ -248,7 +248,7 @@ def test_a_store_out_of_descriptors_recovers(path: Path, free_port: int) -> None
     address = f"127.0.0.1:{free_port}"
     with running(path, address) as store, stub_of(store) as stub:
         assert stats_of(stub).epoch == 1
-        resource.prlimit(store.process.pid, resource.RLIMIT_NOFILE, (40, 40))
+        resource.prlimit(store.pid, resource.RLIMIT_NOFILE, (40, 40))
         with ExitStack() as crowd:
             for _ in range(100):
                 client = crowd.enter_context(socket.socket())

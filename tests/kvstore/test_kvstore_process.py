@@ -5,10 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -19,6 +21,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fork_server import Child, parent_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvstore_helpers import LAYOUT, payload_of, read_payload, seed_of
 
@@ -36,45 +39,55 @@ WORKER = Path(__file__).with_name("kvstore_worker.py")
 LEASE_SECONDS = 2.0
 
 
-class StoreProcess:
-    """`python -m kvstore_service` with a READY line."""
+def store_arguments(arena: Path, address: str) -> tuple[str, ...]:
+    return (
+        *("--listen", address, "--layout", LAYOUT.to_json(), "--host-memory", "4MiB"),
+        *("--arena", str(arena), "--lease-seconds", str(LEASE_SECONDS)),
+    )
 
-    def __init__(self, arena: Path, address: str, *more: str, parent_fd: int | None = None) -> None:
+
+class StoreProcess:
+    """A forked `kvstore_service` with a READY line. Its address is None if it ended without."""
+
+    def __init__(self, arena: Path, address: str, *more: str) -> None:
         self.arena = arena
-        arguments = [
-            *(sys.executable, "-m", "kvstore_service"),
-            *("--listen", address),
-            *("--layout", LAYOUT.to_json()),
-            *("--host-memory", "4MiB"),
-            *("--arena", str(arena)),
-            *("--lease-seconds", str(LEASE_SECONDS)),
-            *more,
-        ]
-        if parent_fd is not None:
-            arguments += ["--parent-fd", str(parent_fd)]
-        self.process = subprocess.Popen(
-            arguments,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            pass_fds=[] if parent_fd is None else [parent_fd],
+        self._parent = parent_of("kvstore_service")
+        self._folder = Path(tempfile.mkdtemp(prefix="store-"))
+        self._ended: tuple[int, str] | None = None
+        printed, self._told = self._folder / "stdout", self._folder / "stderr"
+        printed.touch()
+        self._told.touch()
+        self.pid = self._parent.fork(
+            "kvstore_service", (*store_arguments(arena, address), *more), printed, errors=self._told
         )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        self._child = Child(self.pid, printed)
+        line = self._child.first_line()
         self.address = line.removeprefix("READY ").strip() if line.startswith("READY ") else None
+
+    @property
+    def errors(self) -> str:
+        """What it has written to stderr."""
+        return self._told.read_text() if self._ended is None else self._ended[1]
 
     def stub(self) -> tuple[grpc.Channel, Any]:
         assert self.address is not None
         channel = open_sync_channel(self.address)
         return channel, kvstore_pb2_grpc.KvStoreServiceStub(channel)
 
+    def wait(self) -> int:
+        """Return the exit status once the process has ended."""
+        if self._ended is None:
+            self._child.wait_ended()
+            self._ended = self._parent.code_of(self.pid), self.errors
+            self._child.close()
+            shutil.rmtree(self._folder)
+        return self._ended[0]
+
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """End the process. Return (exit status, stderr)."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=30)
-        return self.process.returncode, errors
+        if self._ended is None:
+            self._child.signal(number)
+        return self.wait(), self.errors
 
 
 @pytest.fixture
@@ -224,12 +237,24 @@ def test_a_clean_stop_leaves_nothing(store: StoreProcess, number: int) -> None:
 
 def test_the_end_of_the_parent_is_a_clean_stop(shm_folder: Path, socket_address: str) -> None:
     reading, writing = os.pipe()
-    store = StoreProcess(shm_folder / "store" / "arena", socket_address, parent_fd=reading)
+    arena = shm_folder / "store" / "arena"
+    store = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "kvstore_service", *store_arguments(arena, socket_address)),
+            *("--parent-fd", str(reading)),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=[reading],
+    )
+    assert store.stdout is not None
+    assert store.stdout.readline().startswith("READY ")
     os.close(reading)
     os.close(writing)
-    assert store.process.wait(timeout=30) == 0
-    store.end()
-    assert not store.arena.parent.exists()
+    store.communicate(timeout=30)
+    assert store.returncode == 0
+    assert not arena.parent.exists()
 
 
 def test_a_second_store_on_the_same_path_refuses(store: StoreProcess, tmp_path: Path) -> None:
@@ -304,10 +329,8 @@ def test_metrics_go_on_until_the_end(shm_folder: Path, socket_address: str) -> N
     """Metrics can be scraped all the time, also while the store stops."""
     path = shm_folder / "store" / "arena"
     store = StoreProcess(path, socket_address, "--metrics", "127.0.0.1:0")
-    assert store.process.stderr is not None
-    address = ""
-    while not address:
-        _, _, address = store.process.stderr.readline().strip().partition("metrics at ")
+    eventually(lambda: "metrics at " in store.errors.rpartition("\n")[0])
+    address = store.errors.partition("metrics at ")[2].splitlines()[0]
     scrapes: list[str] = []
     failures: list[str] = []
 

@@ -130,8 +130,7 @@ def start(shm_folder: Path) -> Iterator[Start]:
 
     yield run
     for store in stores:
-        if store.process.stderr is not None and not store.process.stderr.closed:
-            store.end(signal.SIGKILL)
+        store.end(signal.SIGKILL)
 
 
 DISK = ("--tier-disk", "/nowhere/tier", "--tier-disk-size", "1GiB")
