@@ -16,11 +16,17 @@ from splitpoint.transport.limits import SHARED_OPTIONS, WATCH_SECONDS, Options
 from splitpoint.transport.tls import PLAIN, Identity
 
 STREAMS_PER_CONNECTION = 256
+# Calls that may wait until the event loop takes them.
+PENDING_CALLS = 16_384
 # A connection over this limit is closed as soon as it is accepted.
 _CONNECTIONS = "grpc.max_allowed_incoming_connections"
 _SERVER_OPTIONS: Options = [
     *SHARED_OPTIONS,
     ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
+    # By default gRPC cancels some of more than 1,000, by chance and without a reason. The limit on
+    # calls has a reason, and applies as the loop takes them.
+    ("grpc.server.max_pending_requests", PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
     ("grpc.keepalive_time_ms", 30_000),
     # Shorter than any client's keepalive time: a server closes connections that ping faster.
     ("grpc.http2.min_ping_interval_without_data_ms", round(WATCH_SECONDS * 500)),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from itertools import islice
 from typing import Any
 
 import grpc
@@ -233,6 +237,30 @@ async def test_too_many_calls_are_exhausted(address: str, service: Service) -> N
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def test_a_burst_that_meets_a_busy_loop_is_refused_by_the_limit(address: str) -> None:
+    """More calls than gRPC lets wait by default, of which it cancels some."""
+    count = 2500
+    async with AsyncExitStack() as stack:
+        opened = [
+            await stack.enter_async_context(channels.open_channel(address, is_fresh=True))
+            for _ in range(-(-count // servers.STREAMS_PER_CONNECTION))
+        ]
+        for channel in opened:  # connected before the burst
+            await call(channel, "UnaryUnary", number(100))
+        sends: list[Any] = [channel.unary_unary("/test.Service/UnaryUnary") for channel in opened]
+        pending: list[Any] = [
+            sends[index % len(sends)](number(9), timeout=60) for index in range(count)
+        ]
+        await asyncio.sleep(0)
+        time.sleep(0.5)  # noqa: ASYNC251 -- the server's loop takes no call meanwhile
+        ended = asyncio.as_completed([asyncio.ensure_future(each.code()) for each in pending])
+        # The others are served, and wait.
+        codes = Counter([await each for each in islice(ended, count - 8)])
+        for each in pending:
+            each.cancel()
+    assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED: count - 8}
 
 
 async def test_unknown_methods_deadlines_and_dead_servers(address: str) -> None:
