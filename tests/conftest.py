@@ -119,7 +119,7 @@ def in_use_elsewhere(name: str) -> bool:
     """Whether the entry is of another test process, or another stack on this machine maps it."""
     owner = owner_of(name)
     if owner is not None:
-        return owner != os.getpid() and Path(f"/proc/{owner}").exists()
+        return owner != os.getpid()  # also if that one was killed and left it
     ours = {os.getpid(), *own_processes()}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in ours:
