@@ -16,8 +16,9 @@ from splitpoint.v1 import kvstore_pb2
 from splitpoint.words import counted
 from splitpoint_cli.output import duration_text, plain_reason
 from splitpoint_cli.request import tiers
+from splitpoint_cli.request.gateways import Gateway
 from splitpoint_cli.request.observed import Status, Store
-from splitpoint_cli.stack.given_up import GivenUpWorker
+from splitpoint_cli.stack.notes import GivenUpWorker
 
 # Refusals and losses longer ago are not reported.
 _LATELY_SECONDS = 60.0
@@ -63,8 +64,28 @@ def findings_of(status: Status) -> list[Finding]:
     found += _numerics([worker for worker in status.workers if worker.ready])
     for store in status.stores:
         found += _store(store, _attached(store, status.workers))
+    for gateway in status.gateways:
+        found += _gateway(gateway, status.serving)
     order = list(Severity)
     return sorted(found, key=lambda finding: order.index(finding.severity))
+
+
+def _gateway(gateway: Gateway, serves: bool) -> Iterator[Finding]:
+    """`serves`: the scheduler says so here. If it does not, that is a finding of its own."""
+    if not gateway.is_up:
+        yield Finding(
+            Severity.ERROR,
+            f"the gateway {gateway.url} does not answer",
+            plain_reason(gateway.message),
+            "`splitpoint up` starts it again if it died; its last lines are in the output of `up`",
+        )
+    elif serves and not gateway.is_serving:
+        yield Finding(
+            Severity.ERROR,
+            f"the gateway {gateway.url} does not serve",
+            plain_reason(gateway.message),
+            "wait if it is stopping; if it stays, read its lines in the output of `splitpoint up`",
+        )
 
 
 def _scheduler(status: Status) -> Iterator[Finding]:

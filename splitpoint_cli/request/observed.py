@@ -1,4 +1,4 @@
-"""Read the status of a running stack: its scheduler and its stores."""
+"""Read the status of a running stack: its scheduler, its stores and its gateway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from splitpoint.transport import channels, statuses
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 from splitpoint_cli.output import code_name
-from splitpoint_cli.stack.given_up import GivenUpWorker, read_given_up
+from splitpoint_cli.request.gateways import Gateway, read_gateway
+from splitpoint_cli.stack.notes import GivenUpWorker, read_gateways, read_given_up
 
 _STORE_SECONDS = 5.0
 
@@ -31,7 +32,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The scheduler's and the stores' status."""
+    """The status of scheduler, workers, stores and gateway."""
 
     address: str
     # Requests can succeed: at least one worker is ready.
@@ -43,6 +44,8 @@ class Status:
     scheduler: SchedulerStatus
     # Workers that their `splitpoint up` has given up, by address; known on its host only.
     given_up: Mapping[str, GivenUpWorker] = field(default_factory=dict)
+    # Of `splitpoint up --http`; known on its host only.
+    gateways: tuple[Gateway, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -56,7 +59,7 @@ class Status:
 
 
 def read_status(client: Client) -> Status:
-    """Ask scheduler and stores. Raises Unavailable without a scheduler."""
+    """Ask scheduler, stores and gateway. Raises Unavailable without a scheduler."""
     workers = client.list_workers()
     addresses = sorted({worker.kvstore_address for worker in workers if worker.kvstore_address})
     serving = client.health()
@@ -69,6 +72,10 @@ def read_status(client: Client) -> Status:
         stores=tuple(read_store(address, client.identity) for address in addresses),
         scheduler=client.scheduler_status(),
         given_up=read_given_up(worker.address for worker in workers if not worker.ready),
+        gateways=tuple(
+            read_gateway(note, client.identity)
+            for note in read_gateways(worker.address for worker in workers)
+        ),
     )
 
 

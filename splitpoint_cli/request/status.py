@@ -24,6 +24,7 @@ from splitpoint_cli.identity import Address, CaFile, TokenFile
 from splitpoint_cli.output import out, plain_reason
 from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 from splitpoint_cli.request.findings import Finding, Severity, findings_of
+from splitpoint_cli.request.gateways import Gateway
 from splitpoint_cli.request.observed import Status, Store, read_status
 from splitpoint_cli.request.tiers import tier_lines, tiers_json
 
@@ -50,7 +51,7 @@ def status(
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:
-    """Show what is wrong, then workers, stores and queue.
+    """Show what is wrong, then workers, stores, gateway and queue.
 
     A stack serves while one worker is ready, and is complete when all of them are.
 
@@ -126,6 +127,7 @@ def status_json(found: Status) -> dict[str, object]:
         ],
         "queue": dataclasses.asdict(found.queue),
         "stores": [_store_json(store) for store in found.stores],
+        "gateways": [dataclasses.asdict(gateway) for gateway in found.gateways],
     }
 
 
@@ -206,6 +208,8 @@ def _print_tables(found: Status, wide: bool) -> None:
             _print_text(memory_line(store.stats))
             for line in tier_lines(store.stats):
                 _print_text(line)
+    for gateway in found.gateways:
+        _print_text(gateway_line(gateway))
     for line in tenant_lines(found.scheduler.tenants):
         _print_text(line)
     waiting = counted(len(found.queue.requests), "request waits", "requests wait")
@@ -220,6 +224,29 @@ def _print_tables(found: Status, wide: bool) -> None:
         )
     if (more := len(found.queue.requests) - _QUEUE_LINES) > 0:
         out.print(f"  and {more:,} more, which --json lists")
+
+
+def gateway_line(gateway: Gateway) -> str:
+    """Return the state of a gateway and what it counts."""
+    state = "ready" if gateway.is_serving else "not ready" if gateway.is_up else "no answer"
+    text = f"gateway {gateway.url}: {state}"
+    if gateway.message:
+        text += f", {plain_reason(gateway.message)}"
+    counts = gateway.counts
+    if counts is None:
+        return text
+    ways = (
+        (counts.failed_count, "failed"),
+        (counts.refused_count, "refused"),
+        (counts.left_count, "left by their clients"),
+    )
+    ended = ", ".join(f"{count:,} {way}" for count, way in ways if count)
+    return (
+        f"{text}\n  {counted(counts.request_count, 'request')} answered"
+        f"{f' ({ended})' if ended else ''}, {counts.open_count:,} open with "
+        f"{counted(counts.stream_count, 'stream')}, "
+        f"{counted(counts.connection_count, 'connection')}"
+    )
 
 
 def tenant_lines(tenants: Sequence[TenantStatus]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from splitpoint_cli.stack.child import (
     ServiceNotReady,
     ServiceNotStarted,
 )
-from splitpoint_cli.stack.given_up import GivenUpWorker
+from splitpoint_cli.stack.notes import GivenUpWorker
 from splitpoint_cli.stack.restart_policy import GiveUp, RestartLimits, RestartPolicy
 from splitpoint_cli.stack.supervisor import Supervisor
 

@@ -23,9 +23,9 @@ from splitpoint_cli.stack.child import (
     ServiceNotReady,
     ServiceNotStarted,
 )
-from splitpoint_cli.stack.given_up import write_given_up
 from splitpoint_cli.stack.instance import Held, exclusive, predecessors_gone
 from splitpoint_cli.stack.keeper import Keeper
+from splitpoint_cli.stack.notes import GatewayNote, forget_notes, write_gateway, write_given_up
 from splitpoint_cli.stack.output import end_of, output_of, print_summary
 from splitpoint_cli.stack.plan.stack import Stack
 from splitpoint_cli.stack.preflight import check_machine, check_secret
@@ -68,7 +68,7 @@ class StackRunner:
             await predecessors_gone(
                 held.services, runtime, instance, stop=stop, say=self.output.progress
             )
-            write_given_up(runtime, ())  # forget those of a killed `up`
+            forget_notes(runtime)
             self._held = held
             self._arena_is_ours = not self._stack.arena.exists()
             try:
@@ -133,6 +133,21 @@ class StackRunner:
         except OSError as error:
             self.output.event("up", f"the list of given-up workers cannot be written: {error}")
 
+    def _note_gateway(self) -> None:
+        """Write where the gateway is for `status`; the stack goes on if that fails."""
+        stack = self._stack
+        if stack.gateway is None or self.http is None:
+            return
+        scheme = "https" if stack.identity.serves_tls else "http"
+        url = f"{scheme}://{config.reachable_address(self.http)}"
+        try:
+            write_gateway(
+                stack.runtime,
+                GatewayNote(url, stack.identity.certificate.decode("ascii", "ignore")),
+            )
+        except OSError as error:
+            self.output.event("up", f"the note of the gateway cannot be written: {error}")
+
     async def _watch_folder(self, supervisor: Supervisor, keeper: Keeper) -> None:
         """Restore the runtime folder if another program removed it, or sockets in it.
 
@@ -149,6 +164,7 @@ class StackRunner:
                 text = f"{self._stack.runtime} was removed by another program: made again"
                 self.output.event("up", text)
                 keeper.on_given_up()
+                self._note_gateway()
             names = supervisor.unreachable()
             if names:
                 text = "sockets were removed by another program; restarting one after the other: "
@@ -230,6 +246,7 @@ class StackRunner:
             reachable = [config.reachable_address(address) for address in self.addresses]
             gateway = await supervisor.start(stack.gateway.asking(reachable))
             self.http = await self._await_ready(gateway, "connecting")
+            self._note_gateway()
         self.output.progress(f"all ready after {time.monotonic() - began:.1f} s")
 
     async def _await_ready(self, service: Service, doing: str) -> str:

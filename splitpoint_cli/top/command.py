@@ -1,6 +1,7 @@
 """`splitpoint top`: a live view of what a running stack does, and what limits it.
 
-It asks scheduler and stores again and again. rates.py computes the numbers, view.py draws them.
+It asks scheduler, stores and gateway again and again. rates.py computes the numbers, view.py
+draws them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from splitpoint_cli.top.rates import (
     following,
     link_limit,
     rates_of,
+    rates_of_gateway,
     rates_of_store,
     scheduler_rates,
     with_newcomers,
@@ -62,7 +64,7 @@ def top(
     output: OutputFile = None,
     svg: Annotated[str | None, typer.Option(hidden=True, metavar="FILE")] = None,
 ) -> None:
-    """Watch a running stack: requests, each worker's link, power and split, stores, queue.
+    """Watch a running stack: requests, each worker's link, power and split, stores, gateway, queue.
 
     Rates are over the last interval. A `-` stands for a missing number. q or
     Ctrl-C ends it. While the scheduler is away it says so and goes on trying; with --once
@@ -169,6 +171,10 @@ def readings_json(readings: Readings) -> dict[str, object]:
             },
             "stores": {
                 store.address: asdict(rates_of_store(readings, store)) for store in status.stores
+            },
+            "gateways": {
+                gateway.url: asdict(rates_of_gateway(readings, gateway))
+                for gateway in status.gateways
             },
         },
     }

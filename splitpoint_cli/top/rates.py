@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 from splitpoint.client.answers import Worker
 from splitpoint.client.telemetry import SchedulerStatus, Telemetry
 from splitpoint.v1.kvstore_pb2 import GetStatsResponse
+from splitpoint_cli.request.gateways import Gateway, GatewayCounts
 from splitpoint_cli.request.observed import Status, Store
 
 
@@ -60,6 +61,14 @@ class StoreTelling:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayTelling:
+    """A gateway's counters, with the time of this process's clock."""
+
+    uptime_seconds: float
+    counts: GatewayCounts
+
+
+@dataclass(frozen=True, slots=True)
 class Readings:
     """The latest reading, and what it is compared with."""
 
@@ -67,6 +76,7 @@ class Readings:
     scheduler: Window[SchedulerStatus]
     workers: dict[str, Window[Telemetry]] = field(default_factory=dict)
     stores: dict[str, Window[StoreTelling]] = field(default_factory=dict)
+    gateways: dict[str, Window[GatewayTelling]] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -75,6 +85,7 @@ class Readings:
             self.scheduler.before is not None
             and all(window.before is not None for window in self.workers.values())
             and all(window.before is not None for window in self.stores.values())
+            and all(window.before is not None for window in self.gateways.values())
         )
 
 
@@ -91,6 +102,11 @@ def first(reading: Reading) -> Readings:
             store.address: Window(StoreTelling(reading.seconds, store.stats))
             for store in reading.status.stores
             if store.stats is not None
+        },
+        {
+            gateway.url: Window(GatewayTelling(reading.seconds, gateway.counts))
+            for gateway in reading.status.gateways
+            if gateway.counts is not None
         },
     )
 
@@ -113,6 +129,10 @@ def following(readings: Readings, reading: Reading) -> Readings:
             for worker, window in now.workers.items()
         },
         stores=stores,
+        gateways={
+            url: readings.gateways[url].next(window.after) if url in readings.gateways else window
+            for url, window in now.gateways.items()
+        },
     )
 
 
@@ -128,6 +148,7 @@ def with_newcomers(begun: Readings, readings: Readings) -> Readings:
         scheduler=readings.scheduler if has_restarted else begun.scheduler,
         workers=merged(begun.workers, readings.workers),
         stores=merged(begun.stores, readings.stores),
+        gateways=merged(begun.gateways, readings.gateways),
     )
 
 
@@ -189,6 +210,14 @@ class TierRates:
 
     read: float | None = None
     written: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayRates:
+    """Over the interval, as above. None for one interval after a restart, too."""
+
+    requests_per_second: float | None = None
+    failed_per_second: float | None = None
 
 
 def scheduler_rates(window: Window[SchedulerStatus]) -> SchedulerRates:
@@ -292,6 +321,18 @@ def tier_rates(window: Window[StoreTelling], tier: int) -> TierRates:
     )
 
 
+def gateway_rates(window: Window[GatewayTelling]) -> GatewayRates:
+    if window.before is None:
+        return GatewayRates()
+    before, after = window.before.counts, window.after.counts
+    if after.request_count < before.request_count:  # a new process with new counters
+        return GatewayRates()
+    return GatewayRates(
+        requests_per_second=_rate(after.request_count - before.request_count, window.seconds),
+        failed_per_second=_rate(after.failed_count - before.failed_count, window.seconds),
+    )
+
+
 def link_limit(worker: Worker) -> tuple[float | None, str]:
     """Return the limit of a link's rate and its kind; None if it is not known."""
     if worker.emulated_link_bytes_per_second is not None:
@@ -311,6 +352,11 @@ def rates_of(readings: Readings, worker: str) -> WorkerRates:
 def rates_of_store(readings: Readings, store: Store) -> StoreRates:
     window = readings.stores.get(store.address)
     return StoreRates(None, None, None) if window is None else store_rates(window)
+
+
+def rates_of_gateway(readings: Readings, gateway: Gateway) -> GatewayRates:
+    window = readings.gateways.get(gateway.url)
+    return GatewayRates() if window is None else gateway_rates(window)
 
 
 def rates_of_tier(readings: Readings, store: Store, tier: int) -> TierRates:

@@ -13,6 +13,7 @@ from splitpoint.config import format_rate, format_size
 from splitpoint.v1.kvstore_pb2 import TierStats
 from splitpoint_cli.output import duration_text, plain_reason, seconds_text
 from splitpoint_cli.request.findings import findings_of
+from splitpoint_cli.request.gateways import Gateway
 from splitpoint_cli.request.observed import Status, Store
 from splitpoint_cli.request.status import COLOURS
 from splitpoint_cli.request.tiers import tier_title
@@ -33,6 +34,7 @@ from splitpoint_cli.top.rates import (
     TierRates,
     link_limit,
     rates_of,
+    rates_of_gateway,
     rates_of_store,
     rates_of_tier,
     scheduler_rates,
@@ -73,6 +75,8 @@ class Frame:
                 lines += ["", *_worker(self.readings, worker, width, glyphs)]
             for store in self.readings.latest.status.stores:
                 lines += ["", *_store(self.readings, store, width, glyphs)]
+            for gateway in self.readings.latest.status.gateways:
+                lines += ["", *_gateway(self.readings, gateway, width)]
             lines += ["", *_queue(self.readings.latest.status.queue, width)]
         return [line if isinstance(line, Text) else Text(line) for line in lines]
 
@@ -324,6 +328,32 @@ def _tier(tier: TierStats, rates: TierRates, glyphs: Glyphs) -> list[Text]:
         cell("dropped", f"{tier.dropped_chunk_count:,}", 12),
     ]
     return cells
+
+
+def _gateway(readings: Readings, gateway: Gateway, width: int) -> list[Text | str]:
+    state, style = ("ready", "green") if gateway.is_serving else ("not ready", "bold red")
+    if not gateway.is_up:
+        state = "no answer"
+    head = Text.assemble(("gateway ", "dim"), (gateway.url, "bold"), "  ", (state, style))
+    if gateway.message:
+        head.append(f"  {plain_reason(gateway.message)}", style="" if gateway.is_serving else style)
+    lines: list[Text | str] = [*_wrapped_text(head, width)]
+    counts = gateway.counts
+    if counts is None:
+        return lines
+    rates = rates_of_gateway(readings, gateway)
+    cells = [
+        cell("open", f"{counts.open_count:,}", 10),
+        cell("streams", f"{counts.stream_count:,}", 12),
+        cell("connections", f"{counts.connection_count:,}", 17),
+        cell("requests/s", amount(rates.requests_per_second), 16),
+        cell("failed/s", amount(rates.failed_per_second), 14),
+        cell("answered", amount(counts.request_count), 14),
+        cell("refused", amount(counts.refused_count), 13),
+        cell("left", amount(counts.left_count), 10),
+        cell("failed", amount(counts.failed_count), 12),
+    ]
+    return [*lines, *(Text("  ").append_text(line) for line in flow(cells, width - 2))]
 
 
 def _short(address: str) -> str:

@@ -19,7 +19,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.v1 import types_pb2
 from splitpoint_cli.main import app
 from splitpoint_cli.stack.child import child_environment
-from splitpoint_cli.stack.given_up import GivenUpWorker, write_given_up
+from splitpoint_cli.stack.notes import GivenUpWorker, write_given_up
 
 COMMAND = [sys.executable, "-m", "splitpoint_cli"]
 

@@ -22,6 +22,8 @@ from own_names import instance_name
 from test_e2e_cli import assert_nothing_left
 from up_process import up_process, wait_until_up
 
+from splitpoint.client import Client
+from splitpoint_cli.request.observed import read_status
 from splitpoint_cli.stack.child import child_environment
 
 SECONDS = 60
@@ -94,6 +96,12 @@ def test_a_gateway_outlives_schedulers_and_is_kept_alive() -> None:
         assert process.stderr is not None
         wait_healthy(url)
         wanted = text_of(url, 400)
+        [address, *_] = re.findall(r"scheduler  (127\.0\.0\.1:\d+)", summary)
+        with Client(address) as client:
+            [gateway] = read_status(client).gateways
+        assert (gateway.url, gateway.is_serving) == (url, True)
+        assert gateway.counts is not None
+        assert gateway.counts.request_count == 1
 
         # Whichever scheduler it asks is lost: the other one goes on at the next token.
         with post(url, max_tokens=400, stream=True) as response:

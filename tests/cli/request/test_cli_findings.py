@@ -16,7 +16,7 @@ from splitpoint.v1 import kvstore_pb2, types_pb2
 from splitpoint_cli.request.findings import Finding, Severity, findings_of
 from splitpoint_cli.request.observed import Status, Store
 from splitpoint_cli.request.status import memory_line, status_exit_code
-from splitpoint_cli.stack.given_up import GivenUpWorker, read_given_up, write_given_up
+from splitpoint_cli.stack.notes import GivenUpWorker, read_given_up, write_given_up
 
 TELEMETRY = Telemetry(
     uptime_seconds=100,

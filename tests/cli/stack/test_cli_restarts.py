@@ -30,7 +30,6 @@ from splitpoint_cli.stack.child import (
     child_environment,
 )
 from splitpoint_cli.stack.down import stack_at
-from splitpoint_cli.stack.given_up import read_given_up
 from splitpoint_cli.stack.instance import (
     RunningStack,
     exclusive,
@@ -38,6 +37,7 @@ from splitpoint_cli.stack.instance import (
     running_process,
 )
 from splitpoint_cli.stack.keeper import Keeper
+from splitpoint_cli.stack.notes import read_given_up
 from splitpoint_cli.stack.restart_policy import GiveUp, RestartAfter, RestartLimits, RestartPolicy
 
 
