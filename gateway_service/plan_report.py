@@ -49,6 +49,7 @@ def _plan(message: types_pb2.Plan) -> dict[str, object]:
         "device_tokens": plan.device_tokens,
         "fetched_tokens": plan.fetched_tokens,
         "fetch_source": plan.fetch_source,
+        "fetch_transfer": plan.fetch_transfer,
         "recomputed_tokens": plan.recomputed_tokens,
         "resident_tokens": plan.resident_tokens,
         "footprint_bytes": plan.footprint_bytes,

@@ -456,7 +456,12 @@ class Runtime:
         fetched = self._fetched.pop(event.key, None)
         if fetched is None:
             return event
-        event = replace(event, fetched_tokens=fetched.tokens, fetch_seconds=fetched.seconds)
+        event = replace(
+            event,
+            fetched_tokens=fetched.tokens,
+            fetch_seconds=fetched.seconds,
+            fetch_transfer=fetched.came_by,
+        )
         if not fetched.recomputed_tokens:
             return event
         # They were computed before the restore, which found them on the device.

@@ -172,6 +172,7 @@ def _option(
         fetched_tokens=fetched,
         predicted_fetch_seconds=seconds,
         fetch_source=source.address or source.tier.value,
+        fetch_transfer=rate.transfer.value if source.address else "",
     )
     part = replace(source, cached_tokens=chunks * sizes.tokens)
     return _Option(PlannedAttempt(with_fetch, part), source, saved, verb, words)

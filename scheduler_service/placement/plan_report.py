@@ -7,6 +7,7 @@ from dataclasses import replace
 from splitpoint.planning.plan import Plan, Residency
 from splitpoint.selection import Selection, SelectionUsage
 from splitpoint.speculation import DraftMethod, Speculation
+from splitpoint.tiers import Transfer
 from splitpoint.transport.convert import draft_method_from_proto, method_from_proto
 from splitpoint.v1 import types_pb2, worker_pb2
 from splitpoint.words import counted
@@ -15,6 +16,7 @@ from splitpoint.words import counted
 # that differs by less than the seconds below: other work on the processor does as much.
 _AS_PREDICTED = (0.75, 1.25)
 _NEGLIGIBLE_SECONDS = 0.01
+_TRANSFER_NAMES = {Transfer.GRPC.value: "gRPC", Transfer.MOONCAKE.value: "Mooncake"}
 # Link or device limits a restore if it is busy for this part of it.
 _LIMITS = 0.5
 
@@ -100,14 +102,17 @@ def with_selection(
 
 
 def _fetched(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
-    """Set the fetched tokens; the reason tells how long that took."""
+    """Set the fetched tokens and how they came; the reason tells how long that took."""
     if not plan.fetched_tokens and not report.fetched_tokens:
         return plan
-    fetched = f"{counted(report.fetched_tokens, 'token')} in {report.fetch_seconds:.2g} s"
+    by = report.fetch_transfer.split(", ") if report.fetch_transfer else []
+    ways = f" by {' and '.join(_TRANSFER_NAMES.get(way, way) for way in by)}" if by else ""
+    fetched = f"{counted(report.fetched_tokens, 'token')}{ways} in {report.fetch_seconds:.2g} s"
     return replace(
         plan,
         fetched_tokens=report.fetched_tokens,
         fetch_source=plan.fetch_source if report.fetched_tokens else "",
+        fetch_transfer=report.fetch_transfer if report.fetched_tokens else "",
         reason=f"{plan.reason}; fetched {fetched if report.fetched_tokens else 'nothing'}",
     )
 

@@ -166,6 +166,9 @@ class Plan:
     device_tokens: int = 0
     # Where fetched tokens come from: another store's address, or the name of a tier.
     fetch_source: str = ""
+    # How they come from another store: "mooncake" or "grpc"; after the request, how they came,
+    # which may be "mooncake, grpc". Empty: they come from a tier, or there are none.
+    fetch_transfer: str = ""
 
     @property
     def kappa_ratio(self) -> float:

@@ -183,6 +183,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "reason": plan.reason,
         "fetched_tokens": plan.fetched_tokens,
         "fetch_source": plan.fetch_source,
+        "fetch_transfer": plan.fetch_transfer,
         "device_tokens": plan.device_tokens,
         "recomputed_tokens": plan.recomputed_tokens,
         "resident_tokens": plan.resident_tokens,

@@ -147,11 +147,25 @@ def test_what_was_fetched_corrects_the_plan() -> None:
     happened = actual_plan(fetch.plan, report)
     assert (happened.cached_tokens, happened.fetched_tokens) == (96, 96)
     assert happened.reason.endswith("fetched 96 tokens in 0.31 s")
+    # By whatever it was planned.
+    fast = replace(slow, remote_bytes_per_second={f"{B} mooncake": 2e9})
+    planned = attempt(FetchSource(B, 100), profile=fast).plan
+    assert (fetch.plan.fetch_transfer, planned.fetch_transfer) == ("grpc", "mooncake")
+    for told, words in (
+        ("mooncake", "fetched 96 tokens by Mooncake in 0.31 s"),
+        ("grpc", "fetched 96 tokens by gRPC in 0.31 s"),
+        ("mooncake, grpc", "fetched 96 tokens by Mooncake and gRPC in 0.31 s"),
+    ):
+        report.fetch_transfer = told
+        happened = actual_plan(planned, report)
+        assert (happened.fetch_transfer, happened.fetch_source) == (told, B)
+        assert happened.reason.endswith(words)
     report.cached_tokens = report.fetched_tokens = 0
     report.method = types_pb2.RESTORE_METHOD_NONE
     nothing = actual_plan(fetch.plan, report)
     assert (nothing.cached_tokens, nothing.fetched_tokens, nothing.new_tokens) == (0, 0, 160)
     assert (happened.fetch_source, nothing.fetch_source) == (B, "")
+    assert nothing.fetch_transfer == ""
     assert "fetched nothing" in nothing.reason
 
 
@@ -178,6 +192,7 @@ def test_a_tier_continues_what_the_arena_holds() -> None:
     fetch = attempt(on_disk(100), own=20, profile=profile)
     assert fetch.source == on_disk(96)
     assert (fetch.plan.fetched_tokens, fetch.plan.fetch_source) == (80, "disk")
+    assert fetch.plan.fetch_transfer == ""
     seconds = ROUND_TRIP_SECONDS + 5 * LAYOUT.chunk_bytes / 8e8
     assert fetch.plan.predicted_fetch_seconds == pytest.approx(seconds)
     assert "loading 80 tokens from the disk tier at 0.8 GB/s: " in fetch.plan.reason

@@ -213,6 +213,7 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
             "reason": "split 0: because this is a test",
             "fetched_tokens": 0,
             "fetch_source": "",
+            "fetch_transfer": "",
             "device_tokens": 0,
             "recomputed_tokens": 0,
             "resident_tokens": 0,

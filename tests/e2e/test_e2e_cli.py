@@ -112,7 +112,7 @@ def test_generate_json(address: str) -> None:
     assert answer["worker"] in ("0", "1")
     assert set(answer["plan"]) == {
         *("residency", "split_tokens", "method", "schedule", "reason", "fetched_tokens"),
-        *("device_tokens", "fetch_source"),
+        *("device_tokens", "fetch_source", "fetch_transfer"),
         *("recomputed_tokens", "resident_tokens", "predicted_restore_seconds"),
         *("predicted_load_seconds", "predicted_step_seconds"),
     }

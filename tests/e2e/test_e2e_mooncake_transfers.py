@@ -194,7 +194,7 @@ async def test_a_killed_engine_costs_the_transfer_only(hosts: tuple[Host, Host])
     os.kill(child_of(second.process.pid, Duty.READ), signal.SIGKILL)
     tokens, restore = await second.generate(PROMPT, **source(first))
     assert tokens == ANSWER
-    assert restore.fetched_tokens == len(PROMPT)
+    assert (restore.fetched_tokens, restore.fetch_transfer) == (len(PROMPT), "grpc")
     assert (await first.stats()).remote_read_bytes > 0
 
     async def is_back() -> bool:

@@ -136,6 +136,7 @@ class RestoreEvent:
 
     Attributes:
         fetched_tokens: tokens fetched before, from a tier or another host's store.
+        fetch_transfer: how they came from another store (`FetchResult.came_by`).
         recomputed_tokens: tokens computed from their ids, from the front.
         predicted_restore_seconds: 0 if there was no prediction, or other requests used the
             lanes meanwhile.
@@ -151,6 +152,7 @@ class RestoreEvent:
     restore_seconds: float
     fetched_tokens: int = 0
     fetch_seconds: float = 0.0
+    fetch_transfer: str = ""
     recomputed_tokens: int = 0
     predicted_restore_seconds: float = 0.0
     link_bytes: int = 0

@@ -169,7 +169,11 @@ class PrefixFetcher:
 
         def loaded(response: pb.LoadChunksResponse) -> None:
             result.bytes = response.loaded_bytes
-            result.tokens = response.loaded_bytes // self._layout.chunk_bytes * size
+            tokens = response.loaded_bytes // self._layout.chunk_bytes * size
+            if source.place.address:
+                result.came(tokens, Transfer.MOONCAKE)
+            else:
+                result.tokens = tokens
             seconds = time.monotonic() - began
             result.rate = measured_rate(result.bytes, seconds, response.transfer_seconds)
 

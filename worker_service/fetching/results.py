@@ -39,7 +39,9 @@ class FetchResult:
 
     Attributes:
         rate: measured bytes per second; 0: too little came to measure one.
-        transfer: how it came from another store.
+        transfer: by which its source's rate is measured: the last one that was tried.
+        came_by: how its tokens came from another store, "mooncake", "grpc" or "mooncake, grpc".
+            Empty: none came, or they came from a tier.
         recomputed_tokens: computed meanwhile, up to where the fetched tokens begin.
         began, wanted_bytes: when it had its turn, and what was to come at most; 0: not yet.
         late_rate: it took too long: the bytes per second of its source are not more. 0: it did not.
@@ -50,10 +52,17 @@ class FetchResult:
     bytes: int = 0
     rate: float = 0.0
     transfer: Transfer = Transfer.GRPC
+    came_by: str = ""
     recomputed_tokens: int = 0
     began: float = 0.0
     wanted_bytes: int = 0
     late_rate: float = 0.0
+
+    def came(self, tokens: int, transfer: Transfer) -> None:
+        """Note that so many tokens have come from another store, the last of them by this."""
+        if tokens > self.tokens and not self.came_by.endswith(transfer.value):
+            self.came_by = f"{self.came_by}, {transfer.value}" if self.came_by else transfer.value
+        self.tokens = tokens
 
     def is_late(self) -> None:
         """Note that it is given up now: at best the next batch was about to end."""

@@ -14,6 +14,7 @@ from splitpoint.errors import DataLoss, Unavailable
 from splitpoint.observe import tracing
 from splitpoint.observe.tracing import NO_SPAN
 from splitpoint.shapes import ArenaLayout
+from splitpoint.tiers import Transfer
 from splitpoint.transport.store_session import RemoteSession, remote_session
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
@@ -104,7 +105,7 @@ class StreamFetcher:
             ]
             with next(spans).current():
                 await self._fetch_batch(fetch, found.chunks[start:end], pieces)
-            fetch.result.tokens = before + last - own.cached_tokens
+            fetch.result.came(before + last - own.cached_tokens, Transfer.GRPC)
             start = end
 
     async def _fetch_batch(

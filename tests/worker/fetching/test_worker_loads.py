@@ -140,8 +140,9 @@ async def test_rates_are_kept_by_source_and_transfer(socket_address: str) -> Non
     assert megabytes >= 1 << 20
     store = Store([progress(LOADED, seconds=2.0)])
     async with fetching(socket_address, store, loads_from_stores=True) as fetcher:
-        await fetcher.fetch(on_disk(90), SALT, TOKENS)
-        await fetcher.fetch(FetchSource(ChunkSource(OTHER), 90), SALT, TOKENS)
+        tier = await fetcher.fetch(on_disk(90), SALT, TOKENS)
+        other = await fetcher.fetch(FetchSource(ChunkSource(OTHER), 90), SALT, TOKENS)
+        assert (tier.came_by, other.came_by) == ("", "mooncake")
         # The bytes took longer than the call's own time allows: theirs counts.
         assert fetcher.rates.by_key == {
             "disk": megabytes / 2.0,
@@ -199,12 +200,13 @@ async def test_a_store_that_cannot_be_loaded_from_is_streamed_from(
         store.answers = [progress(1), status]
         result = await fetcher.fetch(source, SALT, TOKENS)
         # What was loaded counts; the rate is forgotten, and the stream was tried.
-        assert (result.tokens, store.matches) == (16, 1)
+        assert (result.tokens, result.came_by, store.matches) == (16, "mooncake", 1)
         assert not fetcher.rates.by_key
         assert store.released == [7, 7]
         # For a while the own store is not asked again.
-        await fetcher.fetch(source, SALT, TOKENS)
+        streamed = await fetcher.fetch(source, SALT, TOKENS)
         assert (len(store.loads), store.matches) == (2, 2)
+        assert (streamed.tokens, streamed.came_by) == (0, "")  # it had nothing
 
 
 async def test_a_tier_that_is_away_costs_reuse(socket_address: str) -> None:
@@ -275,6 +277,20 @@ async def test_a_source_that_brings_nothing_is_not_waited_for_again_and_again(
         await asyncio.wait({first})
         for event in store.answers:
             event.set()
+
+
+def test_how_the_tokens_came() -> None:
+    result = FetchResult()
+    for tokens, transfer, came_by in (
+        (0, Transfer.MOONCAKE, ""),
+        (16, Transfer.MOONCAKE, "mooncake"),
+        (32, Transfer.MOONCAKE, "mooncake"),
+        (32, Transfer.GRPC, "mooncake"),
+        (48, Transfer.GRPC, "mooncake, grpc"),
+        (64, Transfer.GRPC, "mooncake, grpc"),
+    ):
+        result.came(tokens, transfer)
+        assert (result.tokens, result.came_by) == (tokens, came_by)
 
 
 async def test_a_transfer_that_hangs_gives_way_to_the_stream(socket_address: str) -> None:
