@@ -49,5 +49,12 @@ class ChunkSource:
         is_mooncake = rate_key.endswith(f" {Transfer.MOONCAKE.value}")
         return Transfer.MOONCAKE if is_mooncake else Transfer.GRPC
 
+    @staticmethod
+    def words_of(rate_key: str) -> str:
+        """Return the source and the transfer of a key in words."""
+        if ChunkSource.transfer_of(rate_key) is Transfer.MOONCAKE:
+            return f"{rate_key.removesuffix(f' {Transfer.MOONCAKE.value}')} by Mooncake"
+        return f"the {rate_key} tier" if rate_key in list(Tier) else rate_key
+
     def __str__(self) -> str:
         return self.address or f"the {self.tier.value} tier"

@@ -185,7 +185,9 @@ class Runtime:
         return self._with_rates(self.engine.profile)
 
     def _with_rates(self, profile: Profile) -> Profile:
-        return replace(profile, remote_bytes_per_second=dict(self._remote_rates))
+        aged = () if self.fetcher is None else sorted(self.fetcher.rates.aged)
+        rates = dict(self._remote_rates)
+        return replace(profile, remote_bytes_per_second=rates, aged_sources=aged)
 
     def _on_rates(self, rates: Mapping[str, float]) -> None:
         """Report how fast tiers and other stores are; called by the fetcher."""

@@ -162,7 +162,7 @@ def _option(
     words = (
         f"{verb}ing {counted(fetched, 'token')} from {source.place}"
         f"{' by Mooncake' if source.address and rate.transfer is Transfer.MOONCAKE else ''} "
-        f"at {rate.bytes_per_second / 1e9:.3g} GB/s{'' if rate.is_measured else ' (assumed)'}: "
+        f"at {rate}: "
         f"{_seconds(max(takes, 0.0))}, recomputing them: {_seconds(takes + saved)}"
     )
     with_fetch = replace(
@@ -217,7 +217,7 @@ def _meeting(
     takes = point.seconds + restore
     words = (
         f"loading {counted(loaded, 'token')} from {source.place} "
-        f"at {rate.bytes_per_second / 1e9:.3g} GB/s{'' if rate.is_measured else ' (assumed)'} "
+        f"at {rate} "
         f"while {counted(point.tokens - plan.cached_tokens, 'token')} before them are computed: "
         f"{_seconds(takes)}, recomputing all: {_seconds(takes + saved)}"
     )

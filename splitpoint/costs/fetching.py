@@ -1,11 +1,13 @@
 """Seconds of bringing chunks into a worker's own arena: from a tier, or from another store. Pure.
 
-A worker measures a rate for each source and transfer; until then one is assumed.
+A worker measures a rate for each source and transfer; until then one is assumed. A slow rate that
+is not measured again ages: it is doubled from time to time, until it is the assumed one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from splitpoint.costs.profile import Profile
 from splitpoint.tiers import ChunkSource, Transfer
@@ -17,13 +19,25 @@ ASSUMED_BYTES_PER_SECOND = 1e9
 ROUND_TRIP_SECONDS = 10e-3
 
 
+class Basis(StrEnum):
+    """What a rate is based on."""
+
+    MEASURED = "measured"
+    AGED = "aged"  # measured a while ago, and doubled since
+    ASSUMED = "assumed"
+
+
 @dataclass(frozen=True, slots=True)
 class SourceRate:
     """How fast chunks come from a source, and how from another store."""
 
     bytes_per_second: float
-    is_measured: bool
+    basis: Basis
     transfer: Transfer = Transfer.GRPC
+
+    def __str__(self) -> str:
+        note = "" if self.basis is Basis.MEASURED else f" ({self.basis.value})"
+        return f"{self.bytes_per_second / 1e9:.3g} GB/s{note}"
 
     def seconds(self, size: int) -> float:
         """Return the seconds of copying so many bytes."""
@@ -36,12 +50,28 @@ def rate_of(profile: Profile, source: ChunkSource) -> SourceRate:
     That of Mooncake's Transfer Engine if the worker has used it for this source: it uses it again.
     """
     for transfer in (Transfer.MOONCAKE, Transfer.GRPC):
-        measured = profile.remote_bytes_per_second.get(source.rate_key(transfer))
-        if measured is not None:
-            # One that is exactly the assumed rate was measured long ago, and has aged back.
-            is_measured = measured != ASSUMED_BYTES_PER_SECOND
-            return SourceRate(measured, is_measured, transfer)
-    return SourceRate(ASSUMED_BYTES_PER_SECOND, is_measured=False)
+        key = source.rate_key(transfer)
+        if key in profile.remote_bytes_per_second:
+            return SourceRate(profile.remote_bytes_per_second[key], _basis(profile, key), transfer)
+    return SourceRate(ASSUMED_BYTES_PER_SECOND, Basis.ASSUMED)
+
+
+def known_rates(profile: Profile) -> list[tuple[str, SourceRate]]:
+    """Return the sources that chunks came from, in words, each with its rate."""
+    return [
+        (
+            ChunkSource.words_of(key),
+            SourceRate(rate, _basis(profile, key), ChunkSource.transfer_of(key)),
+        )
+        for key, rate in sorted(profile.remote_bytes_per_second.items())
+    ]
+
+
+def _basis(profile: Profile, key: str) -> Basis:
+    # One that is exactly the assumed rate was measured long ago, and has aged back.
+    if profile.remote_bytes_per_second[key] == ASSUMED_BYTES_PER_SECOND:
+        return Basis.ASSUMED
+    return Basis.AGED if key in profile.aged_sources else Basis.MEASURED
 
 
 def measured_rate(size: int, seconds: float, transfer_seconds: float) -> float:

@@ -27,6 +27,8 @@ class Profile:
     description: str = ""
     # Measured rates of chunks from tiers and other stores, by `ChunkSource.rate_key`.
     remote_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+    # Keys of these whose rate has aged: it was doubled since it was measured.
+    aged_sources: Sequence[str] = ()
     # Of one piece of a prefill, besides its FLOP.
     prefill_overhead_seconds: float = 0.0
     # Of one decode step without its cache traffic. 0: not measured.
@@ -45,7 +47,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            if each.name not in ("description", "remote_bytes_per_second"):
+            if each.name not in ("description", "remote_bytes_per_second", "aged_sources"):
                 above_zero = each.name.endswith("_per_second")
                 _require_finite(each.name, getattr(self, each.name), above_zero=above_zero)
         if not isinstance(self.remote_bytes_per_second, Mapping):
@@ -55,6 +57,10 @@ class Profile:
             )
         for rate in self.remote_bytes_per_second.values():
             _require_finite("remote_bytes_per_second", rate, above_zero=True)
+
+        if isinstance(self.aged_sources, str):
+            raise InvalidArgument("aged_sources must be a list of names", field="aged_sources")
+        object.__setattr__(self, "aged_sources", tuple(map(str, self.aged_sources)))
 
     def prefill_seconds(self, flops: float, pieces: int = 1) -> float:
         """Return the seconds of a prefill in so many pieces, each of which reads all weights."""

@@ -15,6 +15,7 @@ from splitpoint.client import Client
 from splitpoint.client.answers import Worker
 from splitpoint.client.telemetry import TenantStatus
 from splitpoint.config import DEFAULT_ADDRESS, format_size
+from splitpoint.costs.fetching import known_rates
 from splitpoint.errors import DeadlineExceeded, Unavailable
 from splitpoint.transport import convert
 from splitpoint.transport.tls import client_identity
@@ -281,6 +282,8 @@ def _worker_lines(worker: Worker, wide: bool) -> Iterator[str]:
     eager = worker.telemetry.eager_message if worker.telemetry is not None else ""
     if eager and (wide or not worker.device.startswith("cpu")):
         yield f"decoding steps are no CUDA graphs: {eager}"
+    if worker.profile is not None and (rates := known_rates(worker.profile)):
+        yield "chunks came from " + ", ".join(f"{name} at {rate}" for name, rate in rates)
     if worker.speculation is not None and worker.speculation.methods:
         yield speculation_text(worker)
     if worker.selection_methods:

@@ -24,7 +24,12 @@ from scheduler_service.prefixes.lookup import FetchSource, by_worker
 from scheduler_service.prefixes.redis import leading_counts
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import is_local_address
-from splitpoint.costs.fetching import ASSUMED_BYTES_PER_SECOND, ROUND_TRIP_SECONDS, rate_of
+from splitpoint.costs.fetching import (
+    ASSUMED_BYTES_PER_SECOND,
+    ROUND_TRIP_SECONDS,
+    known_rates,
+    rate_of,
+)
 from splitpoint.costs.meeting import MEETING_SECONDS, TierEnds
 from splitpoint.costs.profile import Profile
 from splitpoint.discovery.entries import StoreEntry
@@ -115,6 +120,21 @@ def test_a_rate_that_has_aged_back_is_assumed_again() -> None:
     assert "by Mooncake at 1 GB/s (assumed): " in fetch.plan.reason
     measured = replace(slow, remote_bytes_per_second={key: 1.001e9})
     assert "by Mooncake at 1 GB/s: " in attempt(FetchSource(B, 100), profile=measured).plan.reason
+    # On its way back it is neither.
+    aged = replace(slow, remote_bytes_per_second={key: 8e8}, aged_sources=(key,))
+    reason = attempt(FetchSource(B, 100), profile=aged).plan.reason
+    assert "by Mooncake at 0.8 GB/s (aged): " in reason
+
+
+def test_rates_in_words() -> None:
+    rates = {"disk": 8e8, "mooncake": 1e9, "a:1": 2e9, "a:1 mooncake": 3e9}
+    profile = replace(PROFILE, remote_bytes_per_second=rates, aged_sources=("disk", "mooncake"))
+    assert [f"{name} at {rate}" for name, rate in known_rates(profile)] == [
+        "a:1 at 2 GB/s",
+        "a:1 by Mooncake at 3 GB/s",
+        "the disk tier at 0.8 GB/s (aged)",
+        "the mooncake tier at 1 GB/s (assumed)",
+    ]
 
 
 def test_the_faster_of_two_sources() -> None:

@@ -22,11 +22,13 @@ class SourceRates:
 
     Attributes:
         by_key: bytes per second by `ChunkSource.rate_key`.
+        aged: the keys among them whose rate was doubled since it was measured.
     """
 
     def __init__(self, on_change: Callable[[Mapping[str, float]], None]) -> None:
         """`on_change` is called with all rates when one has changed."""
         self.by_key: dict[str, float] = {}
+        self.aged: set[str] = set()
         self._on_change = on_change
         self._aging: dict[str, asyncio.TimerHandle] = {}
 
@@ -42,10 +44,12 @@ class SourceRates:
             self.by_key[key] = before + NEW_RATE_SHARE * (result.rate - before)
         else:
             return
+        self.aged.discard(key)
         self._changed(key)
 
     def forget(self, key: str) -> None:
         """Plan with the assumed rate again, or with that of another transfer."""
+        self.aged.discard(key)
         if self.by_key.pop(key, None) is not None:
             self._changed(key)
 
@@ -65,4 +69,5 @@ class SourceRates:
 
     def _age(self, key: str) -> None:
         self.by_key[key] = min(2 * self.by_key[key], ASSUMED_BYTES_PER_SECOND)
+        self.aged.add(key)
         self._changed(key)

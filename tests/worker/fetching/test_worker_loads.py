@@ -293,6 +293,22 @@ def test_how_the_tokens_came() -> None:
         assert (result.tokens, result.came_by) == (tokens, came_by)
 
 
+async def test_a_rate_that_was_doubled_is_aged_until_it_is_measured(socket_address: str) -> None:
+    store = Store([progress(LOADED, seconds=1.0)])
+    async with fetching(socket_address, store) as fetcher:
+        rates = fetcher.rates
+        await fetcher.fetch(on_disk(90), SALT, TOKENS)
+        measured = rates.by_key["disk"]
+        assert not rates.aged
+        rates._age("disk")
+        assert (rates.by_key["disk"], rates.aged) == (2 * measured, {"disk"})
+        await fetcher.fetch(on_disk(90), SALT, TOKENS)
+        assert not rates.aged
+        rates._age("disk")
+        rates.forget("disk")
+        assert (rates.by_key, rates.aged) == ({}, set())
+
+
 async def test_a_transfer_that_hangs_gives_way_to_the_stream(socket_address: str) -> None:
     store = Store([progress(LOADED, seconds=1.0)])
     async with fetching(socket_address, store, loads_from_stores=True) as fetcher:
