@@ -35,6 +35,7 @@ from kvstore_service.tiers.disk.segment_reader import (
 )
 from kvstore_service.tiers.disk.segment_writer import SegmentWriter
 from splitpoint.arena.format import ArenaFormatError
+from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import ArenaLayout, align
 from splitpoint.words import counted
 
@@ -65,6 +66,21 @@ class Appended:
 
     count: int
     error: OSError | None = None
+
+
+@dataclass(slots=True)
+class _Squeeze:
+    """What a disk that was full has room for.
+
+    Attributes:
+        bound: most bytes.
+        division: of that bound.
+        until: by the log's clock; then the bound of the tier counts again.
+    """
+
+    bound: int
+    division: Division
+    until: float
 
 
 class SegmentLog:
@@ -101,7 +117,7 @@ class SegmentLog:
         self._active: tuple[SegmentWriter, Segment] | None = None
         self._next_number = 1
         # Less than the bound while the disk is full of other files; and until when.
-        self._squeezed: tuple[int, float] = (size_bytes, 0.0)
+        self._squeezed = _Squeeze(size_bytes, self._division, 0.0)
 
     # -- opening and closing --------------------------------------------------------------
 
@@ -303,7 +319,7 @@ class SegmentLog:
             self._leave()
         if self._active is not None:
             writer, segment = self._active
-            if writer.record_count < self._division.record_count:
+            if writer.record_count < self._dividing.record_count:
                 writer.sync_if_due()
             else:
                 self._active = None
@@ -312,7 +328,7 @@ class SegmentLog:
                     self._index.resize(segment, size)
                 writer.finish()
         if self._active is None:
-            self._make_room(self._division.segment_bytes)
+            self._make_room(self._dividing.segment_bytes)
             number = self._next_number
             self._next_number += 1
             path = segment_path(self._layout_folder, number)
@@ -348,27 +364,56 @@ class SegmentLog:
 
     def _make_room(self, size_bytes: int) -> None:
         """Remove segments until so many more bytes are within the bound. Raises OSError."""
-        limit, until = self._squeezed
-        bound = limit if self._clock() < until else self._size_bytes
+        bound = self._squeezed.bound if self._is_squeezed else self._size_bytes
         while self._reserved_bytes + size_bytes > bound:
             if not self._remove_oldest():
                 return
+
+    @property
+    def _is_squeezed(self) -> bool:
+        return self._clock() < self._squeezed.until
+
+    @property
+    def _dividing(self) -> Division:
+        """The division of what the disk has room for now."""
+        return self._squeezed.division if self._is_squeezed else self._division
 
     @property
     def _reserved_bytes(self) -> int:
         """Bytes used, with all that the active segment may grow to."""
         growth = 0
         if self._active is not None:
-            growth = self._division.segment_bytes - self._active[1].size_bytes
+            growth = max(0, self._dividing.segment_bytes - self._active[1].size_bytes)
         return self.used_bytes + growth + FOLDER_BYTES
 
     def _squeeze(self) -> bool:
-        """Remove one segment from a full disk, and use no more of it for a while."""
+        """Remove one segment from a full disk, and use no more of it for a while.
+
+        A segment that has all of the disk goes, too: else its chunks would stay for good, and no
+        other would ever be written. Those that follow are so small that several fit.
+        """
+        used = self.used_bytes + FOLDER_BYTES
+        division = self._division
+        with suppress(InvalidArgument):  # it holds less than LEAST_SEGMENTS chunks
+            division = Division.of(self._layout, min(used, self._size_bytes))
+        is_alone = not self._foreign and self._victim() is None
+        if is_alone and division.segment_bytes >= self._dividing.segment_bytes:
+            return False  # nothing smaller would fit either
         with suppress(OSError):
+            if is_alone:
+                self._leave()
             if self._remove_oldest():
-                self._squeezed = (self._reserved_bytes, self._clock() + _SQUEEZE_SECONDS)
+                until = self._clock() + _SQUEEZE_SECONDS
+                self._squeezed = _Squeeze(used, division, until)
+                if not is_alone:
+                    self._squeezed.bound = self._reserved_bytes
                 return True
         return False
+
+    def _victim(self) -> Segment | None:
+        """Return the segment that goes next, if there is one besides the active one."""
+        with self._lock:
+            return self._index.victim(None if self._active is None else self._active[1])
 
     def _remove_oldest(self) -> bool:
         """Remove the oldest foreign segment, or the least recently used one. Raises OSError."""
@@ -377,8 +422,7 @@ class SegmentLog:
             with self._lock:
                 self._foreign.pop()
             return True
-        with self._lock:
-            victim = self._index.victim(None if self._active is None else self._active[1])
+        victim = self._victim()
         if victim is None:
             return False
         victim.path.unlink(missing_ok=True)

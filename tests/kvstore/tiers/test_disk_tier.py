@@ -216,6 +216,37 @@ async def test_older_segments_make_room_on_a_full_disk(bench: TierBench) -> None
     assert await bench.check_read(1000) == [True]
 
 
+async def test_a_disk_smaller_than_a_segment_still_turns_over(tmp_path: Path) -> None:
+    """Its only segment had all of it, and the first chunks stayed for good."""
+    bench = TierBench(tmp_path, 64 * SIZE)
+    tier = await bench.start()
+    segment = Division.of(LAYOUT, 64 * SIZE).segment_bytes
+    room = segment // 2
+    bench.files.room = lambda: room - bench.disk_bytes()
+    held = 0
+    while (await bench.write(held)) and not tier.stats.evicted_chunks:
+        held += 1
+    assert held > 4 * RECORDS
+    last = held
+    for _ in range(4):
+        # Once for all after the first segment, then as many as a small segment holds at most.
+        before = tier.stats.evicted_chunks
+        for last in range(last + 1, last + 1 + held // 2):
+            assert await bench.write(last) == 1
+        assert tier.stats.evicted_chunks - before <= held
+        assert bench.disk_bytes() <= room
+        assert await bench.check_read(last, last - 1) == [True, True]
+        bench.now += 100  # the tier tries to use more of it again
+    assert await bench.check_read(0, 1, 2) == [False] * 3
+    kept = sum(await bench.check_read(*range(last - held, last + 1)))
+    assert kept >= held // 2
+    await bench.close()
+    await bench.start()
+    assert await bench.check_read(last) == [True]
+    await bench.close()
+    bench.remove()
+
+
 @pytest.mark.parametrize("error", [errno.EIO, errno.EROFS])
 async def test_writes_pause_after_an_error_while_reads_go_on(bench: TierBench, error: int) -> None:
     tier = await bench.start()
