@@ -269,7 +269,7 @@ class ChunkPool:
                 slot_count=self.slot_count,
             )
         missing = count - self.free_count
-        reclaimable = self._reclaimable_at_once() if missing > 0 else 0
+        reclaimable = self.reclaimable_at_once() if missing > 0 else 0
         if missing > reclaimable:
             raise ResourceExhausted(
                 f"{count} slots were asked for; {self.free_count} are free and "
@@ -291,7 +291,7 @@ class ChunkPool:
         """Count the chunks that eviction could free: nothing at or below them is protected."""
         return len(self._chunks) - len(self._kept())
 
-    def _reclaimable_at_once(self) -> int:
+    def reclaimable_at_once(self) -> int:
         """Count the same chunks without those whose slots a tier copies."""
         kept = self._kept()
         copied = sum(slot in self._chunks and slot not in kept for slot in self.grants.copied)

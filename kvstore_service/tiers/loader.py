@@ -21,7 +21,7 @@ from kvstore_service.store import KvStore
 from kvstore_service.tiers.manager import TierManager
 from kvstore_service.tiers.tier import ChunkSource
 from kvstore_service.tiers.transfer import ChunkTransfer
-from splitpoint.errors import FailedPrecondition, NotFound
+from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted
 from splitpoint.keys import chunk_keys
 from splitpoint.tasks import NamedTurns
 from splitpoint.tiers import ChunkSource as Origin
@@ -161,8 +161,8 @@ class ChunkLoader:
         if not held:
             return False
         keys = keys[:held]
-        runs = await self._reserver.reserve(load.session_id, len(keys), load.salt)
-        granted = places(runs)
+        granted = await self._reserve(load, len(keys))
+        keys = keys[: len(granted)]
         try:
             slots = [slot for slot, _ in granted]
             # The session may end during the read, and its slots must not be reused then.
@@ -178,6 +178,23 @@ class ChunkLoader:
             return len(intact) == len(keys)
         finally:
             self._store.sessions.give_up_writing(load.session_id, granted)
+
+    async def _reserve(self, load: Load, count: int) -> list[tuple[int, int]]:
+        """Reserve so many slots, or fewer if a tier that stalls keeps some that were counted on.
+
+        Raises ResourceExhausted if there is none.
+        """
+        pool = self._store.pool
+        try:
+            runs = await self._reserver.reserve(load.session_id, count, load.salt)
+        except ResourceExhausted:
+            fewer = pool.free_count + pool.reclaimable_at_once()
+            if not 0 < fewer < count:
+                raise
+            # Without waiting for the tier again.
+            prepared = self._store.prepare(load.session_id, fewer, load.salt)
+            runs = await self._reserver.grant(load.session_id, prepared)
+        return places(runs)
 
     def _batch_size(self, tier: Tier | None) -> int:
         """Return the number of chunks to load at once."""

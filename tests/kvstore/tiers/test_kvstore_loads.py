@@ -175,6 +175,38 @@ async def test_a_full_arena_is_refused(tmp_path: Path) -> None:
         assert service.bench.store.peek(b"", TOKENS).cached_tokens == SIZE
 
 
+async def test_a_stalled_tier_makes_a_load_smaller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps evicted slots that a batch counted on; the others can be had."""
+    monkeypatch.setattr("kvstore_service.tiers.manager.ROOM_SECONDS", 0.05)
+    async with serving(tmp_path, has_transfer=True) as service:
+        await fill_and_evict(service)
+        transfer = service.servicer.transfer
+        assert isinstance(transfer, MemoryTransfer)
+        transfer.peer.chunks = dict(service.tier.chunks)
+        service.tier.chunks.clear()
+        store, pool = service.bench.store, service.bench.store.pool
+        service.tier.go_away()
+        for tokens in OTHERS[:2]:
+            store_sequence(store, service.session, b"", tokens)
+        stuck = [entry.slot for entry in pool.next_victims(4)]
+        pool.grants.begin_copy(stuck)
+        assert (pool.free_count, pool.reclaimable_count()) == (0, 8)
+        answers = []
+        with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
+            async for answer in service.load(source_address="peer:1"):
+                answers.append(answer)
+        # Less than the whole, which had been refused.
+        [answer] = answers
+        assert answer.cached_tokens == 4 * SIZE
+        assert pool.grants.set_aside == set(stuck)
+        pool.grants.end_copy(stuck)
+        *_, answer = await service.loaded(source_address="peer:1")
+        assert answer.cached_tokens == 5 * SIZE
+        service.assert_payloads(TOKENS, 5)
+
+
 async def test_loads_of_one_prefix_take_turns(tmp_path: Path) -> None:
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
