@@ -258,6 +258,14 @@ class _Connection:
         """The address that is called next: of several, the one that answered last."""
         return self._schedulers.addresses[self._schedulers.current]
 
+    @property
+    def away(self) -> dict[str, str]:
+        """Of several addresses, those that did not answer when they were last asked, with why.
+
+        Calls other than generations count; they went on at the next address.
+        """
+        return dict(self._schedulers.away)
+
     def with_token(self, token: str) -> Self:
         """Return a client that shows this token and shares the connections of this one.
 

@@ -57,6 +57,8 @@ class Schedulers:
         self.retry_seconds = retry_seconds
         self.on_retry = on_retry
         self.current = 0
+        # The message of its last call's error by address, of those that did not answer it.
+        self.away: dict[str, str] = {}
         self._is_closed = False
         # Of several, one that hangs is left within 3 s.
         has_others = len(self.addresses) > 1
@@ -129,18 +131,21 @@ class Round:
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Await the call in this block. Translate its error; swallow it if others are left."""
+        asked = self._schedulers.addresses[self._index]
         try:
             yield
+            self._schedulers.away.pop(asked, None)
         except grpc.RpcError as error:
             address = self._schedulers.addresses[self._index]
             result = error_of(error, address)
             if is_late(result):
                 raise DeadlineExceeded(
-                    f"{address} did not answer within {self._timeout:g} s"
+                    f"{asked} did not answer within {self._timeout:g} s"
                 ) from error
             if not isinstance(result, Unavailable) or not self._others:
                 raise result from error
             self._others -= 1
+            self._schedulers.away[asked] = result.message
             self._index = self._schedulers.leave(self._index)
 
 

@@ -56,7 +56,7 @@ class Finding:
 
 def findings_of(status: Status) -> list[Finding]:
     """Return all findings, the worst first."""
-    found = [*_scheduler(status), *_redis(status)]
+    found = [*_away(status), *_scheduler(status), *_redis(status)]
     for worker in status.workers:
         given_up = status.given_up.get(worker.address)
         found += [_given_up(worker, given_up)] if given_up is not None else _readiness(worker)
@@ -68,6 +68,16 @@ def findings_of(status: Status) -> list[Finding]:
         found += _gateway(gateway, status.serving)
     order = list(Severity)
     return sorted(found, key=lambda finding: order.index(finding.severity))
+
+
+def _away(status: Status) -> Iterator[Finding]:
+    for address, message in sorted(status.away.items()):
+        yield Finding(
+            Severity.ERROR,
+            f"the scheduler {address} did not answer; {status.address} did, which this is from",
+            plain_reason(message),
+            "read the end of its log, start it again; clients that name both go on at the other",
+        )
 
 
 def _gateway(gateway: Gateway, serves: bool) -> Iterator[Finding]:

@@ -46,6 +46,9 @@ class Status:
     given_up: Mapping[str, GivenUpWorker] = field(default_factory=dict)
     # Of `splitpoint up --http`; known on its host only.
     gateways: tuple[Gateway, ...] = ()
+    # Of several schedulers that were named, those that did not answer, with the message of why.
+    # The one at `address` did.
+    away: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -76,6 +79,7 @@ def read_status(client: Client) -> Status:
             read_gateway(note, client.identity)
             for note in read_gateways(worker.address for worker in workers)
         ),
+        away=client.away,
     )
 
 

@@ -99,6 +99,7 @@ def status_json(found: Status) -> dict[str, object]:
         "serves": found.serving,
         "complete": found.is_complete,
         "address": found.address,
+        "away": dict(found.away),
         "findings": [dataclasses.asdict(finding) for finding in findings_of(found)],
         "scheduler": dataclasses.asdict(found.scheduler),
         "models": [

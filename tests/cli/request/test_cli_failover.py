@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,6 +18,8 @@ from splitpoint.client.requests import generate_request
 from splitpoint.client.tries import pause_after
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint_cli.main import app
+from splitpoint_cli.request.findings import findings_of
+from splitpoint_cli.request.observed import read_status
 
 NOWHERE = "127.0.0.1:1"
 
@@ -81,6 +84,31 @@ def test_a_scheduler_that_is_away_is_passed_over(scripts: list[Script]) -> None:
     refusing.failures = [errors.Unavailable("draining", reason="DRAINING", retry_after_seconds=60)]
     with Client(both(scripts), timeout=5) as client:  # its hint to wait does not hold us up
         assert client.generate("abc").complete().text == "abc"
+
+
+def test_status_says_which_scheduler_answered(scripts: list[Script]) -> None:
+    addresses = [NOWHERE, *both(scripts)]
+    with Client(addresses) as client:
+        found = read_status(client)
+        assert found.address == scripts[0].address
+        assert list(found.away) == [NOWHERE]
+        [finding] = [each for each in findings_of(found) if NOWHERE in each.what]
+        assert scripts[0].address in finding.what
+        assert "refused" in finding.why
+    with Client(both(scripts)) as client:
+        assert read_status(client).away == {}
+    told = CliRunner().invoke(app, ["status", "--address", ",".join(addresses)])
+    assert f"scheduler {scripts[0].address}: " in told.output
+    assert f"the scheduler {NOWHERE} did not answer" in " ".join(told.output.split())
+    told = CliRunner().invoke(app, ["status", "--json", "--address", ",".join(addresses)])
+    assert list(json.loads(told.stdout)["away"]) == [NOWHERE]
+
+
+def test_a_scheduler_that_comes_back_is_not_away(scripts: list[Script]) -> None:
+    with Client(both(scripts)) as client:
+        client._schedulers.away = {scripts[0].address: "gone"}
+        client.list_workers()
+        assert client.away == {}
 
 
 def test_one_address_goes_on_from_its_last_token(scripts: list[Script]) -> None:

@@ -193,10 +193,14 @@ async def test_a_stalled_tier_makes_a_load_smaller(
         stuck = [entry.slot for entry in pool.next_victims(4)]
         pool.grants.begin_copy(stuck)
         assert (pool.free_count, pool.reclaimable_count()) == (0, 8)
-        answers = []
-        with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
+        answers: list[Any] = []
+
+        async def load() -> None:
             async for answer in service.load(source_address="peer:1"):
                 answers.append(answer)
+
+        with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
+            await load()
         # Less than the whole, which had been refused.
         [answer] = answers
         assert answer.cached_tokens == 4 * SIZE
