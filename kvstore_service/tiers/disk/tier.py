@@ -12,9 +12,16 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvstore_service.pool.prefix_index import Entry
+from kvstore_service.tiers.disk.calls import (
+    STALL_SECONDS,
+    DiskCalls,
+    NoAnswer,
+    SlotHolds,
+    to_the_end,
+)
 from kvstore_service.tiers.disk.files import Files, Part
 from kvstore_service.tiers.disk.folder import FolderLost, TierFolder
 from kvstore_service.tiers.disk.index import Segment
@@ -29,27 +36,15 @@ from splitpoint.tiers import Tier
 
 _logger = logging.getLogger(__name__)
 
-_READ_THREADS = 4
 # Bytes that one thread reads for one call before another may continue it.
 _READ_BYTES = 8 << 20
 
-# A call that takes longer than this, and its bytes at the lowest rate, makes the tier away.
-STALL_SECONDS = 10.0
-_LEAST_BYTES_PER_SECOND = 20e6
 # The index of a large folder takes seconds to read.
 _OPEN_SECONDS = 300.0
 # How long a stop waits for the disk.
 _CLOSE_SECONDS = 5.0
 
 Result = TypeVar("Result")
-
-
-class SlotHolds(Protocol):
-    """Keeps slots of the arena from being reused; see `SlotGrants`."""
-
-    def begin_copy(self, slots: Iterable[int]) -> None: ...
-
-    def end_copy(self, slots: Iterable[int]) -> None: ...
 
 
 class DiskTier:
@@ -90,13 +85,7 @@ class DiskTier:
         self._writing = asyncio.Lock()
         self._pause = Pause(clock, pause_seconds)
         self._retry: asyncio.Task[None] | None = None
-        self._holds = holds
-        self._stall_seconds = stall_seconds
-        self._writer = DaemonThreads(1, "disk-write")
-        self._readers = DaemonThreads(_READ_THREADS, "disk-read")
-        self._waiting_bytes = 0
-        # Calls that took too long, and may still use the folder and slots.
-        self._stuck: set[asyncio.Future[Any]] = set()
+        self._calls = DiskCalls(holds, arena.layout.chunk_bytes, stall_seconds)
 
     @property
     def tier(self) -> Tier:
@@ -112,9 +101,9 @@ class DiskTier:
         """Open the folder and read its index; see `ChunkTier.start`."""
         try:
             async with asyncio.timeout(_OPEN_SECONDS):
-                log = await self._writer.submit(self._open)
+                log = await self._calls.writer.submit(self._open)
         except BaseException as error:
-            self._writer.close()
+            self._calls.writer.close()
             if isinstance(error, TimeoutError) and error.errno is None:
                 raise FailedPrecondition(f"the disk of {self._path} does not answer") from None
             if isinstance(error, OSError):
@@ -159,13 +148,12 @@ class DiskTier:
             async with asyncio.timeout(_CLOSE_SECONDS), self._writing:
                 log, self._log = self._log, None
                 if log is not None:
-                    await self._writer.submit(lambda: _close(log))
+                    await self._calls.writer.submit(lambda: _close(log))
         except TimeoutError:
             _logger.error("the disk of %s does not answer: it is left as it is", self._path)
         self._log = None
         self._stats.is_up, self._stats.message = False, "closed"
-        self._writer.close()
-        self._readers.close()
+        self._calls.close()
 
     # -- asking ---------------------------------------------------------------------------
 
@@ -204,12 +192,12 @@ class DiskTier:
         async def run(segment: Segment, places: list[int], wanted: list[Wanted]) -> None:
             used = [slots[place] for place in places]
             checksums = await self._watched(
-                log, self._readers, lambda: log.read(segment, wanted), used
+                log, self._calls.readers, lambda: log.read(segment, wanted), used
             )
             for place, checksum in zip(places, checksums, strict=True):
                 found[place] = checksum
 
-        await self._to_the_end(self._wait_for(log, [run(*job) for job in jobs]))
+        await to_the_end(self._wait_for(log, [run(*job) for job in jobs]))
         return found
 
     async def _wait_for(self, log: SegmentLog, runs: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -227,7 +215,7 @@ class DiskTier:
 
     async def write(self, entries: Sequence[Entry]) -> int:
         """Append records to the log; see `ChunkTier.write`."""
-        return await self._to_the_end(self._write(entries))
+        return await to_the_end(self._write(entries))
 
     async def _write(self, entries: Sequence[Entry]) -> int:
         async with self._writing:
@@ -240,7 +228,9 @@ class DiskTier:
                 return held
             try:
                 used = [entry.slot for entry, _ in new]
-                appended = await self._watched(log, self._writer, lambda: log.append(new), used)
+                appended = await self._watched(
+                    log, self._calls.writer, lambda: log.append(new), used
+                )
             except FolderLost as error:
                 self._go_away(log, error)
                 raise Unavailable(f"the disk tier is away: {self._stats.message}") from error
@@ -259,9 +249,9 @@ class DiskTier:
     async def drop(self, keys: Sequence[bytes]) -> None:
         log = self._log
         if log is not None:
-            call = self._watched(log, self._readers, lambda: log.drop(keys), ())
+            call = self._watched(log, self._calls.readers, lambda: log.drop(keys), ())
             with suppress(Unavailable):
-                await self._to_the_end(call)
+                await to_the_end(call)
             self._note()
 
     def _parts(self, slot: int) -> list[Part]:
@@ -273,9 +263,7 @@ class DiskTier:
         """Stop using the folder, and look for it again later."""
         if self._log is not log:
             return
-        message = (
-            error.message if isinstance(error, SplitpointError) else error.strerror or str(error)
-        )
+        message = _words_of(error)
         _logger.error("the disk tier %s is away: %s", self._path, message)
         self._note()
         lost = log.keys()
@@ -288,15 +276,13 @@ class DiskTier:
     async def _come_back(self, log: SegmentLog) -> None:
         """Close the log, and open the folder again as soon as that is possible."""
         pause = Pause(self._clock, self._pause.first_seconds)
-        while self._stuck:
-            await asyncio.wait(self._stuck)
-            await asyncio.sleep(0)  # for its callback
-        await self._writer.submit(lambda: _close(log))
+        await self._calls.wait_for_stuck()
+        await self._calls.writer.submit(lambda: _close(log))
         while True:
             pause.begin()
             await asyncio.sleep(pause.seconds)
             try:
-                self._come_up(await self._writer.submit(self._open))
+                self._come_up(await self._calls.writer.submit(self._open))
             except (OSError, SplitpointError) as error:
                 self._stats.message = _words_of(error)
             else:
@@ -338,42 +324,11 @@ class DiskTier:
 
         The slots are held then until the call ends.
         """
-        size = len(slots) * self._layout.chunk_bytes
-        self._waiting_bytes += size
-        limit = self._stall_seconds + self._waiting_bytes / _LEAST_BYTES_PER_SECOND
-        future = threads.submit(call)
         try:
-            async with asyncio.timeout(limit):
-                return await asyncio.shield(future)
-        except TimeoutError:
-            if future.done():
-                raise  # the call's own
-        finally:
-            self._waiting_bytes -= size
-        self._holds.begin_copy(slots)
-        self._stuck.add(future)
-        future.add_done_callback(lambda ended: self._end_stuck(ended, slots))
-        self._go_away(log, Unavailable(f"the disk of {self._path} does not answer"))
-        raise Unavailable(f"the disk tier is away: {self._stats.message}")
-
-    def _end_stuck(self, ended: asyncio.Future[Any], slots: Sequence[int]) -> None:
-        self._stuck.discard(ended)
-        self._holds.end_copy(slots)
-        if not ended.cancelled():
-            ended.exception()  # so that asyncio does not report it
-
-    async def _to_the_end(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run work that a cancelled caller waits for, since threads use the caller's slots."""
-        task = asyncio.create_task(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            while not task.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([task])
-            if not task.cancelled():
-                task.exception()  # so that asyncio does not report it
-            raise
+            return await self._calls.run(threads, call, slots)
+        except NoAnswer:
+            self._go_away(log, Unavailable(f"the disk of {self._path} does not answer"))
+            raise Unavailable(f"the disk tier is away: {self._stats.message}") from None
 
 
 def _words_of(error: OSError | SplitpointError) -> str:

@@ -1,0 +1,107 @@
+"""Calls of a disk that may never answer: they run in threads, and are given up after a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from kvstore_service.tiers.disk.threads import DaemonThreads
+
+_READ_THREADS = 4
+# A call that takes longer than this, and its bytes at the lowest rate, is given up.
+STALL_SECONDS = 10.0
+_LEAST_BYTES_PER_SECOND = 20e6
+
+Result = TypeVar("Result")
+
+
+class NoAnswer(Exception):
+    """The disk did not answer in time."""
+
+
+class SlotHolds(Protocol):
+    """Keeps slots of the arena from being reused; see `SlotGrants`."""
+
+    def begin_copy(self, slots: Iterable[int]) -> None: ...
+
+    def end_copy(self, slots: Iterable[int]) -> None: ...
+
+
+class DiskCalls:
+    """The calls of one folder.
+
+    Args:
+        holds: keeps slots that a call without an answer may still read or write.
+        chunk_bytes: bytes that a call moves for each of its slots.
+        stall_seconds: see `STALL_SECONDS`.
+
+    Attributes:
+        writer: one thread, so that its calls follow each other.
+        readers: several threads.
+    """
+
+    def __init__(self, holds: SlotHolds, chunk_bytes: int, stall_seconds: float) -> None:
+        self.writer = DaemonThreads(1, "disk-write")
+        self.readers = DaemonThreads(_READ_THREADS, "disk-read")
+        self._holds = holds
+        self._chunk_bytes = chunk_bytes
+        self._stall_seconds = stall_seconds
+        self._waiting_bytes = 0
+        # Calls that took too long, and may still use the folder and slots.
+        self._stuck: set[asyncio.Future[Any]] = set()
+
+    def close(self) -> None:
+        self.writer.close()
+        self.readers.close()
+
+    async def run(
+        self, threads: DaemonThreads, call: Callable[[], Result], slots: Sequence[int]
+    ) -> Result:
+        """Run a call that uses these slots. Raises what it raises, and NoAnswer.
+
+        After NoAnswer the slots are held until the call ends.
+        """
+        size = len(slots) * self._chunk_bytes
+        self._waiting_bytes += size
+        limit = self._stall_seconds + self._waiting_bytes / _LEAST_BYTES_PER_SECOND
+        future = threads.submit(call)
+        try:
+            async with asyncio.timeout(limit):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            if future.done():
+                raise  # the call's own
+        finally:
+            self._waiting_bytes -= size
+        self._holds.begin_copy(slots)
+        self._stuck.add(future)
+        future.add_done_callback(lambda ended: self._end_stuck(ended, slots))
+        raise NoAnswer
+
+    async def wait_for_stuck(self) -> None:
+        """Return when all calls that were given up have ended."""
+        while self._stuck:
+            await asyncio.wait(self._stuck)
+            await asyncio.sleep(0)  # for its callback
+
+    def _end_stuck(self, ended: asyncio.Future[Any], slots: Sequence[int]) -> None:
+        self._stuck.discard(ended)
+        self._holds.end_copy(slots)
+        if not ended.cancelled():
+            ended.exception()  # so that asyncio does not report it
+
+
+async def to_the_end(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run work that a cancelled caller waits for, since threads use the caller's slots."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # so that asyncio does not report it
+        raise
