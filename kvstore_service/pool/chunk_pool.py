@@ -6,9 +6,8 @@ the free slots. The pool knows sessions only by their ids, no clock and no gRPC.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +15,7 @@ from kvstore_service.eviction.stats import InstrumentedPolicy
 from kvstore_service.pool.chunk_identity import ChunkIdentity
 from kvstore_service.pool.leases import Lease, LeaseTable
 from kvstore_service.pool.prefix_index import Entry, PrefixIndex, PrefixMatch
+from kvstore_service.pool.protection import Protection
 from kvstore_service.pool.recovered_state import RecoveredState
 from kvstore_service.pool.slot_grants import Preparation, SlotGrants
 from kvstore_service.pool.slot_table import MetadataWriter, SlotTable
@@ -103,7 +103,7 @@ class ChunkPool:
         self.demotions: Demotions | None = None
         self._policy = policy
         self._chunks: dict[int, Entry] = {}  # slot -> sealed chunk
-        self._guarded: Counter[bytes] = Counter()  # keys of chunks about to get children
+        self._protection = Protection(self.index, self.leases, self._chunks, self._offer)
         self._seal_number = recovered.last_seal_number
         self._adopt(recovered)
         self.grants = SlotGrants(self.slots, recovered)
@@ -243,21 +243,9 @@ class ChunkPool:
             else:
                 self._offer(slot)
 
-    @contextmanager
-    def guard(self, keys: Iterable[bytes]) -> Iterator[None]:
+    def guard(self, keys: Iterable[bytes]) -> AbstractContextManager[None]:
         """Protect chunks from eviction inside the block, by their keys."""
-        guarded = [key for key in keys if self.index.get(key) is not None]
-        self._guarded.update(guarded)
-        try:
-            yield
-        finally:
-            self._guarded.subtract(guarded)
-            for key in guarded:
-                if self._guarded[key] <= 0:
-                    del self._guarded[key]
-                entry = self.index.get(key)
-                if entry is not None:
-                    self._offer(entry.slot)
+        return self._protection.guard(keys)
 
     # -- eviction ----------------------------------------------------------------------
 
@@ -280,7 +268,7 @@ class ChunkPool:
                 evictable_slot_count=reclaimable,
             )
         while self.free_count < count:
-            slot = self._policy.choose(self._is_evictable)
+            slot = self._policy.choose(self._protection.is_evictable)
             if slot is None:
                 raise RuntimeError("the eviction policy lost sight of an evictable chunk")
             if self.demotions is not None:
@@ -289,34 +277,13 @@ class ChunkPool:
 
     def reclaimable_count(self) -> int:
         """Count the chunks that eviction could free: nothing at or below them is protected."""
-        return len(self._chunks) - len(self._kept())
+        return len(self._chunks) - len(self._protection.kept())
 
     def reclaimable_at_once(self) -> int:
         """Count the same chunks without those whose slots a tier copies."""
-        kept = self._kept()
+        kept = self._protection.kept()
         copied = sum(slot in self._chunks and slot not in kept for slot in self.grants.copied)
         return len(self._chunks) - len(kept) - copied
-
-    def _kept(self) -> set[int]:
-        """Return the slots of chunks that eviction cannot remove."""
-        kept: set[int] = set()
-        guarded = (self.index.get(key) for key in self._guarded)
-        slots = [*self.leases.leased_slots, *(entry.slot for entry in guarded if entry)]
-        for slot in slots:
-            entry = self._chunks.get(slot)  # None if damaged
-            while entry is not None and entry.slot not in kept:
-                kept.add(entry.slot)
-                entry = self.index.get(entry.parent_key)
-        return kept
-
-    def _is_evictable(self, slot: int) -> bool:
-        entry = self._chunks.get(slot)
-        return (
-            entry is not None
-            and not self.leases.is_leased(slot)
-            and not self.index.has_children(entry.key)
-            and entry.key not in self._guarded
-        )
 
     def next_victims(self, limit: int) -> list[Entry]:
         """Return up to `limit` chunks that eviction would remove next, in order."""
@@ -326,8 +293,7 @@ class ChunkPool:
             entry = self._chunks.get(slot)
             return (
                 entry is not None
-                and not self.leases.is_leased(slot)
-                and entry.key not in self._guarded
+                and not self._protection.has(entry)
                 and passed.issuperset(self.index.children(entry.key))
             )
 
@@ -340,7 +306,7 @@ class ChunkPool:
         return [self._chunks[slot] for slot in self._policy.upcoming(limit, is_next, leave)]
 
     def _offer(self, slot: int) -> None:
-        # The policy asks `_is_evictable` before it chooses a slot. A slot is offered again
+        # The policy asks `Protection` before it chooses a slot. A slot is offered again
         # whenever something that protected it is gone.
         if slot in self._chunks:
             self._policy.offer(slot)
@@ -348,7 +314,7 @@ class ChunkPool:
     def evict_all(self) -> int:
         """Evict every unprotected chunk, without a copy in a tier. Return their number."""
         for count in range(self.slot_count):
-            slot = self._policy.choose(self._is_evictable)
+            slot = self._policy.choose(self._protection.is_evictable)
             if slot is None:
                 return count
             self._evict(slot)
@@ -362,7 +328,7 @@ class ChunkPool:
         for count in range(limit):
             if self.awaits_tiers:
                 return count
-            slot = self._policy.choose(self._is_evictable)
+            slot = self._policy.choose(self._protection.is_evictable)
             if slot is None:
                 return count
             if self.demotions is not None:
