@@ -14,31 +14,28 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-
-from kvstore_service import validation
+from kvstore_service.calls import validation
+from kvstore_service.calls.messages import sealed_chunks
+from kvstore_service.calls.reserver import Reserver
+from kvstore_service.calls.sealer import READ_AT_ONCE_BYTES, Sealer
 from kvstore_service.idempotency import Call, IdempotentCalls, Response
 from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.maintenance import Maintenance
-from kvstore_service.messages import handle_of, next_message, sealed_chunks
+from kvstore_service.matcher import Matcher
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.pool.slot_grants import GrantedRun, Preparation
 from kvstore_service.remote.reader import ChunkReader
 from kvstore_service.remote.turns import StreamTurns
 from kvstore_service.remote.writer import ChunkWriter
-from kvstore_service.reserver import Reserver
-from kvstore_service.sealer import READ_AT_ONCE_BYTES, Sealer
+from kvstore_service.session_calls import SessionCalls
 from kvstore_service.stats import StoreInfo, stats_response
-from kvstore_service.store import KvStore, Matched
+from kvstore_service.store import KvStore
 from kvstore_service.tiers.filler import SlotFiller
 from kvstore_service.tiers.loader import ChunkLoader
 from kvstore_service.tiers.manager import TierManager
-from kvstore_service.tiers.report import endpoint_message
 from kvstore_service.tiers.transfer import ChunkTransfer
-from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
-from splitpoint.keys import chunk_keys
+from splitpoint.errors import FailedPrecondition
 from splitpoint.observe import tracing
-from splitpoint.transport.convert import layout_to_proto, tier_to_proto
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
@@ -81,6 +78,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._calls = IdempotentCalls()
         self._stopping = asyncio.Event()
         self._started = time.monotonic()
+        self._sessions = SessionCalls(store, self.tiers, transfer, self._stopping)
+        self._matcher = Matcher(store, self.maintenance, self.tiers, self._calls)
         self._sealer = Sealer(store, self.maintenance, self._threads, read_at_once_bytes)
         self._reserver = Reserver(store, self._threads, self.tiers if self.tiers.tiers else None)
         self._loader = ChunkLoader(
@@ -103,76 +102,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     # -- sessions ------------------------------------------------------------------------
 
     async def Attach(self, request: pb.AttachRequest, context: _Context) -> pb.AttachResponse:
-        process = validation.check_attach(request)
-        session = self.store.sessions.attach(
-            request.client_name,
-            process,
-            layout_hash=request.layout_hash,
-            previous_session_id=request.previous_session_id,
-        )
-        _log.info(
-            "session %s: %r, process %d",
-            session.session_id.hex()[:8],
-            request.client_name,
-            process.process_id,
-        )
-        arena = self.store.arena
-        return pb.AttachResponse(
-            session_id=session.session_id,
-            arena_path="" if session.is_remote else str(arena.path),
-            arena_size_bytes=arena.size_bytes,
-            instance_id=arena.superblock.instance_id,
-            epoch=self.store.epoch,
-            layout=layout_to_proto(arena.layout),
-            slot_count=arena.slot_count,
-            lease_duration=_duration(self.store.sessions.seconds_left(session)),
-            transfer=endpoint_message(self.transfer),
-            tiers=[tier_to_proto(tier) for tier in self.tiers.tiers],
-            loads_from_stores=self.transfer is not None,
-        )
+        return self._sessions.attach(request)
 
     async def KeepAlive(
         self, requests: AsyncIterator[pb.KeepAliveRequest], context: _Context
     ) -> AsyncIterator[pb.KeepAliveResponse]:
-        messages = aiter(requests)
-        session_id = b""
-        try:
-            first = await self._next_beat(messages, self.store.sessions.lease_seconds)
-            if first is None:
-                return
-            validation.check_session_id(first.session_id)
-            session = self.store.sessions.live(first.session_id)
-            if session.has_keep_alive:
-                raise FailedPrecondition(
-                    "another KeepAlive stream holds this session", reason="STREAM_EXISTS"
-                )
-            session.has_keep_alive = True
-            session_id = session.session_id
-            message: pb.KeepAliveRequest | None = first
-            while message is not None:
-                if message.session_id != session_id:
-                    raise InvalidArgument("one stream holds one session", field="session_id")
-                yield pb.KeepAliveResponse(
-                    epoch=self.store.epoch,
-                    lease_duration=_duration(self.store.sessions.keep_alive(session_id)),
-                )
-                message = await self._next_beat(messages, self.store.sessions.seconds_left(session))
-        finally:
-            if session_id:
-                self.store.sessions.end(session_id)
-                _log.info("session %s ended", session_id.hex()[:8])
-
-    async def _next_beat(
-        self, messages: AsyncIterator[pb.KeepAliveRequest], timeout: float
-    ) -> pb.KeepAliveRequest | None:
-        try:
-            return await next_message(messages, timeout, self._stopping)
-        except TimeoutError:
-            if self._stopping.is_set():
-                raise Unavailable("the store is stopping", reason="STOPPING") from None
-            raise FailedPrecondition(
-                "the session expired: no KeepAlive message came in time", reason="SESSION_EXPIRED"
-            ) from None
+        async with aclosing(self._sessions.keep_alive(requests)) as answers:
+            async for answer in answers:
+                yield answer
 
     # -- reading -------------------------------------------------------------------------
 
@@ -181,67 +118,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         with tracing.serving(
             "match", context, tokens=len(request.token_ids), is_peek=is_peek
         ) as span:
-            answer = await self._match(request)
+            answer = await self._matcher.match(request)
             span.set(cached_tokens=answer.cached_tokens, chunks=len(answer.chunks))
             return answer
-
-    async def _match(self, request: pb.MatchRequest) -> pb.MatchResponse:
-        arena = self.store.arena
-        tokens = validation.check_match(request, arena.slot_count * arena.layout.chunk_tokens)
-        if not request.session_id:
-            found = self.store.peek(request.tenant_salt, tokens)
-            held = await self._held(request, found, tokens) if request.asks_tiers else ()
-            return self._matched(found, held)
-        validation.check_session(request.session_id, request.request_id)
-        self.maintenance.called()
-        call = self._call(request, pb.MatchResponse)
-        known = await self._calls.known(call)
-        if known is not None:
-            return known
-        salt = request.tenant_salt
-        if self.store.recovered.in_match(salt, tokens):
-            work = self._verify_and_match(request, tokens)
-            return await self._calls.run(call, work, keep_errors=False)
-        found = self._leased_match(request, tokens)
-        return self._calls.answered(call, self._matched(found))
-
-    async def _verify_and_match(
-        self, request: pb.MatchRequest, tokens: Sequence[int]
-    ) -> pb.MatchResponse:
-        salt = request.tenant_salt
-        await self.maintenance.verify(lambda: self.store.recovered.in_match(salt, tokens))
-        return self._matched(self._leased_match(request, tokens))
-
-    def _leased_match(self, request: pb.MatchRequest, tokens: Sequence[int]) -> Matched:
-        found = self.store.match(request.session_id, request.tenant_salt, tokens)
-        self.tiers.used(found.entries)
-        return found
-
-    async def _held(
-        self, request: pb.MatchRequest, found: Matched, tokens: Sequence[int]
-    ) -> list[pb.TierPrefix]:
-        """Return the tiers that continue the arena's full chunks of a sequence."""
-        layout = self.store.arena.layout
-        size = layout.chunk_tokens
-        keys = list(chunk_keys(layout.layout_hash, request.tenant_salt, tokens, size))
-        cached = sum(entry.key == key for entry, key in zip(found.entries, keys, strict=False))
-        held = await self.tiers.held(keys[cached:])
-        return [
-            pb.TierPrefix(tier=tier_to_proto(tier), cached_tokens=(cached + count) * size)
-            for tier, count in held.items()
-            if count
-        ]
-
-    def _matched(self, found: Matched, tiers: Sequence[pb.TierPrefix] = ()) -> pb.MatchResponse:
-        return pb.MatchResponse(
-            cached_tokens=found.cached_tokens,
-            chunks=[handle_of(entry) for entry in found.entries],
-            chunk_keys=[entry.key for entry in found.entries],
-            lease_id=found.lease_id,
-            epoch=self.store.epoch,
-            storable_tokens=found.storable_tokens,
-            tiers=tiers,
-        )
 
     async def ReadChunks(self, request: pb.ReadChunksRequest, context: _Context) -> None:
         self.maintenance.called()
@@ -406,9 +285,3 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         return stats_response(
             self.store, self.maintenance, self.info, uptime, self.tiers, self.transfer
         )
-
-
-def _duration(seconds: float) -> Duration:
-    result = Duration()
-    result.FromNanoseconds(int(seconds * 1e9))
-    return result

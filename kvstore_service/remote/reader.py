@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from kvstore_service import validation
+from kvstore_service.calls import validation
 from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.remote import turns
 from kvstore_service.remote.turns import StreamTurns

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 
-from kvstore_service import validation
+from kvstore_service.calls import validation
+from kvstore_service.calls.messages import next_message, sealed_chunks
+from kvstore_service.calls.reserver import Reserver, places
+from kvstore_service.calls.sealer import Sealer
 from kvstore_service.idempotency import Call, IdempotentCalls
-from kvstore_service.messages import next_message, sealed_chunks
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.remote import turns
 from kvstore_service.remote.turns import StreamTurns
-from kvstore_service.reserver import Reserver, places
-from kvstore_service.sealer import Sealer
 from kvstore_service.sessions import Session
 from kvstore_service.store import KvStore
 from splitpoint.arena.payload import PIECE_BYTES, Payload

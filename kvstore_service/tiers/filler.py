@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress
 
-from kvstore_service import validation
+from kvstore_service.calls import validation
 from kvstore_service.recovery.recovered_chunks import damage_of
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.manager import TierManager

@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
 
-from kvstore_service import validation
+from kvstore_service.calls import validation
+from kvstore_service.calls.reserver import Reserver, places
+from kvstore_service.calls.sealer import Sealer
 from kvstore_service.maintenance import Maintenance
 from kvstore_service.pool.chunk_pool import WrittenChunk
-from kvstore_service.reserver import Reserver, places
-from kvstore_service.sealer import Sealer
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.manager import TierManager
 from kvstore_service.tiers.tier import ChunkSource

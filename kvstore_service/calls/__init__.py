@@ -1,0 +1,1 @@
+"""The parts of a call: checks of requests, messages, reservations, and seals."""
