@@ -130,7 +130,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def setup(shm_folder: Path, socket_address: str) -> AsyncIterator[Setup]:
     opened = open_or_create_arena(shm_folder / "store" / "arena", LAYOUT, SLOTS)
     store = KvStore(
-        opened.arena, clock=lambda: 1000.0, lease_seconds=0.6, is_present=lambda _: True
+        opened.arena, clock=lambda: 1000.0, lease_seconds=1.5, is_present=lambda _: True
     )
     servicer = Servicer(store)
     server = create_server()
