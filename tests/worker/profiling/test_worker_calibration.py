@@ -1,15 +1,15 @@
 """The kernels of a host: chosen by a measurement, kept, shared, and measured again when needed.
 
-Measures for real, which takes a second or two each time; 20 s in all.
+Measures for real where the measurement matters, which takes a second or two each time; 15 s in all.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,21 +33,55 @@ PROGRAM = (
     "import torch; from worker_service.profiling.calibration import use_kernels; "
     "print(use_kernels(torch.float32))"
 )
+# Has torch and the calibration loaded, and no more: then each process that it forks is as a new
+# one. Its requests: a program, variables of the environment, and a file for the output of each
+# process that runs the program. Answers with their wait statuses.
+PARENT = """
+import json, os, sys
+import worker_service.profiling.calibration
+for line in sys.stdin:
+    program, environment, outputs = json.loads(line)
+    children = []
+    for output in outputs:
+        children.append(os.fork())
+        if not children[-1]:
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
+            os.environ.update(environment)
+            exec(program)
+            sys.stdout.flush()
+            os._exit(0)
+    print(json.dumps([os.waitpid(child, 0)[1] for child in children]), flush=True)
+"""
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 
-def said_by(program: str, **environment: str) -> str:
-    """Return what a Python process prints that has these variables, too."""
-    command = [sys.executable, "-c", program]
-    return subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=120,
-    ).stdout
+class Processes:
+    """Processes that run one program each."""
+
+    def __init__(self, parent: subprocess.Popen[str], folder: Path) -> None:
+        self._parent, self._folder = parent, folder
+
+    def say(self, program: str, environment: dict[str, str], *, count: int = 1) -> list[str]:
+        """Return what each of some processes prints that have these variables, too."""
+        outputs = [self._folder / str(number) for number in range(count)]
+        for output in outputs:
+            output.unlink(missing_ok=True)
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
+        request = [program, environment, [str(output) for output in outputs]]
+        print(json.dumps(request), file=self._parent.stdin, flush=True)
+        assert json.loads(self._parent.stdout.readline()) == [0] * count
+        return [output.read_text() for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        yield Processes(parent, tmp_path_factory.mktemp("said"))
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +115,10 @@ def unmeasured(used: Path) -> Path:
     return used
 
 
+def cache_variable(cache: Path) -> dict[str, str]:
+    return {CACHE_FOLDER: str(cache)}
+
+
 def record(cache: Path) -> Path:
     (found,) = cache.glob("kernels-*.json")
     return found
@@ -100,12 +138,15 @@ def test_what_a_file_says_is_used_unmeasured(used: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"facts": {}, "choice": "decode=fast"}', "[1]"])
-def test_a_damaged_or_older_file_is_measured_again(used: Path, damage: str) -> None:
+def test_a_damaged_or_older_file_is_measured_again(
+    used: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = record(used)
     whole = json.loads(path.read_text())
     path.write_text(damage)
-    choice = use_kernels(torch.float32)
-    assert json.loads(path.read_text()) == {"facts": whole["facts"], "choice": str(choice)}
+    monkeypatch.setattr(calibration, "measured", lambda *_, **__: UNLIKELY)
+    assert use_kernels(torch.float32) == UNLIKELY
+    assert json.loads(path.read_text()) == {"facts": whole["facts"], "choice": str(UNLIKELY)}
 
 
 def test_types_are_measured_apart(used: Path) -> None:
@@ -113,14 +154,11 @@ def test_types_are_measured_apart(used: Path) -> None:
     assert len(list(used.glob("kernels-*.json"))) == 2
 
 
-def test_processes_that_start_together_use_the_same_kernels(unmeasured: Path) -> None:
+def test_processes_that_start_together_use_the_same_kernels(
+    unmeasured: Path, processes: Processes
+) -> None:
     """One measures, the other waits for the lock and reads."""
-    processes = [
-        subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    said = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
+    said = processes.say(PROGRAM, cache_variable(unmeasured), count=2)
     assert said[0] == said[1] == json.loads(record(unmeasured).read_text())["choice"] + "\n"
 
 
@@ -147,13 +185,14 @@ def test_without_a_folder_of_its_own_a_worker_goes_by_flags(
 
 
 @needs_compiler
-def test_a_compiler_that_is_installed_later_counts(unmeasured: Path) -> None:
+def test_a_compiler_that_is_installed_later_counts(unmeasured: Path, processes: Processes) -> None:
     """And a host without one keeps a choice of its own in a folder that both share."""
-    without = said_by(PROGRAM, CXX="no-such-compiler")
+    shared = cache_variable(unmeasured)
+    [without] = processes.say(PROGRAM, {**shared, "CXX": "no-such-compiler"})
     assert without.startswith("decode=products")
     first = record(unmeasured)
     content = first.read_text()
-    said_by(PROGRAM)
+    processes.say(PROGRAM, shared)
     assert first.read_text() == content
     (second,) = {*unmeasured.glob("kernels-*.json")} - {first}
     assert json.loads(second.read_text())["facts"]["has_compiled"]
@@ -161,7 +200,7 @@ def test_a_compiler_that_is_installed_later_counts(unmeasured: Path) -> None:
     for path, environment in ((first, {"CXX": "no-such-compiler"}), (second, {})):
         kept = json.loads(path.read_text())
         path.write_text(json.dumps({**kept, "choice": str(UNLIKELY)}))
-        assert said_by(PROGRAM, **environment) == f"{UNLIKELY}\n"
+        assert processes.say(PROGRAM, {**shared, **environment}) == [f"{UNLIKELY}\n"]
 
 
 @needs_compiler
@@ -192,7 +231,9 @@ def test_a_stopped_process_that_measures_is_not_waited_for(
     assert not list(cache.glob("*.json"))
 
 
-def test_a_full_disk_costs_the_file_and_not_the_measurement(unmeasured: Path) -> None:
+def test_a_full_disk_costs_the_file_and_not_the_measurement(
+    unmeasured: Path, processes: Processes
+) -> None:
     """No file can grow: what was measured is used, as by a worker that could write it."""
     program = (
         "import resource, torch\n"
@@ -200,10 +241,14 @@ def test_a_full_disk_costs_the_file_and_not_the_measurement(unmeasured: Path) ->
         "from worker_service.kernels.choice import Choice, Decode, Layout, Prefill\n"
         "unlikely = Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Layout.PLAIN)\n"
         "calibration.measured = lambda *_, **__: unlikely\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-        "print(calibration.use_kernels(torch.float32))\n"
+        "limits = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))\n"
+        "choice = calibration.use_kernels(torch.float32)\n"
+        # The output is a file, too.
+        "resource.setrlimit(resource.RLIMIT_FSIZE, limits)\n"
+        "print(choice)\n"
     )
-    assert said_by(program) == f"{UNLIKELY}\n"
+    assert processes.say(program, cache_variable(unmeasured)) == [f"{UNLIKELY}\n"]
     assert {each.suffix for each in unmeasured.glob("kernels-*")} <= {".so", ".lock"}
 
 
