@@ -7,6 +7,7 @@ the extra lacks fails as it does for a user.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from installation import Installation, closure, requirements_of
 from own_names import free_ports
 from packaging.utils import canonicalize_name
@@ -34,12 +36,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     return Installation(tmp_path_factory.mktemp("base"), "")
 
 
-@pytest.mark.parametrize("extra", MODULES)
-def test_the_modules_of_an_extra_are_those_of_its_requirements(extra: str) -> None:
-    brought_by = {
+@functools.cache
+def brought() -> dict[str, set[str]]:
+    """Return the distributions that bring each module; reads the files of all of them."""
+    return {
         module: {canonicalize_name(name) for name in found}
         for module, found in metadata.packages_distributions().items()
     }
+
+
+@pytest.mark.parametrize("extra", MODULES)
+def test_the_modules_of_an_extra_are_those_of_its_requirements(extra: str) -> None:
+    brought_by = brought()
     for module in MODULES[extra]:
         assert brought_by[module] & closure(extra)
         assert not brought_by[module] & closure("")
@@ -100,15 +108,22 @@ def test_a_missing_extra_is_one_line(
     assert done.stdout == ""
 
 
-@pytest.fixture
-async def stack(tmp_path: Path, redis_server: RedisServer) -> AsyncIterator[SecuredStack]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SecuredStack]:
     """Each service in an environment with its own extra alone; TLS, tokens, Redis and metrics."""
-    more = ("--metrics", "127.0.0.1:0", "--redis", redis_server.url)
-    pythons = {extra: Installation(tmp_path / extra, extra).python for extra in SERVICES}
-    async with secured_stack(tmp_path, *more, pythons=pythons) as running:
-        yield running
+    folder = tmp_path_factory.mktemp("stack")
+    redis = RedisServer(folder)
+    redis.start()
+    try:
+        more = ("--metrics", "127.0.0.1:0", "--redis", redis.url)
+        pythons = {extra: Installation(folder / extra, extra).python for extra in SERVICES}
+        async with secured_stack(folder, *more, pythons=pythons) as running:
+            yield running
+    finally:
+        redis.stop()
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_services_with_their_own_extras_serve_a_client_with_none(
     base: Installation, stack: SecuredStack
 ) -> None:
@@ -162,6 +177,7 @@ def gateway(python: Path, stack: SecuredStack, *more: str) -> Iterator[str]:
     assert process.returncode == 0
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_gateway_with_its_own_extra_serves_and_says_what_smg_needs(
     base: Installation, stack: SecuredStack, tmp_path: Path
 ) -> None:
