@@ -317,7 +317,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "profiling",
             "numerics",
         ),
-        *("account", "streams", "prefix_lookup", "runtime", "startup"),
+        *("account", "streams", "engine_calls", "prefixes", "runtime", "startup"),
     ),
     "scheduler_service": (
         *("limits", "worker_facts", "policy", "options"),

@@ -246,8 +246,9 @@ async def test_a_new_scheduler_takes_over_busy_workers(
 
 def slow_copies(stack: LocalStack, worker: int, gate: threading.Event) -> None:
     """Hold every copy of a worker back until the gate opens."""
-    write_back = stack.workers[worker].runtime.write_back
-    assert write_back is not None
+    prefixes = stack.workers[worker].runtime.prefixes
+    assert prefixes is not None
+    write_back = prefixes.write_back
     copy = write_back.copy
 
     def gated(*arguments: Any) -> list[int]:
@@ -328,8 +329,8 @@ async def test_broken_copies_fail_nothing_but_reuse(
             raise RuntimeError("the device is gone")
 
         for worker in stack.workers:
-            assert worker.runtime.write_back is not None
-            worker.runtime.write_back.copy = broken
+            assert worker.runtime.prefixes is not None
+            worker.runtime.prefixes.write_back.copy = broken
         for case in cases[:4]:
             answer = await stack.client.generate(
                 case.prompt, max_tokens=NEW_TOKENS, ignore_eos=True, residency=Residency.RESIDENT

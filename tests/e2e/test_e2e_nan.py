@@ -30,7 +30,7 @@ async def test_nan_fails_its_own_request_and_none_of_it_is_sealed(
     bad[40] = poisoned
     async with local_stack(folder, tmp_path, StackShape(workers=1)) as stack:
         engine = stack.workers[0].engine
-        await stack.workers[0].runtime.call(
+        await stack.workers[0].runtime.calls.run(
             lambda: engine.model._embedding[poisoned].fill_(float("nan"))
         )
         answers = [
@@ -49,7 +49,9 @@ async def test_nan_fails_its_own_request_and_none_of_it_is_sealed(
         await stack.assert_clean()
         # With a sound row the prompt is computed anew from the token's chunk on: only the sound
         # chunks before it may be in the store, or on the device.
-        await stack.workers[0].runtime.call(lambda: engine.model._embedding[poisoned].fill_(0.01))
+        await stack.workers[0].runtime.calls.run(
+            lambda: engine.model._embedding[poisoned].fill_(0.01)
+        )
         again = await stack.client.generate(
             bad, max_tokens=1, ignore_eos=True, residency=residency
         ).complete()

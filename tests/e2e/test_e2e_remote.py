@@ -132,12 +132,13 @@ async def test_a_source_that_is_not_there_costs_reuse_only(hosts: tuple[Host, Ho
 async def test_a_source_that_dies_in_the_middle(hosts: tuple[Host, Host], number: int) -> None:
     first, second = hosts
     await first.generate(PROMPT)
-    fetcher = second.worker.runtime.fetcher
-    assert fetcher is not None
+    prefixes = second.worker.runtime.prefixes
+    assert prefixes is not None
+    streams = prefixes.fetcher._streams
     # Strike between two copies: the first one has been made, the stream is open.
     struck = asyncio.Event()
     loop = asyncio.get_running_loop()
-    check = fetcher._streams._check_session
+    check = streams._check_session
     checks = 0
 
     def strike(connection: Any) -> None:
@@ -148,7 +149,7 @@ async def test_a_source_that_dies_in_the_middle(hosts: tuple[Host, Host], number
             first.process.send_signal(number)
             loop.call_soon(struck.set)
 
-    fetcher._streams._check_session = strike  # type: ignore[method-assign]
+    streams._check_session = strike  # type: ignore[method-assign]
     try:
         name = await second.admit(
             PROMPT,

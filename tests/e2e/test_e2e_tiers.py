@@ -36,11 +36,11 @@ async def pretend(stack: LocalStack, disk_bytes_per_second: float) -> None:
     """Let the worker report a slow device, and this rate of its disk tier."""
     [worker] = stack.workers
     runtime = worker.runtime
-    assert runtime.fetcher is not None
+    assert runtime.prefixes is not None
     slow = replace(runtime.profile, prefill_flops_per_second=1e7)
-    await runtime.call(lambda: worker.engine.watch_costs(slow))
-    runtime.fetcher.rates.by_key[Tier.DISK.value] = disk_bytes_per_second
-    runtime._on_rates(runtime.fetcher.rates.by_key)
+    await runtime.calls.run(lambda: worker.engine.watch_costs(slow))
+    runtime.prefixes.fetcher.rates.by_key[Tier.DISK.value] = disk_bytes_per_second
+    runtime._on_rates()
     scheduler = stack.scheduler.registry.find("0")
     assert scheduler is not None
 

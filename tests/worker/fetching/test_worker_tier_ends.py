@@ -151,10 +151,10 @@ async def test_a_tier_that_hangs_counts_as_slow(
         report = await meet(stack)
         stack.tier.gate.set()
         assert (report.fetched_tokens, report.recomputed_tokens) == (0, SHARED)
-        fetcher = stack.worker.runtime.fetcher
-        assert fetcher is not None
+        prefixes = stack.worker.runtime.prefixes
+        assert prefixes is not None
         size = SHARED // CHUNK * stack.store.arena.layout.chunk_bytes
-        assert 0 < fetcher.rates.by_key["disk"] <= size / 0.5
+        assert 0 < prefixes.fetcher.rates.by_key["disk"] <= size / 0.5
 
 
 async def test_a_request_that_is_cancelled_leaves_nothing(case: Case) -> None:

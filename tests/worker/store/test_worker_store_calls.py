@@ -233,16 +233,17 @@ async def test_a_new_session_without_transfers_has_none_of_their_rates(setup: Se
         engine.trace = None
         engine.max_batched_tokens = 16
         runtime = Runtime(engine, client)
-        assert runtime.fetcher is not None
+        assert runtime.prefixes is not None
+        fetcher = runtime.prefixes.fetcher
         # Measured in a session of a store that had them.
-        runtime.fetcher.rates.by_key |= {"a:1": 2e9, "a:1 mooncake": 3e9}
-        runtime._on_rates(runtime.fetcher.rates.by_key)
+        fetcher.rates.by_key |= {"a:1": 2e9, "a:1 mooncake": 3e9}
+        runtime._on_rates()
         assert "a:1 mooncake" in runtime.profile.remote_bytes_per_second
         setup.servicer.store.sessions.end(before.session_id)
         await until(lambda: client.connection not in (None, before))
         await until(lambda: runtime.profile.remote_bytes_per_second == {"a:1": 2e9})
-        assert runtime.fetcher.rates.by_key == {"a:1": 2e9}
-        await runtime.fetcher.close()
+        assert fetcher.rates.by_key == {"a:1": 2e9}
+        await fetcher.close()
 
 
 # -- stopping -------------------------------------------------------------------------
@@ -375,12 +376,12 @@ class Posted:
 
 
 async def test_between_two_steps_or_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker_service.runtime.STEP_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("worker_service.engine_calls.STEP_TIMEOUT_SECONDS", 0.05)
     engine: Any = Posted()
     runtime = Runtime(engine, None)
     ran: list[str] = []
     with pytest.raises(TimeoutError):
-        await asyncio.to_thread(runtime._between_steps, lambda: ran.append("late"))
+        await asyncio.to_thread(runtime.calls.without_copies, lambda: ran.append("late"))
     engine.commands.pop().function()  # the step ended after all
     assert ran == []
 
@@ -394,7 +395,7 @@ async def test_between_two_steps_or_never(monkeypatch: pytest.MonkeyPatch) -> No
         assert go_on.wait(30)
         ran.append("whole")
 
-    waiting = asyncio.create_task(asyncio.to_thread(runtime._between_steps, slow))
+    waiting = asyncio.create_task(asyncio.to_thread(runtime.calls.without_copies, slow))
     await until(lambda: bool(engine.commands))
     running = asyncio.create_task(asyncio.to_thread(engine.commands.pop().function))
     assert await asyncio.to_thread(begun.wait, 30)
@@ -413,7 +414,7 @@ async def test_an_error_between_steps_is_its_callers(monkeypatch: pytest.MonkeyP
     def broken() -> None:
         raise ValueError("a bug")
 
-    waiting = asyncio.create_task(asyncio.to_thread(runtime._between_steps, broken))
+    waiting = asyncio.create_task(asyncio.to_thread(runtime.calls.without_copies, broken))
     await until(lambda: bool(engine.commands))
     engine.commands.pop().function()  # raises nothing on the engine's thread
     with pytest.raises(ValueError, match="a bug"):
