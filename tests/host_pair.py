@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from admitting import admitting
 from forked_service import ForkedService
 from local_stack import StackShape, serving_worker, start_store, stop_process
 
 from splitpoint.keys import numerics_salt
 from splitpoint.transport.channels import open_channel
-from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2, worker_pb2_grpc
 from worker_service.startup.worker import LoadedWorker
 
 NEW_TOKENS = 12
@@ -57,17 +58,7 @@ class Host:
     async def admit(self, prompt: list[int], **changes: Any) -> str:
         self.names += 1
         name = f"request-{self.names}"
-        fields: dict[str, Any] = {
-            "request_id": name,
-            "prompt_token_ids": prompt,
-            "sampling": types_pb2.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True),
-            "plan": types_pb2.Plan(
-                residency=types_pb2.RESIDENCY_RESIDENT, method=types_pb2.RESTORE_METHOD_LOAD
-            ),
-            **changes,
-        }
-        admit = worker_pb2.AdmitCommand(**fields)
-        await self.run.write(worker_pb2.RunRequest(admit=admit))
+        await self.run.write(admitting(name, prompt, NEW_TOKENS, **changes))
         return name
 
     async def results(self, *names: str) -> Results:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from admitting import admitting
 from local_stack import LocalStack, StackShape, local_stack, start_service, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
@@ -14,7 +15,7 @@ from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_schedule import LAYER_PIECES
 from splitpoint.transport.channels import open_channel
-from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from splitpoint.v1 import worker_pb2, worker_pb2_grpc
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.lanes.lanes import EmulatedLink
 from worker_service.lanes.timeline import Span, Trace
@@ -136,16 +137,7 @@ async def test_a_process_with_less_memory_than_weights_answers_and_says_so(
             assert 0 < info.profile.host_kv_weight_bytes < info.profile.host_weight_bytes
             assert "16 of 16 layers" in info.weights
             stream = stub.Run()
-            sampling = types_pb2.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-            command = worker_pb2.AdmitCommand(
-                request_id="a",
-                prompt_token_ids=prompt,
-                sampling=sampling,
-                plan=types_pb2.Plan(
-                    residency=types_pb2.RESIDENCY_RESIDENT, method=types_pb2.RESTORE_METHOD_LOAD
-                ),
-            )
-            await stream.write(worker_pb2.RunRequest(admit=command))
+            await stream.write(admitting("a", prompt, NEW_TOKENS))
             tokens: list[int] = []
             async for response in stream:
                 for result in response.tokens:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from admitting import admitting
 from forked_service import ForkedService
 from local_stack import StackShape, serving_worker, start_store, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
@@ -32,16 +33,7 @@ class Host:
         self.stream = stream
 
     async def begin(self, name: str, prompt: list[int], count: int, **fields: Any) -> None:
-        command = worker_pb2.AdmitCommand(
-            request_id=name,
-            prompt_token_ids=prompt,
-            sampling=types_pb2.SamplingParams(max_tokens=count, ignore_eos=True),
-            plan=types_pb2.Plan(
-                residency=types_pb2.RESIDENCY_RESIDENT, method=types_pb2.RESTORE_METHOD_LOAD
-            ),
-            **fields,
-        )
-        await self.stream.write(worker_pb2.RunRequest(admit=command))
+        await self.stream.write(admitting(name, prompt, count, **fields))
 
     async def end(self, name: str) -> tuple[list[int], list[worker_pb2.RestoreReport]]:
         """Return the tokens and the restores of a request."""

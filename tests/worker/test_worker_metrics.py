@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from admitting import admitting
 from engine_runner import admission
 from local_stack import (
     StackShape,
@@ -281,16 +282,7 @@ async def one_worker(
 
 
 def admit(name: str, max_tokens: int) -> worker_pb2.RunRequest:
-    return worker_pb2.RunRequest(
-        admit=worker_pb2.AdmitCommand(
-            request_id=name,
-            prompt_token_ids=PROMPT,
-            sampling=types_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-            plan=types_pb2.Plan(
-                residency=types_pb2.RESIDENCY_RESIDENT, method=types_pb2.RESTORE_METHOD_LOAD
-            ),
-        )
-    )
+    return admitting(name, PROMPT, max_tokens)
 
 
 async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(

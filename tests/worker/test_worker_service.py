@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from admitting import admitting
 from fuzzing import call_with_bytes, random_messages
 from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
@@ -67,16 +68,7 @@ async def serving(folder: Path, *, load: bool = True) -> AsyncIterator[tuple[Wor
 
 
 def admit(name: str, **changes: object) -> worker_pb2.RunRequest:
-    fields: dict[str, object] = {
-        "request_id": name,
-        "prompt_token_ids": PROMPT,
-        "sampling": types_pb2.SamplingParams(max_tokens=12, ignore_eos=True),
-        "plan": types_pb2.Plan(
-            residency=types_pb2.RESIDENCY_RESIDENT, method=types_pb2.RESTORE_METHOD_NONE
-        ),
-        **changes,
-    }
-    return worker_pb2.RunRequest(admit=worker_pb2.AdmitCommand(**fields))  # type: ignore[arg-type]
+    return admitting(name, PROMPT, 12, method=types_pb2.RESTORE_METHOD_NONE, **changes)
 
 
 async def next_finish(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from admitting import admitting
 from local_stack import StackShape, serving_worker
 from tier_double import MemoryTier
 
@@ -49,16 +50,7 @@ class TierStack:
 
     async def admit(self, name: str, prompt: Sequence[int], count: int, **fields: Any) -> None:
         self.answers[name] = Answer()
-        command = worker_pb2.AdmitCommand(
-            request_id=name,
-            prompt_token_ids=prompt,
-            sampling=types_pb2.SamplingParams(max_tokens=count, ignore_eos=True),
-            plan=types_pb2.Plan(
-                residency=types_pb2.RESIDENCY_RESIDENT, method=types_pb2.RESTORE_METHOD_LOAD
-            ),
-            **fields,
-        )
-        await self.stream.write(worker_pb2.RunRequest(admit=command))
+        await self.stream.write(admitting(name, prompt, count, **fields))
 
     async def meet(
         self, name: str, prompt: Sequence[int], count: int, *, cached: int, expected: int
