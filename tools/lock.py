@@ -1,6 +1,6 @@
 """Writes requirements/*.lock: `make lock`, or `python -m tools.lock [--upgrade]`.
 
-    control.lock   what the image without torch has: scheduler, store, gateway, structured
+    control.lock   what the image without torch has: scheduler, store, gateway, smg, structured
     worker.lock    what the extra worker has beyond that
     mooncake.lock  what the extra mooncake has beyond control: for the image of stores that use it
     dev.lock       what `make setup` has beyond control and worker
@@ -53,7 +53,8 @@ def main() -> None:
     before = "".join(path.read_text() for path in locked)
     everything = _resolve(uv, before, sys.argv[1:], extras=("dev",), more=building)
     pins = "".join(everything.values())
-    control = _resolve(uv, pins, (), extras=("scheduler", "store", "gateway", "structured")).keys()
+    services = ("scheduler", "store", "gateway", "smg", "structured")
+    control = _resolve(uv, pins, (), extras=services).keys()
     worker = _resolve(uv, pins, (), extras=("worker",)).keys() - control
     mooncake = _resolve(uv, pins, (), extras=("mooncake",)).keys() - control
     built = _resolve(uv, pins, (), more=building).keys()
