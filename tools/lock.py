@@ -1,4 +1,4 @@
-"""Writes requirements/*.lock: `make lock`, or `python -m tools.lock [--upgrade]`.
+"""Writes requirements/*.lock: `make lock`, or `python -m tools.lock [--upgrade] [--upgrade-package NAME]`.
 
     control.lock   what the image without torch has: scheduler, store, gateway, smg, structured
     worker.lock    what the extra worker has beyond that
@@ -20,6 +20,7 @@ Needs `uv`, which resolves for other Pythons than the one it runs with.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -44,6 +45,23 @@ Entries = Mapping[str, str]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.lock",
+        description="Write requirements/*.lock from pyproject.toml, with `uv`.",
+    )
+    parser.add_argument(
+        "--upgrade", action="store_true", help="take newer versions; absent: keep those locked"
+    )
+    parser.add_argument(
+        "--upgrade-package",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="take a newer version of this distribution; may be repeated",
+    )
+    options = parser.parse_args()
+    newer = ["--upgrade"] if options.upgrade else []
+    newer += [f"--upgrade-package={name}" for name in options.upgrade_package]
     uv = which("uv")
     if uv is None:
         sys.exit("uv is not here: pip install uv")
@@ -51,7 +69,7 @@ def main() -> None:
     building = [*_pyproject()["build-system"]["requires"], EDITABLE]
     locked = [path for path in sorted(FOLDER.glob("*.lock")) if path.stem != "build"]
     before = "".join(path.read_text() for path in locked)
-    everything = _resolve(uv, before, sys.argv[1:], extras=("dev",), more=building)
+    everything = _resolve(uv, before, newer, extras=("dev",), more=building)
     pins = "".join(everything.values())
     services = ("scheduler", "store", "gateway", "smg", "structured")
     control = _resolve(uv, pins, (), extras=services).keys()

@@ -6,6 +6,7 @@ command prints. A benchmark is named by its module: `<!-- begin benchmarks.kvpr_
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -39,6 +40,10 @@ def pages() -> list[Path]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        prog="python -m tools.pages",
+        description="Put the present output of commands into the pages of docs.",
+    ).parse_args()
     for path in pages():
         path.write_text(updated(path.read_text()))
 

@@ -1,4 +1,4 @@
-"""Renders the Helm chart as the tests look at it: `python tools/render_chart.py`.
+"""Renders the Helm chart as the tests look at it: `python -m tools.render_chart`.
 
 With `helm` if it is there, else with tools/chart/render.go (Debian: golang-go,
 golang-github-masterminds-sprig-dev, golang-github-ghodss-yaml-dev). Each case's values
@@ -10,6 +10,7 @@ checked here, and what is written leaves them out, as the digest does.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -80,6 +81,10 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        prog="python -m tools.render_chart",
+        description="Render the Helm chart with each case's values, into tests/deploy/charts.",
+    ).parse_args()
     for case in sorted(CASES.glob("*.values.yaml")):
         target = rendered_of(case)
         target.write_text(f"{HEADER}{digest_of(case)}\n{without_rules(render(case))}")

@@ -6,6 +6,7 @@ To change one, edit it in Grafana, save its JSON over the file, then run
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -106,6 +107,10 @@ def recording_rules() -> dict[str, str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        prog="python -m tools.monitoring.dashboards",
+        description="Format the dashboards in deploy/grafana/dashboards, in place.",
+    ).parse_args()
     for path in files():
         path.write_text(formatted(path.read_text()))
 
