@@ -48,6 +48,12 @@ from splitpoint.shapes import ArenaLayout
 _log = logging.getLogger(__name__)
 
 _ADVICE = "remove it with `splitpoint arena rm`, or start the store as it was started before"
+# Why an empty folder may stay: it is a mount point, as in containers, whose root may be read-only
+# besides; or the folder above it belongs to another user.
+_FOLDER_STAYS = (
+    *(errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT),
+    *(errno.EBUSY, errno.EROFS, errno.EACCES, errno.EPERM),
+)
 
 
 class ArenaInUse(FailedPrecondition):
@@ -254,7 +260,7 @@ class ArenaOwner:
         try:
             self.path.parent.rmdir()
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY):
+            if error.errno not in _FOLDER_STAYS:
                 raise
 
     def check_there(self, arena: Arena) -> None:

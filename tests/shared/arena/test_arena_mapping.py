@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -414,6 +416,45 @@ def test_a_kept_arena_says_so(path: Path) -> None:
     assert kept.sequence == superblock.sequence + 2
     assert kept.instance_id == superblock.instance_id
     ArenaOwner.lock(path).remove()
+
+
+REMOVED = """
+import os
+from pathlib import Path
+from splitpoint.arena.owner import ArenaOwner
+for _ in range(2):
+    path = Path(os.environ["FOLDER"]) / "arena"
+    ArenaOwner.lock(path).remove()
+print(os.listdir(path.parent))
+"""
+
+
+@pytest.mark.parametrize("root", ["rw", "ro"])
+def test_a_folder_that_is_a_mount_stays(root: str) -> None:
+    """As in a container, where the folder is a volume and the root may be read-only."""
+    if subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode:
+        pytest.skip("the kernel forbids user and mount namespaces here")
+    command = (
+        'd=$(mktemp -d) && mount -t tmpfs none "$d" && install -d -m 0700 "$d/volume" && '
+        'mount -t tmpfs -o mode=0700 none "$d/volume" && mount -o "remount,$ROOT" "$d" && '
+        'FOLDER="$d/volume" "$PYTHON" -c "$SCRIPT"; code=$?; '
+        'umount "$d/volume" "$d"; rmdir "$d"; exit $code'
+    )
+    project = str(Path(__file__).resolve().parents[3])
+    done = subprocess.run(
+        ["unshare", "-Urm", "bash", "-c", command],
+        env={
+            **os.environ,
+            "PYTHON": sys.executable,
+            "SCRIPT": REMOVED,
+            "PYTHONPATH": project,
+            "ROOT": root,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_superblocks_alternate(path: Path) -> None:
