@@ -90,6 +90,7 @@ def store_command(node: Node) -> list[str]:
         f"--host-memory {memory if node.host_memory_bytes is None else node.host_memory_bytes}",
         "--arena /run/splitpoint-arena/arena",
         "--replace-arena",
+        "--keep-arena",
         *_REDIS_AND_METRICS,
         "${SPLITPOINT_KVSTORE_ARGS:-}",
     ]

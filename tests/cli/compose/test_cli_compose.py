@@ -153,6 +153,8 @@ def test_the_arena_fits_its_file_system() -> None:
         wanted = parsed(content["services"]["kvstore"]["command"])
         options = content["volumes"]["arena"]["driver_opts"]["o"].split(",")
         assert f"size={memory}" in options
+        # No second one would fit, beside one that workers map until the store is back.
+        assert wanted.keep_arena
         assert parse_size(wanted.host_memory) == parse_size(memory)
         assert mounts(content["services"]["kvstore"])[str(wanted.arena.parent)] is True
     store = base()["services"]["kvstore"]
@@ -215,6 +217,7 @@ def test_each_host_of_the_cluster_has_its_store_and_its_worker(host: str) -> Non
     assert "size=512m" in content["volumes"][f"arena-{host}"]["driver_opts"]["o"].split(",")
     assert f"tier-{host}:{store.tier_disk}" in services[f"store-{host}"]["volumes"]
     assert parse_size(store.tier_disk_size) == 4 << 30
+    assert store.keep_arena
     # By the only network of its container, which is therefore eth0.
     assert services[f"store-{host}"]["networks"] == ["cluster"]
     assert (store.transfer, store.transfer_interface) == ("mooncake", "eth0")
@@ -223,6 +226,8 @@ def test_each_host_of_the_cluster_has_its_store_and_its_worker(host: str) -> Non
     assert f"--rpc_port={port}" in services[master]["command"]
     # By HTTP it tells all keys to whatever asks.
     assert "--metrics_host=127.0.0.1" in services[master]["command"]
+    # Two hosts and two copies: what one computed outlives it.
+    assert store.tier_mooncake_replicas == 2
     assert "image" in services[master]
     assert services[master]["image"] == services[f"store-{host}"]["image"]
     # The folder is in the image, so that a new volume belongs to the services' user.
