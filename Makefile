@@ -118,23 +118,23 @@ up: proto  ## Start the stack here; Ctrl-C stops it
 down: proto  ## Stop the stack that `make up` started in another terminal
 	@$(BIN)/splitpoint down $(ARGS)
 
-compose-up:  ## Build and start the stack in containers (PROFILES=cpu,monitoring: what of it)
+compose-up:  ## Build and start the stack in containers (PROFILES=cpu,monitoring or cluster)
 	COMPOSE_PROFILES=$(PROFILES) $(COMPOSE) build
 	COMPOSE_PROFILES=$(PROFILES) $(COMPOSE) up -d
 
 compose-access:  ## Fetch certificate authority and tokens of that stack into ./access
 	mkdir -p -m 0700 access
-	docker cp "$$(COMPOSE_PROFILES=$(PROFILES) $(COMPOSE) ps -q scheduler):/etc/splitpoint/access/." access
+	docker cp "$$(COMPOSE_PROFILES=$(PROFILES) $(COMPOSE) ps -q $(if $(findstring cluster,$(PROFILES)),cluster-scheduler,scheduler)):/etc/splitpoint/access/." access
 
 compose-down:  ## Stop that stack; ARGS=-v: and forget its certificate, tokens (./access) and metrics
-	COMPOSE_PROFILES=cpu,gpu,monitoring $(COMPOSE) down $(ARGS)
+	COMPOSE_PROFILES=cpu,gpu,monitoring,cluster $(COMPOSE) down $(ARGS)
 	$(if $(filter -v --volumes,$(ARGS)),rm -rf access)
 
 pin-images: proto  ## Write the digests of base images into what names them; needs a registry
 	$(BIN)/python -m tools.pin_images
 
 compose-test: proto  ## Try the containers for real; needs a Docker engine (docs/deployment.md)
-	$(BIN)/python tools/compose_check.py $(ARGS)
+	$(BIN)/python -m tools.compose $(ARGS)
 
 clean:  ## Remove everything that was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Writes requirements/*.lock: `make lock`, or `python -m tools.lock [--upgrade] [--upgrade-package NAME]`.
+"""Writes requirements/*.lock: `make lock`, or `python -m tools.lock`.
 
     control.lock   what the image without torch has: scheduler, store, gateway, smg, structured
     worker.lock    what the extra worker has beyond that
