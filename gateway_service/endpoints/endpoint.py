@@ -31,6 +31,7 @@ from splitpoint.errors import (
 )
 from splitpoint.observe.logs import for_request
 from splitpoint.observe.meters import Meters
+from splitpoint.observe.tracing import TRACEPARENT, received_parent
 from splitpoint.transport.access import METADATA_KEY, Access
 
 _log = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ class Gateway:
     def admit(self, exchange: Exchange, method: str) -> Metadata:
         """Return the metadata by which a call is made for the client of an exchange.
 
+        It has the client's key and, if the client traces the request, its traceparent.
+
         Raises Unauthenticated, PermissionDenied, Unavailable, as the scheduler would.
         """
         keys = exchange.headers(b"authorization")
@@ -106,7 +109,8 @@ class Gateway:
         metadata = tuple((METADATA_KEY, key) for key in keys)
         if self.access is not None:
             self.access.admit(method, metadata)
-        return metadata
+        parent = received_parent(exchange.headers(TRACEPARENT.encode()))
+        return (*metadata, (TRACEPARENT, parent)) if parent else metadata
 
     def check_host(self, exchange: Exchange) -> None:
         """Raise PermissionDenied for a host by another name."""

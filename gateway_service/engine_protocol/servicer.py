@@ -20,6 +20,7 @@ from gateway_service.upstream.schedulers import Upstream
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.schedulers import ADMIN, INFERENCE
 from splitpoint.errors import FailedPrecondition, SplitpointError
+from splitpoint.observe.tracing import TRACEPARENT, received_parent
 from splitpoint.transport.access import METADATA_KEY
 from splitpoint.v1 import scheduler_pb2
 
@@ -221,11 +222,11 @@ class EngineServicer:
     # -- the scheduler -----------------------------------------------------------------
 
     def _metadata(self, context: _Context) -> Metadata:
-        """Return the entry with the token that goes on to the scheduler; empty: there is none."""
-        for key, value in context.invocation_metadata() or ():
-            if key == METADATA_KEY and isinstance(value, str):
-                return ((METADATA_KEY, value),)
-        return self._own
+        """Return what goes on to the scheduler: the token and the traceparent, if there are any."""
+        received = [(str(key), str(value)) for key, value in context.invocation_metadata() or ()]
+        token = tuple(entry for entry in received if entry[0] == METADATA_KEY)[:1] or self._own
+        parent = received_parent([value for key, value in received if key == TRACEPARENT])
+        return (*token, (TRACEPARENT, parent)) if parent else token
 
     async def _model(self, metadata: Metadata) -> scheduler_pb2.Model:
         request = scheduler_pb2.GetModelRequest()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,10 @@ FLUSH_SECONDS = 2.0
 _EXPORT_SECONDS = 2.0
 # Clients choose what they send as a traceparent; version 00 has 55 characters.
 _LONGEST_PARENT = 128
+# Version ff, a trace of zeros and a span of zeros are invalid. A later version may have more parts.
+_PARENT = re.compile(
+    r"(?!ff)([0-9a-f]{2})-((?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2})(-.*)?"
+)
 
 Fact = str | int | float | bool | None
 
@@ -180,6 +185,17 @@ def parent_of(call: Any) -> str:
         return ""
     received = call.invocation_metadata() or ()
     return next((str(value) for key, value in received if key == TRACEPARENT), "")
+
+
+def received_parent(values: Sequence[str]) -> str:
+    """Return the traceparent to send on for what a caller sent under that name, in version 00.
+
+    Empty if there is none, or several, or one that is malformed: the standard says to ignore them.
+    """
+    found = _PARENT.fullmatch(values[0].strip(" \t")) if len(values) == 1 else None
+    if found is None or (found[1] == "00" and found[3]):
+        return ""
+    return f"00-{found[2]}"
 
 
 def current() -> Span:

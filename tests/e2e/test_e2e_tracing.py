@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -276,3 +278,33 @@ async def test_a_trace_that_nobody_samples_is_not_sent(tmp_path: Path, shm_folde
                 pass
         await asyncio.sleep(0.5)
         assert len(collector.named("generate")) == before
+        # A client of the gateway names its trace in a header, and a bad one costs it nothing.
+        model = (await client.get_model()).name
+        async with gateway_process(client.address) as url:
+            for nonsense in ("x" * 4000, "00-\u00fc", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"):
+                await asyncio.to_thread(complete, url, model, nonsense)
+            await asyncio.to_thread(complete, url, model, f"00-{'ef' * 16}-{'cd' * 8}-01")
+        await eventually(lambda: len(collector.named("generate")) == before + 1)
+        generate = collector.named("generate")[-1]
+        assert (generate.trace_id, generate.parent_id) == ("ef" * 16, "cd" * 8)
+
+
+@asynccontextmanager
+async def gateway_process(scheduler: str) -> AsyncIterator[str]:
+    """A gateway in a process that traces nothing, as this one may; its URL."""
+    gateway, listening = await start_forked(
+        *("gateway_service", "--listen", "127.0.0.1:0", "--scheduler", scheduler)
+    )
+    try:
+        yield f"http://{listening}"
+    finally:
+        await stop_process(gateway)
+
+
+def complete(url: str, model: str, parent: str) -> None:
+    """Ask for a completion within a trace. Raises HTTPError unless it comes."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 2}
+    headers = {"content-type": "application/json", "traceparent": parent}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.status == 200

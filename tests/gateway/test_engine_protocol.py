@@ -214,7 +214,7 @@ def test_end_tokens_come_from_the_files() -> None:
     assert list(model_info(model, {}).eos_token_ids) == []
 
 
-# -- whose token ---------------------------------------------------------------------------
+# -- whose token, and whose trace ------------------------------------------------------------
 
 
 class Recorder:
@@ -245,6 +245,17 @@ async def test_a_calls_own_token_goes_before_the_gateways() -> None:
             vllm_engine_pb2.GetServerInfoRequest(), context
         )
     assert upstream.seen == [(), (("authorization", "Bearer files"),), (own,)]
+
+
+async def test_a_routers_trace_goes_on() -> None:
+    upstream: Any = Recorder()
+    parent = ("traceparent", f"00-{'ab' * 16}-{'cd' * 8}-01")
+    for metadata in ((parent,), (("traceparent", "nonsense"),), (parent, parent)):
+        context: Any = Context(*metadata)
+        await EngineServicer(upstream).GetServerInfo(
+            vllm_engine_pb2.GetServerInfoRequest(), context
+        )
+    assert upstream.seen == [(parent,), (), ()]
 
 
 # -- a stack behind it ---------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from splitpoint.errors import InvalidArgument, Unavailable
 from splitpoint.observe import tracing
-from splitpoint.observe.tracing import NO_SPAN, collector_url, name_of
+from splitpoint.observe.tracing import NO_SPAN, collector_url, name_of, received_parent
 
 ROOT = Path(__file__).resolve().parents[3]
 # A service whose installation lacks the extra.
@@ -91,3 +91,44 @@ def test_without_a_collector_spans_cost_next_to_nothing() -> None:
 def test_failures_are_named_not_quoted() -> None:
     error = Unavailable("the text 'secret' was not taken", reason="BUSY")
     assert (name_of(error), name_of(ValueError("secret"))) == ("BUSY", "ValueError")
+
+
+IDS = f"{'ab' * 16}-{'cd' * 8}"
+
+
+@pytest.mark.parametrize(
+    ("values", "parent"),
+    [
+        ([f"00-{IDS}-01"], f"00-{IDS}-01"),
+        ([f" 00-{IDS}-00\t"], f"00-{IDS}-00"),
+        # A later version is read as the one that is known here.
+        ([f"01-{IDS}-01"], f"00-{IDS}-01"),
+        ([f"cc-{IDS}-01-what the future holds"], f"00-{IDS}-01"),
+    ],
+)
+def test_a_callers_trace_goes_on(values: list[str], parent: str) -> None:
+    assert received_parent(values) == parent
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [""],
+        ["x" * 4000],
+        [f"00-{IDS}-01", f"00-{IDS}-01"],
+        [f"00-{IDS}-01, 00-{IDS}-01"],
+        [f"00-{IDS}-01-more"],
+        [f"00-{IDS}-01\n"],
+        [f"00-{IDS}"],
+        [f"00-{IDS}-1"],
+        [f"ff-{IDS}-01"],
+        [f"01-{IDS}-01more"],
+        [f"00-{IDS}-01".upper()],
+        [f"00-{'0' * 32}-{'cd' * 8}-01"],
+        [f"00-{'ab' * 16}-{'0' * 16}-01"],
+        ["00-" + "\u00fc" * 32 + f"-{'cd' * 8}-01"],
+    ],
+)
+def test_a_malformed_traceparent_is_ignored(values: list[str]) -> None:
+    assert received_parent(values) == ""
