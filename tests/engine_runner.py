@@ -36,7 +36,7 @@ def make_engine(
     max_batch_size: int = 16,
     max_batched_tokens: int = 64,
     cache_pages: int | None = None,
-    device_memory_bytes: int = 1 << 30,
+    device_memory_bytes: int = 1 << 26,
     eos_token_ids: tuple[int, ...] = (),
     device: torch.device = CPU,
     has_activations: bool = False,

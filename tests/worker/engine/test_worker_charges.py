@@ -110,7 +110,7 @@ def test_64_streamed_requests_decode_together_where_8_resident_ones_fit(
 ) -> None:
     budget = memory_for_residents(model, runner.layout, 8)
     prompts = [prompt_of(PROMPT, seed) for seed in range(REQUESTS)]
-    resident = engine_of(model, 1 << 30)
+    resident = engine_of(model, 1 << 26)
     requests = [admission(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)]
     wanted = runner.run(resident, requests).tokens
     # Cold under another salt, where all prefill at once, and from a warm store.
@@ -187,7 +187,7 @@ def test_the_charge_of_a_streamed_request_is_what_it_holds(
 ) -> None:
     """Compare the measured peak of pages outside the room with the claim, cold and warm."""
     for _ in range(2):
-        engine = engine_of(model, 1 << 30)
+        engine = engine_of(model, 1 << 26)
         runner.after_step = watch = Watch(engine)
         request = streamed(
             "a", prompt_of(PROMPT), GREEDY, resident_tokens=kept * CHUNK, schedule=schedule

@@ -50,9 +50,15 @@ def test_it_speeds_up_text_that_neither_model_was_trained_on(bundled_model: Path
         max_batch_size=4,
         max_batched_tokens=512,
     ).load()
-    wanted = run_all(make_engine(served, chunk_tokens=64), plain)
+    memory = 1 << 28
+    wanted = run_all(make_engine(served, chunk_tokens=64, device_memory_bytes=memory), plain)
     found = run_all(
-        make_engine(served, chunk_tokens=64, drafters={DraftMethod.MODEL: drafter}),
+        make_engine(
+            served,
+            chunk_tokens=64,
+            device_memory_bytes=memory,
+            drafters={DraftMethod.MODEL: drafter},
+        ),
         [replace(each, speculation=speculation) for each in plain],
     )
     assert found.tokens == wanted.tokens
