@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitpoint.config import check_address, is_local_address
+from splitpoint.errors import SplitpointError
 from splitpoint.transport.tls import Identity
 from splitpoint_cli.stack.notes import GatewayNote
 
@@ -18,6 +19,8 @@ _MOST_BYTES = 1 << 20
 _API = ("/v1/", "/tokenize", "/detokenize")
 # The status of a client that left before its answer.
 _LEFT = 499
+# Something else may listen there by now, and answer anything.
+_UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _SAMPLE = re.compile(r"splitpoint_gateway_(\w+?)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -73,7 +76,7 @@ def read_gateway(note: GatewayNote, identity: Identity) -> Gateway:
         counts = counts_of(text.decode("utf-8", "replace")) if status == 200 else None
         if counts is None and not message:
             message = f"it tells no counts: {_message(status, text)}"
-    except (OSError, HTTPException) as error:
+    except (OSError, HTTPException, SplitpointError, *_UNREADABLE) as error:
         return Gateway(note.url, False, False, " ".join(str(error).split()) or type(error).__name__)
     return Gateway(note.url, True, health == 200, message, counts)
 
@@ -138,5 +141,5 @@ def _message(status: int, body: bytes) -> str:
     try:
         told: Any = json.loads(body)
         return str(told["error"]["message"])
-    except (ValueError, TypeError, KeyError):
+    except _UNREADABLE:
         return f"it answers {status}"

@@ -143,6 +143,28 @@ async def test_a_key_goes_to_this_host_only_without_tls() -> None:
     assert ["secret" in head for head in heads] == [False, False, False, True]
 
 
+@pytest.mark.parametrize(
+    "body",
+    ["splitpoint_gateway_connections NaN", "splitpoint_gateway_connections +Inf", "[" * 30000],
+)
+@pytest.mark.parametrize("status", [200, 500])
+async def test_what_is_no_gateway_is_a_finding(body: str, status: int) -> None:
+    """Another program may listen there after a crash."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 {status} X\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write((head + body).encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        found = await asked(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    assert found.is_serving is (status == 200 and "[" in body)
+    assert found.counts in (None, GatewayCounts())
+    assert not (await asked("x")).is_up
+
+
 def test_metrics_of_others_are_left_out() -> None:
     text = """\
 # HELP splitpoint_gateway_requests_total x
