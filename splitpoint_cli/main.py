@@ -64,7 +64,7 @@ class _Commands(Mapping[str, Any]):
 
 
 def _load(name: str) -> Any:
-    """Import a command and return it as Typer runs it; raise KeyError if there is none."""
+    """Import a command and return it as Typer runs it."""
     module, _, attribute = COMMANDS[name].partition(":")
     found = getattr(importlib.import_module(module), attribute)
     group = typer.Typer(add_completion=False)
@@ -80,6 +80,10 @@ def _load(name: str) -> Any:
 class _LazyGroup(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**{**attributes, "commands": _Commands()})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        # Not by `get`: a KeyError of the import would mean that there is no such command.
+        return self.commands[cmd_name] if cmd_name in COMMANDS else None
 
 
 app = typer.Typer(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from fake_scheduler import Script, fake_scheduler
 from forked_command import ForkedCommands, forked_commands
 from typer.testing import CliRunner
@@ -565,6 +566,21 @@ def test_status_of_a_worker_that_up_gave_up(script: Script, tmp_path: Path) -> N
     assert splitpoint("status", "--address", script.address).returncode == 0, "it is back"
     write_given_up(tmp_path, [])
     assert not list(tmp_path.glob("given-up*"))
+
+
+def test_an_error_of_a_commands_import_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a KeyError, by which a mapping says that it lacks something."""
+
+    def load(name: str) -> None:
+        raise KeyError(f"in the import of {name}")
+
+    monkeypatch.setattr("splitpoint_cli.main._load", load)
+    # A group of its own: another one may have loaded the command.
+    group = typer.main.get_command(app)
+    with pytest.raises(KeyError, match="in the import of top"):
+        group.main(["top"], standalone_mode=False)
+    with pytest.raises(Exception, match="No such command 'tap'"):
+        group.main(["tap"], standalone_mode=False)
 
 
 def test_version_and_help_are_quick_and_torchless() -> None:
