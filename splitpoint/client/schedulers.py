@@ -131,21 +131,20 @@ class Round:
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Await the call in this block. Translate its error; swallow it if others are left."""
-        asked = self._schedulers.addresses[self._index]
+        address = self._schedulers.addresses[self._index]
         try:
             yield
-            self._schedulers.away.pop(asked, None)
+            self._schedulers.away.pop(address, None)
         except grpc.RpcError as error:
-            address = self._schedulers.addresses[self._index]
             result = error_of(error, address)
             if is_late(result):
                 raise DeadlineExceeded(
-                    f"{asked} did not answer within {self._timeout:g} s"
+                    f"{address} did not answer within {self._timeout:g} s"
                 ) from error
             if not isinstance(result, Unavailable) or not self._others:
                 raise result from error
             self._others -= 1
-            self._schedulers.away[asked] = result.message
+            self._schedulers.away[address] = result.message
             self._index = self._schedulers.leave(self._index)
 
 

@@ -9,9 +9,7 @@ from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.config import format_rate, format_size
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.weight_placement import (
-    NOTHING_ON_HOST,
-)
+from splitpoint.planning.weight_placement import NOTHING_ON_HOST
 from splitpoint.progress import Progress, Ticker
 from splitpoint.shapes import ArenaLayout, ModelShape
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
@@ -26,9 +24,7 @@ from worker_service.profiling.profiler import measure
 from worker_service.profiling.restore_costs import measure_overheads
 from worker_service.retrieval.screen_source import ScreenSource
 from worker_service.startup.drafting import WorkerSpeculation
-from worker_service.startup.kernels import (
-    describe,
-)
+from worker_service.startup.kernels import describe
 from worker_service.startup.memory import divide_memory
 from worker_service.startup.options import WorkerOptions
 from worker_service.store.verifier import Verifier

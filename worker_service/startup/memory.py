@@ -8,10 +8,7 @@ from typing import Any
 import torch
 
 from splitpoint.host.memory import memory_facts
-from splitpoint.planning.weight_placement import (
-    WeightPlacement,
-    WeightSizes,
-)
+from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
 from splitpoint.shapes import ArenaLayout, ModelShape
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES

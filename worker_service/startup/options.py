@@ -9,9 +9,7 @@ from pathlib import Path
 from splitpoint.errors import InvalidArgument
 from splitpoint.options import worker as options
 from splitpoint.options.speculation import SpeculativeConfig
-from splitpoint.planning.weight_placement import (
-    WeightObjective,
-)
+from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.progress import Progress
 from splitpoint.shapes import DataType, WeightFormat
 from splitpoint.transport.tls import PLAIN, Identity
