@@ -4,8 +4,8 @@
         worker = server.start("worker_service", "--listen", ..., failpoint="seal:3")
         worker.kill()
 
-Two processes import the services once for all tests, and then fork: each child runs the `main` of
-its service, as `python -m` would, with its own process id, threads and sockets.
+A process for each of FAMILIES imports its services once for all tests, and then forks: each child
+runs the `main` of its service, as `python -m` would, with its own process id, threads and sockets.
 
 A failpoint `PLACE:N` ends the child with SIGKILL when it comes to the place for the Nth time
 (failpoints.py).
@@ -13,6 +13,7 @@ A failpoint `PLACE:N` ends the child with SIGKILL when it comes to the place for
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -27,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -182,11 +184,9 @@ class Parent:
         return int(answer)
 
 
-# A store must not be as large as torch.
-FAMILIES = (
-    ("kvstore_service", "scheduler_service", "gateway_service"),
-    ("worker_service",),
-)
+# A store must not be as large as torch, and the gateway has its own settings of gRPC, which reads
+# them when it is imported.
+FAMILIES = (("kvstore_service", "scheduler_service"), ("gateway_service",), ("worker_service",))
 _parents: dict[str, Parent] = {}
 
 
@@ -213,9 +213,32 @@ def close_parents() -> None:
 # -- the process that forks -------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Program:
+    """A service's program.
+
+    Attributes:
+        environment: the variables that its import sets for libraries which read them later.
+    """
+
+    main: Callable[[], int]
+    environment: dict[str, str]
+
+    @classmethod
+    def load(cls, module: str) -> Self:
+        """Import it, and leave the environment as it is for other programs."""
+        before = dict(os.environ)
+        main = importlib.import_module(f"{module}.__main__").main
+        own = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        for name in own:
+            del os.environ[name]
+        os.environ.update(before)
+        return cls(main, own)
+
+
 def main() -> None:
     descriptor, *modules = sys.argv[1:]
-    mains = {name: importlib.import_module(f"{name}.__main__").main for name in modules}
+    programs = {name: Program.load(name) for name in modules}
     # Children share these pages: none of their collections writes to them.
     gc.freeze()
     _end_with_parent()
@@ -242,7 +265,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             orders.close()
-            _run(mains[order["module"]], order, descriptors)
+            _run(programs[order["module"]], order, descriptors)
         for each in descriptors:
             os.close(each)
         orders.send(str(child).encode())
@@ -253,12 +276,12 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _run(service: Callable[[], int], order: dict[str, Any], errors: Sequence[int]) -> None:
+def _run(program: Program, order: dict[str, Any], errors: Sequence[int]) -> None:
     """Be a service to its end. `errors` has its stderr, unless the order names a file for it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _end_with_parent()
     os.environ.clear()
-    os.environ.update(order["environment"])
+    os.environ.update({**program.environment, **order["environment"]})
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     files = [os.open(os.devnull, os.O_RDONLY), os.open(order["log"], append)]
     files += errors or [os.open(order["errors"], append)]
@@ -273,7 +296,7 @@ def _run(service: Callable[[], int], order: dict[str, Any], errors: Sequence[int
             from failpoints import FAILPOINTS
 
             FAILPOINTS[place](int(count))
-        code = service()
+        code = program.main()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
@@ -281,9 +304,17 @@ def _run(service: Callable[[], int], order: dict[str, Any], errors: Sequence[int
 
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _end(code)
+
+
+def _end(code: int) -> None:
+    """End as an interpreter does, except that memory is not freed: threads keep it from ending."""
+    interpreter: Any = threading
+    interpreter._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
