@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fleet import Fleet, fleet
 from fork_server import SECONDS
 
-from splitpoint.client import Client
+from splitpoint.client import AsyncClient, Client
 from splitpoint_cli.request.observed import Status, read_status
 
 
@@ -62,3 +62,10 @@ def kept_fleet(
         kept = KeptFleet(running, running.addresses[0])
         kept.until(lambda found: found.ready_count == 2)
         yield kept
+
+
+async def busiest_worker(client: AsyncClient) -> str:
+    """Return the worker with most requests; a worker just started again may have none."""
+    busiest = max(await client.list_workers(), key=lambda worker: worker.running_count)
+    assert busiest.running_count > 0
+    return busiest.id

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept_fleet import KeptFleet, kept_fleet
+from kept_fleet import KeptFleet, busiest_worker, kept_fleet
 
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion, Logprobs, Tokens
@@ -87,7 +87,7 @@ class Stack:
             await asyncio.wait_for(event.wait(), SECONDS)
         assert not all(task.done() for task in running)
         if module == "worker_service":
-            self.services.kill_worker("0")
+            self.services.kill_worker(await busiest_worker(self.client))
         else:
             self.services.kill_store()
         await asyncio.wait_for(asyncio.gather(*running), SECONDS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fork_server import SECONDS
-from kept_fleet import KeptFleet, kept_fleet
+from kept_fleet import KeptFleet, busiest_worker, kept_fleet
 
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import AsyncClient
@@ -189,13 +189,6 @@ async def test_a_request_that_asks_for_nothing_gets_what_is_configured(stack: Ke
         with pytest.raises(InvalidArgument) as caught:
             await ask(client, 0, is_sampled=False, speculative_tokens=33)
         assert caught.value.field == "speculation.num_speculative_tokens"
-
-
-async def busiest_worker(client: AsyncClient) -> str:
-    """Return the worker with most requests; a worker just started again may have none."""
-    busiest = max(await client.list_workers(), key=lambda worker: worker.running_count)
-    assert busiest.running_count > 0
-    return busiest.id
 
 
 @pytest.mark.parametrize("residency", list(Residency))
