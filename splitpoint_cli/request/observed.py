@@ -10,7 +10,7 @@ import grpc
 from splitpoint.client import Client
 from splitpoint.client.answers import Model, Queue, Worker
 from splitpoint.client.telemetry import SchedulerStatus
-from splitpoint.errors import InvalidArgument
+from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.transport import channels, statuses
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
@@ -19,6 +19,7 @@ from splitpoint_cli.request.gateways import Gateway, read_gateway
 from splitpoint_cli.stack.notes import GivenUpWorker, read_gateways, read_given_up
 
 _STORE_SECONDS = 5.0
+_AWAY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,23 @@ def read_status(client: Client) -> Status:
             read_gateway(note, client.identity)
             for note in read_gateways(worker.address for worker in workers)
         ),
-        away=client.away,
+        away=_still_away(client),
     )
+
+
+def _still_away(client: Client) -> dict[str, str]:
+    """Return the schedulers that did not answer a call of this client, and do not now.
+
+    It asks the one that answered from then on, and does not see that another one is back.
+    """
+    found = {}
+    for address in client.away:
+        with Client(address, identity=client.identity, timeout=_AWAY_SECONDS) as other:
+            try:
+                other.get_queue()
+            except SplitpointError as error:
+                found[address] = error.message
+    return found
 
 
 def read_store(address: str, identity: Identity = PLAIN) -> Store:

@@ -109,6 +109,12 @@ def test_a_scheduler_that_comes_back_is_not_away(scripts: list[Script]) -> None:
         client._schedulers.away = {scripts[0].address: "gone"}
         client.list_workers()
         assert client.away == {}
+        # Nor if the other one answers all calls from then on.
+        client._schedulers.away = {scripts[1].address: "gone", NOWHERE: "gone"}
+        found = read_status(client)
+        assert found.address == scripts[0].address
+        assert list(found.away) == [NOWHERE]
+        assert "refused" in found.away[NOWHERE]
 
 
 def test_one_address_goes_on_from_its_last_token(scripts: list[Script]) -> None:
