@@ -42,12 +42,12 @@ _ORDER_BYTES = 1 << 20
 
 
 class Child:
-    """A service process."""
+    """A service process, by its id and its file descriptor."""
 
-    def __init__(self, process_id: int, log: Path) -> None:
+    def __init__(self, process_id: int, descriptor: int, log: Path) -> None:
         self.process_id = process_id
         self.log = log
-        self._descriptor = os.pidfd_open(process_id)
+        self._descriptor = descriptor
 
     @property
     def is_running(self) -> bool:
@@ -113,8 +113,7 @@ class ForkServer:
     def start(self, module: str, *arguments: str, failpoint: str = "") -> Child:
         log = self.folder / f"{len(self.children)}-{module}.log"
         log.touch()
-        parent = parent_of(module)
-        child = Child(parent.fork(module, arguments, log, errors=log, failpoint=failpoint), log)
+        child = parent_of(module).fork(module, arguments, log, errors=log, failpoint=failpoint)
         self.children.append(child)
         return child
 
@@ -151,13 +150,13 @@ class Parent:
         errors: Path | None = None,
         failpoint: str = "",
         environment: Mapping[str, str] | None = None,
-    ) -> int:
-        """Return the process id of a service that prints to `log`.
+    ) -> Child:
+        """Start a service that prints to `log`.
 
         `errors`: file for its stderr, which else is that of the tests. `environment`: variables in
         addition to those of this process.
         """
-        return self._ask(
+        process_id, [descriptor] = self._ask(
             # What it is now: pytest gives each test another one to read.
             *(() if errors is not None else (2,)),
             module=module,
@@ -167,21 +166,25 @@ class Parent:
             errors=None if errors is None else str(errors),
             environment={**os.environ, **(environment or {})},
         )
+        return Child(process_id, descriptor, log)
 
     def code_of(self, process_id: int) -> int:
         """Return the exit code of a child that has ended; of a signal, its negative number."""
-        return self._ask(ended=process_id)
+        code, _ = self._ask(ended=process_id)
+        return code
 
     def close(self) -> None:
         self._orders.close()
         self._process.wait(SECONDS)
 
-    def _ask(self, *descriptors: int, **order: Any) -> int:
+    def _ask(self, *descriptors: int, **order: Any) -> tuple[int, list[int]]:
         with self._lock:
             socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
-            answer = self._orders.recv(_ORDER_BYTES)
+            answer, received, _, _ = socket.recv_fds(
+                self._orders, _ORDER_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
         assert answer, "the process that forks has ended"
-        return int(answer)
+        return int(answer), received
 
 
 # A store must not be as large as torch, and the gateway has its own settings of gRPC, which reads
@@ -262,13 +265,17 @@ def main() -> None:
                 time.sleep(0.001)
             orders.send(str(codes.pop(order["ended"])).encode())
             continue
+        # A child that ends at once is reaped when it has a descriptor, by which its end is seen.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         child = os.fork()
         if child == 0:
             orders.close()
             _run(programs[order["module"]], order, descriptors)
+        descriptors.append(os.pidfd_open(child))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        socket.send_fds(orders, [str(child).encode()], descriptors[-1:])
         for each in descriptors:
             os.close(each)
-        orders.send(str(child).encode())
 
 
 def _end_with_parent() -> None:
@@ -279,6 +286,7 @@ def _end_with_parent() -> None:
 def _run(program: Program, order: dict[str, Any], errors: Sequence[int]) -> None:
     """Be a service to its end. `errors` has its stderr, unless the order names a file for it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     _end_with_parent()
     os.environ.clear()
     os.environ.update({**program.environment, **order["environment"]})

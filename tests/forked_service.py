@@ -71,13 +71,13 @@ async def start_forked(
     descriptor, log = tempfile.mkstemp(prefix="service-")
     os.close(descriptor)
     parent = parent_of(module)  # in this thread; it may take seconds to answer
-    process_id = await asyncio.to_thread(
+    child = await asyncio.to_thread(
         parent.fork,
         *(module, arguments, Path(log)),
         errors=errors,
         environment=environment,
     )
-    service = ForkedService(parent, Child(process_id, Path(log)))
+    service = ForkedService(parent, child)
     line = await service.first_line()
     if not line.startswith(READY_PREFIX):
         service.kill()

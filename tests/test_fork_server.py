@@ -10,15 +10,17 @@ from pathlib import Path
 
 import fork_server
 import pytest
-from fork_server import FAMILIES, ROOT, Child, Parent
+from fork_server import FAMILIES, ROOT, Parent
 
 # Ends when its main thread and another one have ended.
 PROGRAM = """
-import atexit, os, threading, time
+import atexit, os, sys, threading, time
 os.environ.setdefault("OF_THIS_PROGRAM", "1")
 os.environ.setdefault("OF_THE_TEST", "1")
 
 def main():
+    if "refuse" in sys.argv:
+        raise SystemExit("refused")
     print(os.environ["OF_THIS_PROGRAM"], os.environ["OF_THE_TEST"], flush=True)
     atexit.register(print, "at the end", flush=True)
     threading.Thread(target=lambda: (time.sleep(0.3), print("in a thread", flush=True))).start()
@@ -38,10 +40,15 @@ def test_a_forked_program_is_as_one_of_its_own(
     parent = Parent(["first", "second"])
     try:
         log = tmp_path / "log"
-        child = Child(parent.fork("second", (), log, errors=log), log)
+        child = parent.fork("second", (), log, errors=log)
         child.wait_ended()
         assert parent.code_of(child.process_id) == 3
         child.close()
+        # One that ends before anything else is asked.
+        refused = parent.fork("first", ("refuse",), log, errors=tmp_path / "refused")
+        assert parent.code_of(refused.process_id) == 1
+        assert not refused.is_running
+        refused.close()
     finally:
         parent.close()
     assert log.read_text() == "1 2\nin a thread\nat the end\n"

@@ -21,7 +21,7 @@ from typing import Any
 
 import grpc
 import pytest
-from fork_server import Child, parent_of
+from fork_server import parent_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvstore_helpers import LAYOUT, payload_of, read_payload, seed_of
 
@@ -57,10 +57,10 @@ class StoreProcess:
         printed, self._told = self._folder / "stdout", self._folder / "stderr"
         printed.touch()
         self._told.touch()
-        self.pid = self._parent.fork(
+        self._child = self._parent.fork(
             "kvstore_service", (*store_arguments(arena, address), *more), printed, errors=self._told
         )
-        self._child = Child(self.pid, printed)
+        self.pid = self._child.process_id
         line = self._child.first_line()
         self.address = line.removeprefix("READY ").strip() if line.startswith("READY ") else None
 
