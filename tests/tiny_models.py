@@ -219,7 +219,7 @@ def _greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> Greedy
     key = _digest(model, prompt)
     found = reference_cache.find(key, count)
     if found is None:
-        found = computed(model, prompt, count)
+        found = _computed(model, prompt, count)
         reference_cache.keep(key, found)
     return found
 
@@ -235,7 +235,7 @@ def _digest(model: PreTrainedModel, prompt: Sequence[int]) -> str:
     return digest.hexdigest()
 
 
-def computed(model: PreTrainedModel, prompt: Sequence[int], count: int) -> Greedy:
+def _computed(model: PreTrainedModel, prompt: Sequence[int], count: int) -> Greedy:
     """Return the best token of each step; `generate` takes half as long again for the same."""
     forward: Any = model
     tokens: list[int] = []
