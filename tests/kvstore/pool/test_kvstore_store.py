@@ -227,6 +227,21 @@ def test_equal_hashes_of_different_contents_are_told_apart(
 # -- eviction ------------------------------------------------------------------------
 
 
+def test_guarded_chunks_and_those_before_them_stay(bench: Bench) -> None:
+    """Guards may overlap; the chunks can be evicted when the last one ends."""
+    session = bench.attach()
+    tokens = list(range(3 * LAYOUT.chunk_tokens))
+    keys, _ = store_sequence(bench.store, session, b"", tokens)
+    pool = bench.store.pool
+    with pool.guard([keys[1]]):
+        with pool.guard([keys[1], b"unknown"]):
+            assert pool.reclaimable_count() == 1
+            assert [entry.key for entry in pool.next_victims(3)] == [keys[2]]
+        assert pool.evict_all() == 1
+        assert pool.evict_all() == 0
+    assert pool.evict_all() == 2
+
+
 def test_the_least_recently_used_leaf_goes_first(bench: Bench) -> None:
     session = bench.attach()
     for name in (1, 2, 3, 4):
