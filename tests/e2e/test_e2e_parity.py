@@ -17,8 +17,7 @@ from splitpoint.client.answers import Completion
 from splitpoint.planning.plan import Residency
 
 LENGTHS = (1, 15, 16, 17, 47, 64, 65, 130)
-# Beyond two borders of chunks (16), and beyond every window (at most 24).
-NEW_TOKENS = 40
+NEW_TOKENS = 64
 
 
 async def greedy(
