@@ -117,6 +117,18 @@ async def test_a_prefix_that_begins_in_the_arena(case: Case) -> None:
         assert report.recomputed_tokens + report.fetched_tokens == SHARED - 6 * CHUNK
 
 
+async def test_a_load_that_need_not_begin_holds_up_no_other_request(case: Case) -> None:
+    """The arena has all of it: the next request of the prefix does not wait for this one's end."""
+    async with case.stack() as stack:
+        await stack.ask("computes", PREFIX, 1)
+        await stack.meet("long", PROMPT, 100, cached=SHARED, expected=SHARED // 2)
+        await stack.meet("short", OTHER, 8, cached=SHARED, expected=SHARED // 2)
+        assert (await stack.answer("short")).tokens == OTHER_WANTED
+        assert stack.answers["long"].finish is None
+        assert (await stack.answer("long")).tokens[:8] == WANTED
+        assert stack.tier.stats.read_chunks == 0
+
+
 async def test_a_missing_chunk_is_computed_and_what_follows_it_is_used(case: Case) -> None:
     async with case.stack() as stack:
         del stack.tier.chunks[stack.keys(PREFIX)[23]]
