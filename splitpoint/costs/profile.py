@@ -57,10 +57,10 @@ class Profile:
             )
         for rate in self.remote_bytes_per_second.values():
             _require_finite("remote_bytes_per_second", rate, above_zero=True)
-
         if isinstance(self.aged_sources, str):
             raise InvalidArgument("aged_sources must be a list of names", field="aged_sources")
-        object.__setattr__(self, "aged_sources", tuple(map(str, self.aged_sources)))
+        # A list, so that a profile read from JSON is equal to the one that was written.
+        object.__setattr__(self, "aged_sources", list(map(str, self.aged_sources)))
 
     def prefill_seconds(self, flops: float, pieces: int = 1) -> float:
         """Return the seconds of a prefill in so many pieces, each of which reads all weights."""
