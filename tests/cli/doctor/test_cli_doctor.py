@@ -177,6 +177,7 @@ def test_a_busy_port() -> None:
 
 def test_metrics_of_a_stack_take_ports_in_a_row() -> None:
     """As `up --metrics`: the scheduler's, the store's, a worker's; the last one is taken."""
+    listen = free_listen()  # before those in a row: the advice is about the ports after them
     port = free_ports(3)
     with socket.socket() as server:
         server.bind(("127.0.0.1", port + 2))
@@ -185,7 +186,7 @@ def test_metrics_of_a_stack_take_ports_in_a_row() -> None:
         assert f"127.0.0.1:{port + 2} cannot be used: Address already in use" in found["found"]
         advice, _, free = found["advice"].rpartition(" ")
         assert advice == "3 ports in a row are needed: --metrics"
-        code, findings = examine_here(*free_listen(), *SMALL, "--metrics", free)
+        code, findings = examine_here(*listen, *SMALL, "--metrics", free)
         assert (code, findings["metrics"]["verdict"]) == (0, "ok")
 
 

@@ -249,7 +249,12 @@ async def test_a_scheduler_ends_its_processes(running: Stack) -> None:
     chats = running.scheduler.manager.options.model.chats
     assert chats is not None
     children = Path("/proc/self/task").glob("*/children")
-    pids = {pid for path in children for pid in path.read_text().split()}
-    assert any("splitpoint.chat" in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
+    pids = {
+        pid
+        for path in children
+        for pid in path.read_text().split()
+        if "splitpoint.chat" in Path(f"/proc/{pid}/cmdline").read_text()
+    }
+    assert pids
     await running.scheduler.stop(0)
     assert not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids)
