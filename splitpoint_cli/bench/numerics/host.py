@@ -124,7 +124,7 @@ class NumericsHost:
         waiting = list(admissions.values())
         while waiting:
             self._admit(engine, variant, waiting.pop(0))
-            for output in outputs_until_idle(engine, self._store):
+            for output in outputs_until_idle(engine, self._store, in_turn=True):
                 for event in output.tokens:
                     name, choice = event.key[0], event.choice
                     if choice.logprob is None:

@@ -50,10 +50,15 @@ def admission_of(
     )
 
 
-def outputs_until_idle(engine: Engine, store: LocalStore | None = None) -> Iterator[StepOutput]:
+def outputs_until_idle(
+    engine: Engine, store: LocalStore | None = None, *, in_turn: bool = False
+) -> Iterator[StepOutput]:
     """Step until no request is left; yield what each step gave. Raises a request's error.
 
-    `store`: carries out what the engine asks of its store; None: the engine has none.
+    Args:
+        store: carries out what the engine asks of its store; None: the engine has none.
+        in_turn: each step begins with what the store was asked before it. Otherwise a busy machine
+            decides from which step on new chunks are in the store.
     """
     while True:
         with held():
@@ -69,7 +74,7 @@ def outputs_until_idle(engine: Engine, store: LocalStore | None = None) -> Itera
             return
         if store is not None:
             waits = not output.ran and not engine.is_restoring
-            for answer in store.answers(wait=waits):
+            for answer in store.all_answers() if in_turn else store.answers(wait=waits):
                 engine.post(answer)
         if not engine.can_go_on(output):
             engine.wait(_PAUSE_SECONDS)

@@ -122,6 +122,11 @@ class LocalStore:
                 raise answer
             yield answer
 
+    def all_answers(self) -> Iterable[Command]:
+        """Wait for all commands that have begun, and yield them. Raises their errors."""
+        while self._pending:
+            yield from self.answers(wait=True)
+
     def close(self) -> None:
         """Give everything back; nothing may read the arena any more."""
         self._writer.shutdown()
