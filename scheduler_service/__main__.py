@@ -65,7 +65,13 @@ def _options(arguments: argparse.Namespace, setup: Setup) -> SchedulerOptions:
     template = None if arguments.chat_template is None else Path(arguments.chat_template)
     residency = None if arguments.residency == "auto" else Residency(arguments.residency)
     return SchedulerOptions(
-        model=load_served_model(folder, data_type, chat_template=template),
+        model=load_served_model(
+            folder,
+            data_type,
+            chat_template=template,
+            served_names=arguments.served_model_name,
+            max_model_len=arguments.max_model_len,
+        ),
         worker_addresses=arguments.worker,
         server_key=read_server_key(arguments.server_key_file),
         limits=replace(

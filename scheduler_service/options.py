@@ -31,6 +31,13 @@ class ServedModel:
     tool_call_format: str = ""
     # Files of the tokenizer, by the names that they have in a model folder.
     tokenizer_files: Mapping[str, Path] = field(default_factory=dict)
+    # Further names by which requests may ask for it, besides the shape's.
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names by which requests may ask for it."""
+        return (self.shape.name, *self.other_names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         self._manager = manager
         self._limits = manager.limits
         self._shape = manager.options.model.shape
+        self._names = manager.options.model.names
         self._tokenizer = manager.options.model.tokenizer
         self._text_jobs = text_jobs
         self._grammars = GrammarChecks()
@@ -96,13 +97,13 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             await self._deliver(accepted, checked.resume, context)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        check_model(request.model, self._shape)
+        check_model(request.model, self._names)
         return await self._run_job(request, lambda: self._tokenized(request))
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
-        check_model(request.model, self._shape)
+        check_model(request.model, self._names)
         return await self._text_jobs.run(
             lambda: self._detokenized(request),
             tenant=current_caller().tenant,
@@ -111,7 +112,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         )
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> None:
-        check_model(request.model, self._shape)
+        check_model(request.model, self._names)
         files = self._manager.options.model.tokenizer_files
         if self._tokenizer is None:
             raise FailedPrecondition("the model has no tokenizer", reason="NO_TOKENIZER")
@@ -123,18 +124,18 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                     bound.end()
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        check_model(request.model, self._shape)
-        return pb.GetModelResponse(model=self._model_message())
+        check_model(request.model, self._names)
+        return pb.GetModelResponse(model=self._model_message(request.model))
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[self._model_message()])
+        return pb.ListModelsResponse(models=[self._model_message(name) for name in self._names])
 
     async def ExplainPlan(
         self, request: pb.ExplainPlanRequest, context: Context
     ) -> pb.ExplainPlanResponse:
-        check_model(request.model, self._shape)
+        check_model(request.model, self._names)
         return explain_plans(request, self._manager.registry, self._manager.options)
 
     # -- below the calls ---------------------------------------------------------------
@@ -175,6 +176,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 render=self._render,
                 tenant=caller.tenant,
                 weight=caller.weight,
+                other_names=self._names[1:],
                 server_key=key,
             )
             self._manager.prepare(checked)
@@ -250,12 +252,13 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             )
         return response
 
-    def _model_message(self) -> pb.Model:
+    def _model_message(self, name: str) -> pb.Model:
+        """Return the model by one of its names; an empty one is the first."""
         ready = [w.ready.facts for w in self._manager.registry.ready() if w.ready is not None]
         shape = ready[0].shape if ready else self._shape
         digest = _common_digest(ready)
         message = pb.Model(
-            name=self._shape.name,
+            name=name or self._names[0],
             shape=shape_to_proto(shape),
             ready_worker_count=len(ready),
             context_length=shape.context_length,

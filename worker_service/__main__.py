@@ -77,6 +77,7 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         cpu_kernels=arguments.cpu_kernels,
         numerics=arguments.numerics,
         weights=WeightFormat(arguments.weights),
+        max_model_len=arguments.max_model_len,
         chunk_tokens=arguments.chunk_tokens,
         pin_limit_bytes=None if pin is None else parse_size(pin, field="pin-limit"),
         verify_rate=arguments.verify_rate,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
+from collections.abc import Sequence
 
 from scheduler_service.api.prompts import Encode, Render, check_tokens, prompt_of
 from scheduler_service.api.request import FROM_THE_START, Request, Resume
@@ -47,18 +48,19 @@ def validate_generate(
     render: Render | None = None,
     tenant: str = "",
     weight: float = 1.0,
+    other_names: Sequence[str] = (),
     server_key: bytes,
 ) -> Request:
     """Check everything, tokenize text, and fill in what was left open.
 
-    `weight`: the tenant's. `encode` is None if the model has no tokenizer, `render` if it has no
-    chat template. A request without a seed gets the one that every scheduler of this
-    `server_key` gives it.
+    `weight`: the tenant's. `other_names`: of the model, besides its own. `encode` is None if the
+    model has no tokenizer, `render` if it has no chat template. A request without a seed gets the
+    one that every scheduler of this `server_key` gives it.
 
     Raises InvalidArgument with the field's path, NotFound for another model, and
     FailedPrecondition if it needs a tokenizer or a template that is not there.
     """
-    check_model(request.model, model)
+    check_model(request.model, (model.name, *other_names))
     _check_names(request)
     split, method, residency = _restore_options(request)
     _check_sampling(request.sampling, model, has_tokenizer=encode is not None)
@@ -87,10 +89,12 @@ def validate_generate(
     )
 
 
-def check_model(name: str, model: ModelShape) -> None:
-    """Raises NotFound for a name other than the served model's; empty names it, too."""
-    if name not in ("", model.name):
-        raise NotFound(f"no such model; {model.name!r} is served", reason="MODEL_NOT_FOUND")
+def check_model(name: str, names: Sequence[str]) -> None:
+    """Raise NotFound for a name that is none of the served model's; empty names it, too."""
+    if name and name not in names:
+        served = ", ".join(map(repr, names))
+        verb = "is" if len(names) == 1 else "are"
+        raise NotFound(f"no such model; {served} {verb} served", reason="MODEL_NOT_FOUND")
 
 
 def optional_residency(number: int) -> Residency | None:

@@ -269,8 +269,9 @@ class WorkerConnection:
         for name in ("layer_count", "hidden_size", "vocabulary_size", "context_length"):
             theirs, ours = getattr(info.shape, name), getattr(self._model, name)
             if theirs != ours:
+                hint = " (--max-model-len)" if name == "context_length" else ""
                 raise FailedPrecondition(
-                    f"serves another model: its {name} is {theirs}, ours {ours}"
+                    f"serves another model: its {name} is {theirs}, ours {ours}{hint}"
                 )
         if not info.worker_id or info.page_bytes < 1 or info.max_batch_size < 1:
             raise FailedPrecondition("its GetInfo lacks worker_id, page_bytes or max_batch_size")

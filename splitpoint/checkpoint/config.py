@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,22 @@ def read_shape(folder: Path, data_type: DataType | None = None) -> ModelShape:
     Raises InvalidArgument.
     """
     return shape_from_config(read_config(folder), name=model_name(folder), data_type=data_type)
+
+
+def with_context(shape: ModelShape, max_model_len: int | None) -> ModelShape:
+    """Return a shape whose context is lowered to so many tokens; None: as it is.
+
+    Raises InvalidArgument if the model's context is shorter.
+    """
+    if max_model_len is None:
+        return shape
+    if max_model_len > shape.context_length:
+        raise InvalidArgument(
+            f"--max-model-len: {max_model_len:,} tokens are more than the context of {shape.name}, "
+            f"{shape.context_length:,}",
+            field="max_model_len",
+        )
+    return replace(shape, context_length=max_model_len)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

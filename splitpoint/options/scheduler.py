@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from splitpoint.errors import InvalidArgument
 from splitpoint.options.option import Option, Section
-from splitpoint.options.service import COMMON, GRACE_SECONDS
+from splitpoint.options.service import COMMON, GRACE_SECONDS, MAX_MODEL_LEN
 from splitpoint.options.store import DTYPE
 from splitpoint.planning.plan import Objective, Residency
 
@@ -26,6 +27,14 @@ CHAT_TEMPLATE: Option[str | None] = Option(
     None,
     "File with the chat template in Jinja's language, at most 1 MiB; absent: the model's own.",
     unit="FILE",
+)
+SERVED_MODEL_NAME: Option[str | None] = Option(
+    "served-model-name",
+    str,
+    None,
+    "Name of the model for clients; several, with commas, all of which requests may use; absent: "
+    "the checkpoint's.",
+    unit="NAME,...",
 )
 QUEUE_CAPACITY: Option[int] = Option(
     "queue-capacity", int, 256, "Largest number of requests that may wait.", unit="N", least=0
@@ -80,6 +89,26 @@ ANSWER_CHARGE: Option[str] = Option(
 )
 
 
+def read_served_names(text: str | None) -> tuple[str, ...]:
+    """Return the names of --served-model-name; empty if it is absent. Raises InvalidArgument."""
+    if text is None:
+        return ()
+    names = tuple(name.strip() for name in text.split(","))
+    if any(not name or len(name) > _LONGEST_NAME or not name.isprintable() for name in names):
+        raise InvalidArgument(
+            f"--served-model-name: a name has 1 to {_LONGEST_NAME} printable characters",
+            field="served_model_name",
+        )
+    if len(set(names)) != len(names):
+        raise InvalidArgument(
+            "--served-model-name: a name is given twice", field="served_model_name"
+        )
+    return names
+
+
+_LONGEST_NAME = 256
+
+
 class Policy(StrEnum):
     """The order in which waiting requests start."""
 
@@ -118,7 +147,9 @@ POLICY_LEAD_REQUESTS: Option[float] = Option(
 
 SECTIONS = (
     *COMMON,
-    Section("model and workers", (WORKER, MODEL, DTYPE, CHAT_TEMPLATE)),
+    Section(
+        "model and workers", (WORKER, MODEL, DTYPE, CHAT_TEMPLATE, SERVED_MODEL_NAME, MAX_MODEL_LEN)
+    ),
     Section(
         "requests",
         (

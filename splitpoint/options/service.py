@@ -41,6 +41,16 @@ OTLP_ENDPOINT: Option[str | None] = Option(
     unit="HOST:PORT|URL|env",
 )
 
+MAX_MODEL_LEN: Option[int | None] = Option(
+    "max-model-len",
+    int,
+    None,
+    "Most tokens of a prompt and its answer together, for scheduler and workers alike; at most the "
+    "model's context; absent: the model's context.",
+    unit="N",
+    least=2,
+)
+
 GRACE_SECONDS: Option[float] = Option(
     "grace-seconds",
     float,

@@ -7,7 +7,7 @@ from pathlib import Path
 from splitpoint.numerics import Numerics
 from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.options.option import RATE, SIZE, Option, Section
-from splitpoint.options.service import ADVERTISE, COMMON
+from splitpoint.options.service import ADVERTISE, COMMON, MAX_MODEL_LEN
 from splitpoint.options.store import DTYPE, WEIGHTS
 from splitpoint.planning.weight_placement import WeightObjective
 
@@ -195,6 +195,7 @@ SECTIONS = (
             DEVICE,
             DTYPE,
             WEIGHTS,
+            MAX_MODEL_LEN,
             DEVICE_MEMORY,
             THREADS,
             CPU_KERNELS,

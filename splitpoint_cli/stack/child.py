@@ -23,6 +23,7 @@ from splitpoint.observe.logs import level_of
 from splitpoint.progress import Progress, read_progress
 from splitpoint.service import READY_PREFIX
 from splitpoint.transport.failure import read_failure
+from splitpoint_cli.stack.options import API_KEY_VARIABLE
 
 TAIL_LINES = 20
 # Longer lines are cut; a traceback or a log record never needs more.
@@ -332,4 +333,6 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     root = str(Path(splitpoint.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     path = root if not inherited else f"{root}{os.pathsep}{inherited}"
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **extra}
+    # No service needs the key itself, and its children would inherit it.
+    environment = {name: each for name, each in os.environ.items() if name != API_KEY_VARIABLE}
+    return {**environment, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **extra}

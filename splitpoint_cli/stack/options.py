@@ -9,6 +9,8 @@ from splitpoint.options import scheduler, service, store, worker
 from splitpoint.options.option import SIZE, Option
 from splitpoint_cli.options import of
 
+# Of the environment: the key of --api-key.
+API_KEY_VARIABLE = "SPLITPOINT_API_KEY"
 # Groups of --help.
 _SERVING = "Serving"
 _ARENA = "Arena"
@@ -87,6 +89,22 @@ HTTP: Option[str | None] = Option(
     "port; any interface with TLS and tokens; absent: no gateway (docs/gateway.md).",
     unit="HOST:PORT",
 )
+API_KEY: Option[str | None] = Option(
+    "api-key",
+    str,
+    None,
+    "Key that clients of --http must send, as a bearer token. Other users see it in the list of "
+    f"processes: {API_KEY_VARIABLE} in the environment or --api-key-file hide it. Absent: that "
+    "variable, else no key.",
+    unit="KEY",
+)
+API_KEY_FILE: Option[str | None] = Option(
+    "api-key-file",
+    str,
+    None,
+    "The same key, in a file of mode 0600; absent: --api-key.",
+    unit="PATH",
+)
 INSTANCE: Option[str | None] = Option(
     "instance",
     str,
@@ -147,6 +165,8 @@ class StackOptions:
     """Values of the options of `splitpoint up`."""
 
     model: str | None = of(MODEL)
+    served_model_name: str | None = of(scheduler.SERVED_MODEL_NAME)
+    max_model_len: int | None = of(service.MAX_MODEL_LEN)
     chat_template: str | None = of(scheduler.CHAT_TEMPLATE)
     workers: int | None = of(WORKERS)
     device: str = of(DEVICE)
@@ -220,6 +240,8 @@ class StackOptions:
     tls_key: str | None = of(service.TLS_KEY, _SECURITY)
     tls_ca: str | None = of(service.TLS_CA, _SECURITY)
     tokens: str | None = of(service.TOKENS, _SECURITY)
+    api_key: str | None = of(API_KEY, _SECURITY)
+    api_key_file: str | None = of(API_KEY_FILE, _SECURITY)
     tenant_requests: int | None = of(scheduler.TENANT_REQUESTS, _SECURITY)
 
     redis: str | None = of(service.REDIS, _REDIS)

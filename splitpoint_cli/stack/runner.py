@@ -165,6 +165,8 @@ class StackRunner:
                 self.output.event("up", text)
                 keeper.on_given_up()
                 self._note_gateway()
+                if self._stack.api_key is not None:
+                    self._stack.api_key.write()
             names = supervisor.unreachable()
             if names:
                 text = "sockets were removed by another program; restarting one after the other: "
@@ -244,6 +246,8 @@ class StackRunner:
                 await client.wait_ready(_SERVE_SECONDS)
         if stack.gateway is not None:
             reachable = [config.reachable_address(address) for address in self.addresses]
+            if stack.api_key is not None:
+                stack.api_key.write()
             gateway = await supervisor.start(stack.gateway.asking(reachable))
             self.http = await self._await_ready(gateway, "connecting")
             self._note_gateway()

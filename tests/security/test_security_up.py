@@ -12,7 +12,9 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 from own_names import free_ports, instance_name
 from up_process import up_process, wait_until_up
@@ -108,6 +110,50 @@ def test_up_beyond_loopback(tmp_path: Path, free_port: int) -> None:
         assert f"{service}:" in log
     for secret in (CANARY, SALT, alice, root):
         assert secret not in log
+
+
+def test_names_a_bound_and_a_key(tmp_path: Path, free_port: int) -> None:
+    """`up --http` with vLLM's options, by the client of OpenAI."""
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text(f"{CANARY}\n")
+    http_port = free_ports(1)
+    command = [
+        *(*COMMAND, "up", "--listen", f"127.0.0.1:{free_port}", "--verbose"),
+        *("--instance", instance_name("named"), "--http", f"127.0.0.1:{http_port}"),
+        *("--device", "cpu", "--workers", "1", "--threads", "1", "--dtype", "float32"),
+        *("--host-memory", "64MiB", "--device-memory", "192MiB"),
+        *("--api-key-file", str(key), "--served-model-name", "first,second"),
+        *("--max-model-len", "40"),
+    ]
+    with up_process(command) as process:
+        wait_until_up(process)
+        url = f"http://127.0.0.1:{http_port}/v1"
+        with openai.OpenAI(base_url=url, api_key=CANARY, max_retries=0) as client:
+            models = {each.id: each.model_dump() for each in client.models.list()}
+            assert [*models] == ["first", "second"]
+            assert {each["max_model_len"] for each in models.values()} == {40}
+            assert client.models.retrieve("second").id == "second"
+            body: dict[str, Any] = {"prompt": "import os", "temperature": 0}
+            texts = [
+                client.completions.create(model=name, max_tokens=8, **body).choices[0].text
+                for name in models
+            ]
+            assert len(set(texts)) == 1
+            with pytest.raises(openai.NotFoundError, match="'first', 'second' are served"):
+                client.completions.create(model="stdlib-llama", **body)
+            with pytest.raises(openai.BadRequestError, match="40") as refused:
+                client.completions.create(model="first", prompt=[5] * 40)
+            assert refused.value.code == "context_length_exceeded"
+            with pytest.raises(openai.BadRequestError, match="40"):
+                client.completions.create(model="first", max_tokens=40, **body)
+        stranger = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        with stranger, pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert CANARY not in log
 
 
 def check_metrics(port: int, certificates: Path) -> None:

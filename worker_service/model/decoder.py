@@ -114,9 +114,12 @@ class Decoder:
         on_host: OnHost = NOTHING_ON_HOST,
         tickers: Sequence[Ticker] = (),
         weights: WeightFormat = WeightFormat.NATIVE,
+        *,
+        context_length: int | None = None,
     ) -> Decoder:
         """Load a checkpoint folder; dtype None means the checkpoint's own.
 
+        `context_length`: tokens of its `shape`, at most the checkpoint's; None: as many.
         `on_host` names the weights that stay on the host; `tickers` receive the bytes
         read. Raises InvalidArgument for an unsupported config or bad weight files, and
         FailedPrecondition if this device has no kernel for the format.
@@ -124,7 +127,10 @@ class Decoder:
         data_type = None if dtype is None else _DATA_TYPES[dtype]
         config = DecoderConfig.read(folder, data_type)
         dtype = TORCH_TYPES[config.shape.data_type]
+        # Tables of positions are read whole.
+        shape = replace(config.shape, context_length=context_length or config.shape.context_length)
         with Checkpoint(folder, config, device, dtype, tickers) as source:
+            config = replace(config, shape=shape)
             return cls(config, source, device, dtype, on_host, weights)
 
     @classmethod

@@ -54,7 +54,15 @@ def load_engine(
     memory = divide_memory(options, shape, layout, lanes, artifact_bytes)
     placement, plan, tickers = memory.placement, memory.plan, _tickers(options)
     dtype = TORCH_TYPES[shape.data_type]
-    model = Decoder.load(folder, device, dtype, placement.on_host, tickers, options.weights)
+    model = Decoder.load(
+        folder,
+        device,
+        dtype,
+        placement.on_host,
+        tickers,
+        options.weights,
+        context_length=shape.context_length,
+    )
     cache, eos = DeviceCache(layout, plan, device), eos_token_ids(folder)
     drafters = memory.drafts.load(model, cache, lanes, eos_token_ids=eos, tickers=tickers)
     engine = Engine(

@@ -35,6 +35,7 @@ class WorkerOptions:
     cpu_kernels: str = options.CPU_KERNELS.default
     numerics: str = options.NUMERICS.default
     weights: WeightFormat = WeightFormat.NATIVE
+    max_model_len: int | None = None
     chunk_tokens: int = options.CHUNK_TOKENS.default
     pin_limit_bytes: int | None = None
     verify_rate: float = options.VERIFY_RATE.default

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.config import model_name, read_config, shape_from_config
+from splitpoint.checkpoint.config import read_shape, with_context
 from splitpoint.costs.profile import Profile
 from splitpoint.numerics import Numerics
 from splitpoint.shapes import ArenaLayout, ModelShape
@@ -96,10 +96,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
     lanes = _lanes(options, device)
     if options.threads is not None and device.type == "cpu":
         torch.set_num_threads(options.threads)
-    config = read_config(options.model_folder)
-    shape = shape_from_config(
-        config, name=model_name(options.model_folder), data_type=options.data_type
-    )
+    shape = with_context(read_shape(options.model_folder, options.data_type), options.max_model_len)
     async with AsyncExitStack() as on_failure:
         on_failure.callback(lanes.close)
         # Before the weights are loaded, which uses link and power, too.

@@ -14,6 +14,7 @@ from splitpoint.shapes import ModelShape
 from splitpoint_cli.options import arguments_of
 from splitpoint_cli.stack.child import ServiceCommand
 from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan.api_key import ApiKey
 from splitpoint_cli.stack.plan.places import Places, socket_path, trace_path
 
 # In addition to the grace of running requests; a worker also waits for write-back.
@@ -60,6 +61,7 @@ _WORKER: tuple[Option[object], ...] = (
     worker.WEIGHT_OBJECTIVE,
     worker.CPU_KERNELS,
     worker.NUMERICS,
+    service.MAX_MODEL_LEN,
     store.WEIGHTS,
     worker.PIN_LIMIT,
     worker.VERIFY_RATE,
@@ -81,6 +83,8 @@ _SCHEDULER: tuple[Option[object], ...] = (
     scheduler.POLICY_LEAD_REQUESTS,
     scheduler.TENANT_REQUESTS,
     scheduler.CHAT_TEMPLATE,
+    scheduler.SERVED_MODEL_NAME,
+    service.MAX_MODEL_LEN,
     service.TLS_CERT,
     service.TLS_KEY,
     service.TLS_CA,
@@ -215,7 +219,9 @@ def _scheduler_command(
     )
 
 
-def gateway_command(options: StackOptions, places: Places) -> ServiceCommand | None:
+def gateway_command(
+    options: StackOptions, places: Places, api_key: ApiKey | None
+) -> ServiceCommand | None:
     if places.http is None:
         return None
     return ServiceCommand(
@@ -226,6 +232,7 @@ def gateway_command(options: StackOptions, places: Places) -> ServiceCommand | N
             # Its own scheduler, whatever name the certificate was issued for.
             *_given("--scheduler-cert", options.tls_cert),
             *_given("--metrics", places.metrics[-1] if places.metrics else None),
+            *_given("--tokens", None if api_key is None else api_key.tokens_file),
             *arguments_of(_GATEWAY, options),
         ],
         stop_seconds=options.grace_seconds + _GATEWAY_STOP_SECONDS,

@@ -41,14 +41,15 @@ class Places:
     metrics: tuple[str, ...]
 
 
-def places_of(options: StackOptions, worker_count: int) -> Places:
+def places_of(options: StackOptions, worker_count: int, *, has_api_key: bool = False) -> Places:
+    """Decide where the services listen. `has_api_key`: the gateway asks for one."""
     listens = scheduler_addresses(options.listen, options.schedulers)
     if options.http is not None:
         check_http_address(
             options.http,
             listens,
             has_tls=options.tls_cert is not None,
-            has_tokens=options.tokens is not None,
+            has_tokens=options.tokens is not None or has_api_key,
         )
     metrics = metrics_addresses(options.metrics, listens, worker_count, http=options.http)
     instance = config.check_instance(options.instance or instance_of(options.listen))

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from splitpoint import config
-from splitpoint.checkpoint.config import model_name
+from splitpoint.checkpoint.config import model_name, with_context
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.costs.page_choice import PageChoice
 from splitpoint.extras import need, need_all
 from splitpoint.host.memory import default_host_memory
 from splitpoint.host.openmp import spin_environment
 from splitpoint.observe.logs import LogFormat
+from splitpoint.options.scheduler import read_served_names
 from splitpoint.options.speculation import read_speculative_config
 from splitpoint.shapes import ModelShape, WeightFormat
 from splitpoint.transport.tls import Identity
@@ -22,6 +23,7 @@ from splitpoint_cli.models import find_draft, model_shape
 from splitpoint_cli.page_tokens import choose_pages
 from splitpoint_cli.stack.child import ServiceCommand, child_environment
 from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan.api_key import ApiKey, api_key_of
 from splitpoint_cli.stack.plan.checks import check, check_lanes, check_weights
 from splitpoint_cli.stack.plan.commands import (
     Model,
@@ -30,7 +32,7 @@ from splitpoint_cli.stack.plan.commands import (
     store_command,
     worker_commands,
 )
-from splitpoint_cli.stack.plan.places import arena_bytes, places_of
+from splitpoint_cli.stack.plan.places import arena_bytes, instance_of, places_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class Stack:
     gateway: ServiceCommand | None = None
     # Where the gateway listens.
     http: str | None = None
+    # What its clients must show, besides --tokens; None: nothing.
+    api_key: ApiKey | None = None
     # Format of log lines of services and of `up`.
     log_format: LogFormat = LogFormat.TEXT
     # Of the served model; a draft model's are native.
@@ -92,10 +96,12 @@ def plan_stack(options: StackOptions) -> Stack:
     if options.http is not None:
         need("a gateway (--http)", "gateway")
     identity = check(options)
+    served = read_served_names(options.served_model_name)
     if options.tier_disk is not None:
         options = replace(options, tier_disk=str(Path(options.tier_disk).absolute()))
     folder = resolve_model(options.model)
-    model = Model(folder, model_shape(folder, options.dtype))
+    shape = with_context(model_shape(folder, options.dtype), options.max_model_len)
+    model = Model(folder, shape)
     devices = choose_devices(options.device, options.workers)
     check_lanes(options, devices)
     check_weights(options, devices)
@@ -104,7 +110,9 @@ def plan_stack(options: StackOptions) -> Stack:
     if speculation is not None and speculation.model is not None:
         draft = find_draft(speculation.model, folder, model.shape)
         speculation = replace(speculation, model=str(draft[0]))
-    places = places_of(options, len(devices))
+    instance = config.check_instance(options.instance or instance_of(options.listen))
+    api_key = api_key_of(options, config.runtime_path(instance))
+    places = places_of(options, len(devices), has_api_key=api_key is not None)
     host_memory = (
         # An arena that exists is adopted with its size, whatever memory is free now.
         (arena_bytes(places.arena) or default_host_memory())
@@ -127,7 +135,7 @@ def plan_stack(options: StackOptions) -> Stack:
     )
     return Stack(
         model=folder,
-        name=model_name(folder),
+        name=", ".join(served) or model_name(folder),
         shape=model.shape,
         draft=draft,
         devices=devices,
@@ -150,7 +158,8 @@ def plan_stack(options: StackOptions) -> Stack:
         store=store_command(options, model, places, host_memory, pages),
         workers=worker_commands(options, model, speculation, places, devices, threads, spinning),
         schedulers=scheduler_commands(options, model, places),
-        gateway=gateway_command(options, places),
+        gateway=gateway_command(options, places, api_key),
+        api_key=api_key,
         http=places.http,
         chat_template=None if options.chat_template is None else Path(options.chat_template),
         log_format=LogFormat(options.log_format),

@@ -39,7 +39,7 @@ from splitpoint.options.speculation import SpeculativeConfig, read_speculative_c
 from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import Encoding, WeightFormat
 from splitpoint.speculation import DraftMethod, Speculation
-from splitpoint.transport.access import Caller, Role
+from splitpoint.transport.access import Caller, Role, find_caller, read_tokens
 from splitpoint_cli.checks import memory
 from splitpoint_cli.checks.finding import Finding, Verdict
 from splitpoint_cli.checks.ports import metrics_addresses, scheduler_addresses
@@ -230,6 +230,60 @@ def test_redis_is_for_every_service(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert service.redis == "rediss://ann@h"
         assert service.redis_password_file == str(password)
         assert service.redis_ca == "ca.pem"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"served_model_name": "a,,b"}, "--served-model-name: a name has"),
+        ({"served_model_name": "a,a"}, "twice"),
+        ({"max_model_len": 1 << 20}, "more than the context"),
+        ({"max_model_len": 1}, "at least 2"),
+        ({"api_key": "long-enough"}, "needs --http"),
+        ({"api_key": "long-enough", "http": "127.0.0.1:0", "tokens": "TOKENS"}, "and --tokens"),
+        ({"api_key": "short", "http": "127.0.0.1:0"}, "8 to 1,024"),
+        ({"api_key": "two words", "http": "127.0.0.1:0"}, "without blanks"),
+        ({"api_key": "12345678", "api_key_file": "KEY", "http": "127.0.0.1:0"}, "one of them"),
+        ({"api_key_file": "KEY", "http": "127.0.0.1:0"}, "open to others"),
+    ],
+)
+def test_names_bounds_and_keys_that_cannot_be_are_refused(
+    arguments: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("12345678\n")
+    key.chmod(0o644)
+    add_token(tmp_path / "tokens.toml", Caller("alice", Role.CLIENT))
+    paths = {"KEY": str(key), "TOKENS": str(tmp_path / "tokens.toml")}
+    given = {name: paths.get(str(value), value) for name, value in arguments.items()}
+    with pytest.raises((InvalidArgument, PermissionDenied), match=said):
+        plan_stack(StackOptions(device="cpu", **given))
+
+
+def test_the_api_key_reaches_no_command_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    key = "canary-key-4711"
+    monkeypatch.setenv("SPLITPOINT_API_KEY", key)
+    assert planned(monkeypatch).api_key is None  # there is no gateway that could ask for it
+    from_variable = planned(monkeypatch, "--http", "127.0.0.1:0")
+    monkeypatch.delenv("SPLITPOINT_API_KEY")
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_text(f"{key}\n")
+    from_file = planned(monkeypatch, "--http", "127.0.0.1:0", "--api-key-file", str(file))
+    for stack in (from_variable, from_file):
+        assert stack.api_key is not None
+        assert stack.gateway is not None
+        assert key not in repr(stack)
+        tokens = parse_gateway(list(stack.gateway.arguments[2:])).tokens
+        assert tokens == str(stack.api_key.tokens_file)
+        stack.api_key.write()
+        stack.api_key.write()  # again, after its folder was removed
+        assert stat.S_IMODE(stack.api_key.tokens_file.stat().st_mode) == 0o600
+        [entry] = read_tokens(tokens)
+        assert find_caller([entry], key) == Caller("api-key", Role.CLIENT)
+        stack.api_key.tokens_file.unlink()
 
 
 def test_every_service_has_its_port_for_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

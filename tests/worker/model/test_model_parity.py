@@ -58,6 +58,18 @@ def test_prefill_and_decode_logits(case: str, order: str, folders: dict[str, Pat
         torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("case", ["opt", "llama-3"])
+def test_a_lower_context_changes_no_logit(case: str, folders: dict[str, Path]) -> None:
+    """Neither a table of positions nor scaled rotary positions depend on --max-model-len."""
+    text = tokens(20, seed=6)
+    whole, lowered = (
+        Decoder.load(folders[case], CPU, context_length=length) for length in (None, 20)
+    )
+    assert lowered.shape.context_length == 20 < whole.shape.context_length
+    got, wanted = (PagedRunner(each, [0, 1, 2]).prefill(text, [], 0) for each in (lowered, whole))
+    assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_keys_and_values_rebuilt_from_activations(case: str, folders: dict[str, Path]) -> None:
     """K and V from the stored X equal those of the prefill (KVPR Eq. 7), at any cut."""
