@@ -25,7 +25,7 @@ class Recording:
     at: float | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream:
     """In order: work (a call and its seconds), records, and waits."""
 
@@ -33,9 +33,18 @@ class Stream:
     now: float = 0.0
     queue: deque[tuple[str, object, float]] = field(default_factory=deque)
 
+    @property
+    def cuda_stream(self) -> int:
+        return self.cuda.streams.index(self)
+
     def wait_event(self, event: TimedEvent) -> None:
         if event.recording is not None:  # as CUDA: an event never recorded blocks nothing
             self.queue.append(("wait", event.recording, 0.0))
+
+    def synchronize(self) -> None:
+        end = self.cuda.Event()
+        end.record(self)
+        end.synchronize()
 
     @property
     def may_run(self) -> bool:
@@ -88,12 +97,16 @@ class TimedEvent:
 # The double has a method of this name, as torch.cuda has a class.
 _Stream = Stream
 
+# PyTorch's, of each device: c10/cuda/CUDAStream.h.
+POOLED_STREAMS = 32
+
 
 class StreamDouble:
     """In place of the module torch.cuda.
 
     `synchronized` counts how often the host waited, `made` the events. `error` is what every
-    call raises once work has set it, as an illegal access on a device does.
+    call raises once work has set it, as an illegal access on a device does. `contexts` has the
+    numbers of the devices for which the driver made one.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -105,6 +118,8 @@ class StreamDouble:
         self.running = threading.Lock()
         self.default = Stream(self)
         self.streams = [self.default]
+        self.contexts: set[int] = set()
+        self._drawn = 0
         self._thread = threading.local()
 
     @property
@@ -114,8 +129,15 @@ class StreamDouble:
         return stream
 
     def Stream(self, device: torch.device) -> _Stream:
-        self.streams.append(Stream(self))
-        return self.streams[-1]
+        """As PyTorch: streams of a pool, in turn."""
+        if self._drawn < POOLED_STREAMS:
+            self.streams.append(Stream(self))
+        self._drawn += 1
+        return self.streams[1 + (self._drawn - 1) % POOLED_STREAMS]
+
+    def set_device(self, device: torch.device) -> None:
+        self._thread.device = device.index
+        self.contexts.add(device.index)
 
     def Event(self, *, enable_timing: bool = False) -> TimedEvent:
         self.made += 1
@@ -131,6 +153,8 @@ class StreamDouble:
             yield
         finally:
             self._thread.current = before
+            # PyTorch makes the thread's device current again: for CUDA 12 that is a context.
+            self.contexts.add(getattr(self._thread, "device", 0))
 
     def launch(self, call: Callable[[], None], seconds: float = 0.0) -> None:
         """What a kernel or a copy does: into the current stream, to happen later."""

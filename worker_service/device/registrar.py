@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from splitpoint.config import format_size
+from worker_service.hardware.streams import StreamUse, stream_for
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,11 @@ PROBES = 3
 
 class PinningFailed(Exception):
     """The driver did not lock a piece; the message says why, in its words."""
+
+
+def _launch(device: torch.device) -> None:
+    """Start a kernel on a device. Raises RuntimeError for the thread's last error."""
+    torch.ones(1, device=device)
 
 
 class Registrar(Protocol):
@@ -41,10 +48,20 @@ class Registrar(Protocol):
 
 
 class CudaRegistrar:
-    """The CUDA driver, for one device."""
+    """The CUDA driver, for one device.
 
-    def __init__(self, device: torch.device) -> None:
+    `cuda` is torch.cuda, and `launch` starts a kernel on the device; tests have doubles of both.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        cuda: Any = torch.cuda,
+        launch: Callable[[torch.device], object] = _launch,
+    ) -> None:
         self._device = device
+        self._cuda = cuda
+        self._launch = launch
 
     def register(self, address: int, size_bytes: int) -> None:
         self._call("cudaHostRegister", address, size_bytes, _PORTABLE)
@@ -62,30 +79,43 @@ class CudaRegistrar:
         if size < PROBE_BYTES:
             return None  # too short for a copy to outlast its call
         try:
-            return copy_fault(self._probe(_memory(address, size)))
+            with self._cuda.device(self._device):
+                return copy_fault(probe_copies(_memory(address, size), self._device, self._cuda))
         except torch.OutOfMemoryError:
             return "there was no device memory left to check its copies with"
 
-    def _probe(self, source: torch.Tensor) -> list[tuple[float, float]]:
-        """Time a few copies; return (seconds until the call returned, until it was done)."""
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        probes = []
-        with torch.cuda.stream(stream):
-            target = torch.empty_like(source, device=self._device)
-            for _ in range(PROBES):
-                started = time.perf_counter()
-                target.copy_(source, non_blocking=True)
-                issued = time.perf_counter()
-                stream.synchronize()
-                probes.append((issued - started, time.perf_counter() - started))
-        return probes
-
     def _call(self, name: str, *arguments: int) -> None:
-        with torch.cuda.device(self._device):
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = getattr(runtime, name)(*arguments)
-        if int(code) != 0:
-            raise PinningFailed(f"CUDA error {code}")
+        with self._cuda.device(self._device):
+            code = getattr(self._cuda.cudart(), name)(*arguments)
+            if int(code) != 0:
+                self._forget_error()
+                raise PinningFailed(f"CUDA error {code}")
+
+    def _forget_error(self) -> None:
+        """Take the error of a refused call from this thread.
+
+        CUDA keeps it, and the next launch in the thread would raise it as its own. torch has no
+        other call that asks for the error, which clears it.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._launch(self._device)
+
+
+def probe_copies(
+    source: torch.Tensor, device: torch.device, cuda: Any = torch.cuda
+) -> list[tuple[float, float]]:
+    """Time a few copies; return (seconds until the call returned, until it was done)."""
+    stream = stream_for(StreamUse.PROBE, device, cuda)
+    probes = []
+    with cuda.stream(stream):
+        target = torch.empty_like(source, device=device)
+        for _ in range(PROBES):
+            started = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            issued = time.perf_counter()
+            stream.synchronize()
+            probes.append((issued - started, time.perf_counter() - started))
+    return probes
 
 
 def _memory(address: int, size_bytes: int) -> torch.Tensor:

@@ -20,7 +20,6 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import ChunkLost
 from splitpoint.speculation import DraftMethod
 from worker_service.device.cache import DeviceCache
-from worker_service.device.current import make_current
 from worker_service.device.memory import MemoryPlan, largest_tile
 from worker_service.drafts.drafter import Drafter
 from worker_service.drafts.speculator import Speculator
@@ -49,6 +48,7 @@ from worker_service.engine.sequence import Admission, Sequence
 from worker_service.fetching.meeting import Meeting
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.graphs.eager_reason import EagerReason
+from worker_service.hardware.current import make_current
 from worker_service.kernels.units import limit_parts
 from worker_service.lanes.cost_watch import CostWatch, Observers
 from worker_service.lanes.lanes import Lanes

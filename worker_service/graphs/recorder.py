@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from worker_service.hardware.streams import StreamUse, stream_for
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recording:
@@ -51,7 +53,7 @@ class GraphRecorder:
         self._device = device
         self._cuda = cuda
         # Recording is forbidden in the default stream.
-        self._stream = cuda.Stream(device)
+        self._stream = stream_for(StreamUse.RECORD, device, cuda)
         self._pool = cuda.graph_pool_handle()
 
     def record(self, call: Callable[[], torch.Tensor]) -> Recording:

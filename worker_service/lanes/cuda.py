@@ -7,13 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from splitpoint.planning.schedule import Lane
+from worker_service.hardware.current import device_thread
+from worker_service.hardware.streams import StreamUse, stream_for
 from worker_service.lanes.groups import Group, Piece
 from worker_service.lanes.lanes import SIDE_LANES, Event, Lanes
 from worker_service.lanes.timeline import Span
@@ -95,7 +96,9 @@ class StreamLanes(Lanes):
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         super().__init__(device)
         self._cuda = cuda
-        self._streams = {lane: cuda.Stream(device) for lane in SIDE_LANES}
+        self._streams = {
+            lane: stream_for(StreamUse[lane.name], device, cuda) for lane in SIDE_LANES
+        }
         # Making an event is a call of the driver; the threads of the lanes share them.
         self._pool: deque[Any] = deque(maxlen=POOLED_EVENTS)
         # In order; read once the host has waited.
@@ -103,11 +106,11 @@ class StreamLanes(Lanes):
         # The lanes wait for it; None if no work began since the last `finish` or `collect`.
         self._first: _StreamEvent | None = None
         # Gives pieces of groups to the link's stream; `_looks` while it has any, or looks.
-        self._feeder = ThreadPoolExecutor(1, thread_name_prefix=Lane.LINK_IN.value)
+        self._feeder = device_thread(device, Lane.LINK_IN.value, cuda)
         self._looks = False
         # Threads that wait for the end of other pieces of groups, lane by lane.
         self._waiters = {
-            lane: ThreadPoolExecutor(1, thread_name_prefix=f"{lane.value} done")
+            lane: device_thread(device, f"{lane.value} done", cuda)
             for lane in (Lane.COMPUTE, Lane.WEIGHTS_IN)
         }
         # One thread at a time puts a piece between its two events.

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from worker_service.hardware.streams import StreamUse, stream_for
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -31,7 +33,7 @@ class DecodeStream:
         self.part_count = part_count
         self._device = device
         self._cuda = cuda
-        self._stream = cuda.Stream(device)
+        self._stream = stream_for(StreamUse.DECODE, device, cuda)
         # Recorded again and again: a wait keeps the record that it saw.
         self._parts = [_Part(cuda.Event(), cuda.Event()) for _ in range(part_count)]
         self._last: Any = None

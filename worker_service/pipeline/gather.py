@@ -20,6 +20,7 @@ import torch
 from splitpoint.costs.profile import Line, fit_line
 from worker_service.device.copies import are_pinned, sent
 from worker_service.device.pinning import piece_slots
+from worker_service.hardware.streams import StreamUse, stream_for
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def gatherer_of(device: torch.device) -> Gatherer | None:
 @torch.inference_mode()
 def calibrate(device: torch.device, kernel: Any) -> GatherCosts:
     """Time both ways on a separate stream, over pinned memory."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = stream_for(StreamUse.CALIBRATE, device)
     source = torch.zeros(PIECES * PIECE_BYTES[-1], dtype=torch.uint8, pin_memory=True)
     target = torch.zeros_like(source, device=device)
     # In reverse, so that no two pieces make one run.

@@ -13,10 +13,10 @@ from splitpoint.planning.weight_placement import NOTHING_ON_HOST
 from splitpoint.progress import Progress, Ticker
 from splitpoint.shapes import ArenaLayout, ModelShape
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
-from worker_service.device.current import make_current
 from worker_service.device.registrar import CudaRegistrar
 from worker_service.engine.engine import Engine
 from worker_service.graphs.support import graphs_of
+from worker_service.hardware.current import make_current
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Trace
 from worker_service.model.decoder import Decoder

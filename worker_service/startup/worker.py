@@ -18,8 +18,8 @@ from splitpoint.numerics import Numerics
 from splitpoint.shapes import ArenaLayout, ModelShape
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.choice import choose_device
-from worker_service.device.current import make_current
 from worker_service.engine.engine import Engine
+from worker_service.hardware.current import make_current
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
 from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of

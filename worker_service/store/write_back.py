@@ -15,11 +15,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -37,6 +34,8 @@ from worker_service.device.cache import DeviceCache
 from worker_service.device.copies import copy_runs, is_one_copy_a_run, sent
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.device.pinning import piece_slots
+from worker_service.hardware.current import device_thread
+from worker_service.hardware.streams import StreamUse, stream_for
 from worker_service.lanes.cpu import passed
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.spans import WriteBackSpans
@@ -188,7 +187,7 @@ class WriteBack:
         self.copy: CopyChunks = copy_chunks
         self._chains: dict[SequenceKey, _Chain] = {}
         self._closers: set[asyncio.Task[None]] = set()
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="write-back")
+        self._copier = device_thread(cache.device, "write-back")
 
     def open(
         self,
@@ -425,18 +424,12 @@ def _copy_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = _out_stream(device)
+    stream = stream_for(StreamUse.LINK_OUT, device)
     try:
         with torch.cuda.stream(stream):
             yield
     finally:
         stream.synchronize()
-
-
-@lru_cache(maxsize=1)
-def _out_stream(device: torch.device) -> Any:
-    """Return the device's copy stream. It reuses the memory that its copies freed."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _input_page(job: WriteJob) -> int:

@@ -19,6 +19,8 @@ from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.engine.messages import StepOutput, Stop
 from worker_service.engine.sampling import Sampling
 from worker_service.graphs.recorder import GraphRecorder
+from worker_service.hardware.current import make_current
+from worker_service.hardware.streams import StreamUse, stream_for
 from worker_service.profiling.profiler import measure
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -186,6 +188,45 @@ def test_a_recording_is_played_back_over_the_same_memory() -> None:
     ones.fill_(2)
     recording.replay()
     assert recording.result.tolist() == [6.0] * 8
+
+
+def test_a_recording_takes_in_nothing_that_other_threads_copy() -> None:
+    """Copies on the recording stream would be part of its graph, and each replay repeats them."""
+    ones, stop = torch.ones(1 << 20, device=DEVICE), threading.Event()
+    faults: list[str] = []
+
+    def copies(use: StreamUse) -> None:
+        make_current(DEVICE)
+        stream = stream_for(use, DEVICE)
+        source = torch.empty(1 << 20, pin_memory=True)
+        target = torch.empty(1 << 20, device=DEVICE)
+        number = 0
+        while not (stop.is_set() or faults):
+            number += 1
+            source.fill_(number)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+                back = target.to("cpu", non_blocking=True)
+                stream.synchronize()
+            if not (back == number).all():
+                faults.append(f"copy {number} by {use.name} did not arrive")
+
+    uses = (StreamUse.LINK_IN, StreamUse.WEIGHTS_IN, StreamUse.LINK_OUT, StreamUse.PROBE)
+    threads = [threading.Thread(target=copies, args=(use,)) for use in uses]
+    for thread in threads:
+        thread.start()
+    try:
+        recorder = GraphRecorder(DEVICE)
+        recordings = [recorder.record(lambda: ones * 3) for _ in range(20)]
+        for recording in recordings * 5:
+            recording.replay()
+        torch.cuda.synchronize()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert faults == []
+    assert all((recording.result == 3).all() for recording in recordings)
 
 
 FAILURE = """

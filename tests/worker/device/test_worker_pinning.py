@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.shapes import ArenaLayout, DataType
 from worker_service.device.copies import are_pinned, copy_runs, runs
 from worker_service.device.pinning import Piece, Pinning, piece_slots, pieces_of
-from worker_service.device.registrar import CudaRegistrar, PinningFailed, copy_fault
+from worker_service.device.registrar import PROBE_BYTES, CudaRegistrar, PinningFailed, copy_fault
+from worker_service.hardware.streams import StreamUse, stream_for
 
 LAYOUT = ArenaLayout(
     chunk_tokens=16,
@@ -221,6 +223,67 @@ def test_a_low_memlock_limit_is_named_with_its_remedy() -> None:
     assert done.returncode == 0, done.stderr
     assert "locking 1 GiB of 2 GiB failed (CUDA error 2)" in done.stdout
     assert "RLIMIT_MEMLOCK is 0 B; raise it with `ulimit -l unlimited`" in done.stdout
+
+
+class RefusingRuntime:
+    """CUDA's runtime: it refuses to register, and keeps the error until a launch asks for it."""
+
+    def __init__(self) -> None:
+        self.last_error = 0
+        self.current = "cuda:0"
+
+    def cudart(self) -> RefusingRuntime:
+        return self
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, str(device)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        assert self.current == "cuda:1"
+        self.last_error = 712
+        return self.last_error
+
+    def launch(self, device: torch.device) -> None:
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}: of an earlier call")
+
+
+def test_a_refused_registration_leaves_no_error_for_the_next_launch() -> None:
+    cuda, device = RefusingRuntime(), torch.device("cuda:1")
+    registrar = CudaRegistrar(device, cuda, cuda.launch)
+    with pytest.raises(PinningFailed, match="CUDA error 712"):
+        registrar.register(4096, 4096)
+    cuda.launch(device)
+    assert cuda.current == "cuda:0"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_kernel_runs_after_a_registration_that_the_driver_refused() -> None:
+    locked = torch.zeros(1 << 20, dtype=torch.uint8, pin_memory=True)
+    registrar = CudaRegistrar(torch.device("cuda:0"))
+    with pytest.raises(PinningFailed):
+        registrar.register(locked.data_ptr(), locked.numel())
+    assert torch.ones(8, device="cuda:0").sum().item() == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("pieces", [28, 30])
+def test_streams_on_a_card_stay_apart_after_the_probes(pieces: int) -> None:
+    device = torch.device("cuda:0")
+    source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+    registrar = CudaRegistrar(device)
+    for _ in range(pieces):
+        assert registrar.fault_of(source.data_ptr(), PROBE_BYTES) is None
+    handles = [stream_for(use, device).cuda_stream for use in StreamUse]
+    assert len(set(handles)) == len(StreamUse)
 
 
 @pytest.mark.gpu

@@ -220,10 +220,14 @@ class CudaDouble:
         self.reserved, self.free = 100, 1000
         self.cached = 30
         self.fails_at = fails_at
+        self.streams = 0
 
     def Stream(self, device: torch.device) -> Any:
+        self.streams += 1
         return SimpleNamespace(
-            name="side", wait_stream=lambda other: self.log.append(f"side waits {other.name}")
+            cuda_stream=self.streams,
+            name="side",
+            wait_stream=lambda other: self.log.append(f"side waits {other.name}"),
         )
 
     def current_stream(self, device: torch.device) -> Any:
