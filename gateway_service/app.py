@@ -12,10 +12,10 @@ from gateway_service.endpoints import models, operations, page, tokens
 from gateway_service.endpoints.endpoint import OTHER, Ended, Endpoint, Gateway, Handle
 from gateway_service.endpoints.generating import Generating, find_echoes, find_model
 from gateway_service.http.exchange import Exchange
-from gateway_service.openai.chat.job import read_chat
-from gateway_service.openai.completions import read_completion
+from gateway_service.openai.chat.job import CHAT_FIELDS, read_chat
+from gateway_service.openai.completions import COMPLETION_FIELDS, read_completion
 from gateway_service.openai.errors import HttpError, error_answer
-from gateway_service.openai.responses.job import read_response
+from gateway_service.openai.responses.job import RESPONSE_FIELDS, read_response
 
 _INFERENCE = "/splitpoint.v1.InferenceService"
 _ADMIN = "/splitpoint.v1.AdminService"
@@ -32,9 +32,9 @@ def routes_of(gateway: Gateway) -> list[Route]:
 
     generate, get_model = f"{_INFERENCE}/Generate", f"{_INFERENCE}/GetModel"
     files, status = page.Page(), f"{_ADMIN}/GetSchedulerStatus"
-    completions = Generating("cmpl", read_completion, find_echoes)
-    chat = Generating("chatcmpl", read_chat, find_model)
-    responses = Generating("resp", read_response, find_model)
+    completions = Generating("cmpl", COMPLETION_FIELDS, read_completion, find_echoes)
+    chat = Generating("chatcmpl", CHAT_FIELDS, read_chat, find_model)
+    responses = Generating("resp", RESPONSE_FIELDS, read_response, find_model)
     return [
         route("/v1/completions", "POST", completions, generate),
         route("/v1/chat/completions", "POST", chat, generate),

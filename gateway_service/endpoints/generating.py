@@ -11,6 +11,7 @@ from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.http.exchange import Exchange
 from gateway_service.openai.answers import Answer, Job, ModelJob
 from gateway_service.openai.completions import CompletionJob
+from gateway_service.openai.fields import Table
 from gateway_service.upstream.schedulers import Take
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.schedulers import INFERENCE
@@ -25,6 +26,7 @@ class Generating(Generic[_Job]):
 
     Args:
         prefix: of the answers' ids, such as "cmpl".
+        table: the fields of a body.
         read: returns the job of a body's JSON value, `request_id` and `created`. Raises
             InvalidArgument with the field as the client wrote it.
         prepare: gives a job what it needs to know before its requests are sent.
@@ -33,10 +35,12 @@ class Generating(Generic[_Job]):
     def __init__(
         self,
         prefix: str,
+        table: Table,
         read: Callable[..., _Job],
         prepare: Callable[[Gateway, _Job, Metadata], Awaitable[None]],
     ) -> None:
         self._prefix = prefix
+        self._table = table
         self._read = read
         self._prepare = prepare
 
@@ -46,6 +50,7 @@ class Generating(Generic[_Job]):
         exchange.request_id = request_id
         job = self._read(body, request_id=request_id, created=int(time.time()))
         exchange.parameter_names = job.parameter_names
+        exchange.ignored = self._table.ignored(body)
         async with exchange.while_connected():
             await self._prepare(gateway, job, metadata)
             if job.is_stream:
@@ -89,15 +94,17 @@ async def _stream(gateway: Gateway, exchange: Exchange, job: Job, metadata: Meta
     writer = job.writer()
     write = exchange.write
 
-    async def begin() -> None:
+    async def begin(message: pb.GenerateResponse) -> None:
         await exchange.begin_stream(writer.failed)
-        if first := writer.begin():
+        is_chunk = message.HasField("chunk")
+        prompt_tokens = (message.chunk if is_chunk else message.complete.usage).prompt_tokens
+        if first := writer.begin(prompt_tokens):
             await write(first)
 
     def take_of(index: int) -> Take:
         async def take(message: pb.GenerateResponse) -> None:
             if not exchange.status:
-                await begin()
+                await begin(message)
             if message.HasField("chunk"):
                 frames = writer.chunk(index, message.chunk)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from splitpoint.config import format_size
 
 Headers = list[tuple[bytes, bytes]]
 
+WARNING = b"x-splitpoint-warning"
 _JSON = (b"content-type", b"application/json")
 STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,6 +40,7 @@ class Exchange:
         status: of the answer; 0 until it began.
         error: why it failed, also after its head was sent with status 200; None if it did not.
         request_id: of the answer, for its header and the log; empty if it has none.
+        ignored: fields of the body that changed nothing; the header of WARNING names them.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Exchange:
         self.status = 0
         self.error: ErrorAnswer | None = None
         self.request_id = ""
+        self.ignored: Sequence[str] = ()
         # For errors of the scheduler; None until the body is read (`errors.error_answer`).
         self.parameter_names: Mapping[str, str] | None = None
         self.is_gone = False
@@ -200,4 +203,6 @@ class Exchange:
         self.status = status
         if self.request_id:
             headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        if self.ignored:
+            headers = [*headers, (WARNING, f"ignored: {', '.join(self.ignored)}".encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

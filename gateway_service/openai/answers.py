@@ -59,8 +59,8 @@ class StreamWriter(Protocol):
     `Job.requests`.
     """
 
-    def begin(self) -> bytes:
-        """Return what comes before the first token."""
+    def begin(self, prompt_tokens: int) -> bytes:
+        """Return what comes before the first token. `prompt_tokens`: of the first prompt."""
         ...
 
     def chunk(self, index: int, chunk: pb.GenerateChunk) -> bytes:
@@ -156,6 +156,31 @@ def usage_of(completes: Sequence[pb.GenerateComplete], choices_per_prompt: int) 
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
     }
+
+
+class RunningUsage:
+    """The usage of each choice so far, for streams that tell it in each chunk."""
+
+    def __init__(self, count: int) -> None:
+        self._counts = [(0, 0)] * count
+
+    def begin(self, prompt_tokens: int) -> None:
+        """Take the prompt's tokens, of a prompt that all choices have in common."""
+        self._counts = [(prompt_tokens, 0) for _ in self._counts]
+
+    def add(self, index: int, chunk: pb.GenerateChunk) -> None:
+        """Take a message of one choice."""
+        prompt, completion = self._counts[index]
+        count = completion + len(chunk.token_ids)
+        self._counts[index] = (chunk.prompt_tokens or prompt, count)
+
+    def ending(self, index: int) -> str:
+        """Return the field of a choice's next chunk, as JSON with a comma in front."""
+        prompt, completion = self._counts[index]
+        return (
+            f',"usage":{{"prompt_tokens":{prompt},"completion_tokens":{completion},'
+            f'"total_tokens":{prompt + completion}}}'
+        )
 
 
 def plan_of(completes: Iterable[pb.GenerateComplete]) -> dict[str, Any] | None:

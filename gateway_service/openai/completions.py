@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway_service.openai.answers import (
     Answer,
+    RunningUsage,
     dumped,
     error_frame,
     finish_reason_of,
@@ -28,6 +29,7 @@ from gateway_service.openai.sampling import (
     choices_of,
     constraint_names,
     generate_request,
+    has_running_usage,
     stream_options,
 )
 from gateway_service.openai.values import (
@@ -140,6 +142,8 @@ class CompletionJob:
     choices_per_prompt: int
     is_stream: bool
     has_usage: bool
+    # In each chunk, too.
+    has_running_usage: bool
     has_plan: bool
     has_logprobs: bool
     # Of each prompt; empty without `echo`.
@@ -224,6 +228,7 @@ def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJo
         choices_per_prompt=count,
         is_stream=values.get("stream", False),
         has_usage=options.get("include_usage", False),
+        has_running_usage=has_running_usage(options),
         has_plan=options.get("include_plan", False) or values.get("include_plan", False),
         has_logprobs=has_logprobs,
         parameter_names=constraint_names(values),
@@ -291,6 +296,10 @@ class TokenLogprobs:
 # -- streams ----------------------------------------------------------------------------------
 
 
+# Between the text of a chunk and its usage.
+_NO_END = ',"logprobs":null,"finish_reason":null}]'
+
+
 class CompletionStream:
     """Renders the stream of a job (`answers.StreamWriter`).
 
@@ -301,15 +310,16 @@ class CompletionStream:
         self._job = job
         start = dumped(head_of(job, OBJECT)).decode()[:-1]
         self._usage = ',"usage":null' if job.has_usage else ""
+        self._usages = RunningUsage(len(job.requests)) if job.has_running_usage else None
         self._heads = [
             f'data: {start},"choices":[{{"index":{index},"text":'
             for index in range(len(job.requests))
         ]
-        self._tail = f',"logprobs":null,"finish_reason":null}}]{self._usage}}}\n\n'
+        self._tail = f"{_NO_END}{self._usage}}}\n\n"
         self._logprobs = [TokenLogprobs() for _ in job.requests] if job.has_logprobs else []
         self._completes: list[pb.GenerateComplete | None] = [None] * len(job.requests)
 
-    def begin(self) -> bytes:
+    def begin(self, prompt_tokens: int) -> bytes:
         if not self._job.echoes:
             return b""
         frames = (
@@ -319,11 +329,15 @@ class CompletionStream:
         return "".join(frames).encode()
 
     def chunk(self, index: int, chunk: pb.GenerateChunk) -> bytes:
-        head = self._heads[index]
+        head, tail, usage = self._heads[index], self._tail, self._usage
+        if self._usages is not None:
+            self._usages.add(index, chunk)
+            usage = self._usages.ending(index)
+            tail = f"{_NO_END}{usage}}}\n\n"
         if not self._logprobs:
-            return f"{head}{quoted(chunk.text)}{self._tail}".encode()
+            return f"{head}{quoted(chunk.text)}{tail}".encode()
         logprobs = self._logprobs[index].add(chunk.token_ids, chunk.logprobs)
-        ending = f',"logprobs":{dumped(logprobs).decode()},"finish_reason":null}}]{self._usage}}}'
+        ending = f',"logprobs":{dumped(logprobs).decode()},"finish_reason":null}}]{usage}}}'
         return f"{head}{quoted(chunk.text)}{ending}\n\n".encode()
 
     def complete(self, index: int, complete: pb.GenerateComplete) -> bytes:
@@ -336,7 +350,8 @@ class CompletionStream:
             }
         ).decode()
         head = self._heads[index]
-        return f"{head}{quoted(complete.text)},{last[1:]}]{self._usage}}}\n\n".encode()
+        usage = self._usage if self._usages is None else self._usages.ending(index)
+        return f"{head}{quoted(complete.text)},{last[1:]}]{usage}}}\n\n".encode()
 
     def end(self) -> bytes:
         job = self._job

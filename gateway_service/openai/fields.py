@@ -21,9 +21,9 @@ class Use(Enum):
     """What is done with a field."""
 
     READ = "read"
-    # Accepted in any form: this server cannot do otherwise.
+    # Accepted in any form, since it changes no text; the answer has a warning (`Table.ignored`).
     IGNORED = "ignored"
-    # Only with a neutral value.
+    # Only with a neutral value, since it would change the text or the form of the answer.
     REFUSED = "refused"
 
 
@@ -35,7 +35,7 @@ class Field:
         kind: of the value. None: it is not read.
         help: what it does, or why it is refused: a phrase for the documentation and for errors.
         default: shown in the documentation; None: absent.
-        neutral: values of a refused field that ask for nothing. Null always does.
+        neutral: values of a refused or ignored field that ask for nothing. Null always does.
         is_extension: OpenAI has no such field; the name is vLLM's unless the help says otherwise.
     """
 
@@ -47,6 +47,13 @@ class Field:
     neutral: tuple[Any, ...] = ()
     is_required: bool = False
     is_extension: bool = False
+
+    def is_neutral(self, value: Any) -> bool:
+        """Return True for a value that asks for nothing."""
+        # True is 1 in Python, but not in JSON.
+        return value is None or any(
+            type(value) is type(other) and value == other for other in self.neutral
+        )
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -92,7 +99,12 @@ class Table:
             if value is None or field.use is Use.IGNORED:
                 continue
             if field.use is Use.REFUSED:
-                _check_neutral(f"{prefix}{key}", field, value)
+                if not field.is_neutral(value):
+                    raise wrong(
+                        f"{prefix}{key}",
+                        f"is not supported: {field.help}",
+                        reason="UNSUPPORTED_PARAMETER",
+                    )
                 continue
             assert field.kind is not None
             values[key] = field.kind.read(f"{prefix}{key}", value)
@@ -100,6 +112,11 @@ class Table:
             if key not in values:
                 raise wrong(f"{prefix}{key}", "is missing", reason="MISSING_REQUIRED_PARAMETER")
         return values
+
+    def ignored(self, body: Mapping[str, Any]) -> list[str]:
+        """Return the ignored fields of a body that was read, but for those that ask for nothing."""
+        ignored = [field for field in self.fields.values() if field.use is Use.IGNORED]
+        return [each.name for each in ignored if not each.is_neutral(body.get(each.name))]
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -110,12 +127,6 @@ class Table:
             "required": list(self._required),
             "additionalProperties": False,
         }
-
-
-def _check_neutral(name: str, field: Field, value: Any) -> None:
-    # True is 1 in Python, but not in JSON.
-    if not any(type(value) is type(other) and value == other for other in field.neutral):
-        raise wrong(name, f"is not supported: {field.help}", reason="UNSUPPORTED_PARAMETER")
 
 
 _LONGEST_NAME = 64

@@ -64,6 +64,13 @@ STREAM_OPTIONS = Table(
     [
         Field("include_usage", BOOLEAN, "End with a chunk that has the usage.", default=False),
         Field(
+            "continuous_usage_stats",
+            BOOLEAN,
+            "With include_usage: give each chunk the usage of its choice so far.",
+            default=False,
+            is_extension=True,
+        ),
+        Field(
             "include_plan",
             BOOLEAN,
             "Give the final chunk the field `splitpoint`: the plan, its reason, and times. Not "
@@ -82,6 +89,12 @@ def stream_options(values: Mapping[str, Any]) -> dict[str, Any]:
     if "stream_options" in values and not values.get("stream", False):
         raise wrong("stream_options", "needs stream to be true")
     return options
+
+
+def has_running_usage(options: Mapping[str, Any]) -> bool:
+    """Return True if each chunk of a stream has a usage, as vLLM's does: only with the last one."""
+    both = ("include_usage", "continuous_usage_stats")
+    return all(options.get(name, False) for name in both)
 
 
 _JSON_SCHEMA_FORMAT = Table(
@@ -125,8 +138,12 @@ def _extra(name: str, kind: Kind, help: str, default: Any = None) -> Field:
     return Field(name, kind, help, default=default, is_extension=True)
 
 
-def _ignored_extra(name: str, help: str) -> Field:
-    return Field(name, None, help, Use.IGNORED, is_extension=True)
+def _ignored(name: str, help: str, *neutral: Any) -> Field:
+    return Field(name, None, help, Use.IGNORED, neutral=neutral)
+
+
+def _ignored_extra(name: str, help: str, *neutral: Any) -> Field:
+    return Field(name, None, help, Use.IGNORED, neutral=neutral, is_extension=True)
 
 
 def _refused_extra(name: str, help: str, *neutral: Any) -> Field:
@@ -138,8 +155,12 @@ _OPENAI = (
     Field("model", text_of(least=1), "Name of a served model.", is_required=True),
     Field("temperature", number(0), "0 is greedy.", default=1.0),
     Field("top_p", number(0, 1, above=True), "Mass of the tokens to sample from.", default=1.0),
-    Field("user", None, "Tenants come from the key.", Use.IGNORED),
     Field("stream", BOOLEAN, "Send tokens as server-sent events.", default=False),
+    _ignored("user", "Tenants come from the key."),
+    _ignored("prompt_cache_key", "Prefixes are always cached; see cache_salt."),
+    _ignored("prompt_cache_retention", "Prefixes are always cached."),
+    _ignored("safety_identifier", "Tenants come from the key."),
+    _ignored("service_tier", "This server has one tier; see priority.", "auto", "default"),
 )
 # Those that chat and completions have, but not the responses.
 _OPENAI_TEXT = (
@@ -159,6 +180,9 @@ _OPENAI_TEXT = (
         Kind(_read_response_format, _RESPONSE_FORMAT.schema),
         "Text, a JSON object, or what a JSON schema allows.",
     ),
+    _ignored("metadata", "Nothing is stored.", {}),
+    _ignored("store", "Nothing is stored.", False),
+    _ignored("reasoning_effort", "See chat_template_kwargs, as the model's template says.", "none"),
 )
 # vLLM's, and one of ours.
 _EXTENSIONS = (
@@ -190,6 +214,10 @@ _EXTENSIONS = (
     _extra("guided_choice", _ALTERNATIVES, "Former name of structured_outputs.choice."),
     _extra("guided_grammar", _CONSTRAINT, "Former name of structured_outputs.grammar."),
     _ignored_extra("guided_decoding_backend", "This server has one backend."),
+    _ignored_extra("include_reasoning", "Reasoning stays in the text.", True),
+    _ignored_extra("kv_transfer_params", "Prefixes are shared without them."),
+    _ignored_extra("mm_processor_kwargs", "The models read text."),
+    _ignored_extra("request_id", "The gateway names answers itself."),
     _extra(
         "include_plan",
         BOOLEAN,
@@ -198,7 +226,10 @@ _EXTENSIONS = (
         False,
     ),
     _extra("skip_special_tokens", BOOLEAN, "Leave special tokens out of the text.", True),
-    _ignored_extra("spaces_between_special_tokens", "Tokens are put together as they are."),
+    _ignored_extra("spaces_between_special_tokens", "Tokens are put together as they are.", True),
+    _refused_extra("logits_processors", "use logit_bias or structured_outputs", []),
+    _refused_extra("return_token_ids", "answers have texts", False),
+    _refused_extra("return_tokens_as_token_ids", "answers have texts", False),
     _refused_extra("include_stop_str_in_output", "the text never has what ended it", False),
     _refused_extra("use_beam_search", "there is no beam search", False),
     _refused_extra("length_penalty", "there is no beam search", 1, 1.0),

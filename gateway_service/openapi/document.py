@@ -56,6 +56,12 @@ _WITHOUT_BODY = (400, 401, 403, 429, 500, 503, 504)
 _RETRY_AFTER = {
     "Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
 }
+_WARNING = {
+    "X-Splitpoint-Warning": {
+        "description": "Fields of the body that changed nothing, after `ignored: `.",
+        "schema": {"type": "string"},
+    }
+}
 
 
 def _error(status: int) -> dict[str, Any]:
@@ -87,6 +93,7 @@ def _post(
     found = _answer(answer, "The answer." if events is None else "The answer, or its stream.")
     if events is not None:
         found["content"]["text/event-stream"] = {"schema": events}
+        found["headers"] = _WARNING
     operation = _operation(name, summary, found, [*_ERRORS])
     operation["requestBody"] = {
         "required": True,

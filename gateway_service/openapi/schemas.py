@@ -59,11 +59,14 @@ ERROR = obj(
     )
 )
 USAGE = obj(
+    ("prompt_tokens_details",),
     prompt_tokens=COUNT,
     completion_tokens=COUNT,
     total_tokens=COUNT,
     prompt_tokens_details=obj(
-        cached_tokens=described(COUNT, "Of the prompt; they were not computed again.")
+        cached_tokens=described(
+            COUNT, "Of the prompt; they were not computed again. Absent before a stream's end."
+        )
     ),
 )
 

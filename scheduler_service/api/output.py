@@ -23,7 +23,11 @@ class Output:
         sampling: types_pb2.SamplingParams,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
+        *,
+        prompt_tokens: int = 0,
     ) -> None:
+        """`prompt_tokens`: of the request, for its first message."""
+        self._prompt_tokens = prompt_tokens
         self.token_ids: list[int] = []
         # Leading tokens that the client brought along. Their log-probabilities are unknown.
         self.resumed_count = 0
@@ -114,6 +118,7 @@ class Output:
             token_ids=self.token_ids[start:end],
             text="".join(self._texts[start:end]),
             logprobs=self._logprobs[max(0, start - known) : max(0, end - known)],
+            prompt_tokens=0 if start else self._prompt_tokens,
         )
 
     def _spell(

@@ -116,7 +116,12 @@ class RequestManager:
         Raises InvalidArgument if the answer ended before the last of them.
         """
         model = self.options.model
-        request.output = Output(request.sampling, model.tokenizer, model.eos_token_ids)
+        request.output = Output(
+            request.sampling,
+            model.tokenizer,
+            model.eos_token_ids,
+            prompt_tokens=len(request.prompt),
+        )
         request.output.resume(request.resume.token_ids)
 
     def start(self, request: Request, span: Span = NO_SPAN) -> Request:

@@ -169,7 +169,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "messages[0].tool_calls[0].function",
     ),
     ({"functions": []}, "functions"),
-    ({"store": True}, "store"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"chat_template": "x"}, "chat_template"),
     ({"nonsense": 1}, "nonsense"),
@@ -252,7 +251,7 @@ def whole(job: ChatJob, *answers: list[pb.GenerateResponse]) -> ChatCompletion:
 
 def streamed(job: ChatJob, *answers: list[pb.GenerateResponse]) -> list[ChatCompletionChunk]:
     writer = job.writer()
-    written = writer.begin()
+    written = writer.begin(1)
     for index, messages in enumerate(answers):
         for message in messages:
             if message.HasField("chunk"):

@@ -118,6 +118,68 @@ def test_a_stream_is_the_whole_answer(client: openai.OpenAI) -> None:
     assert whole.choices[0].message.content != whole.choices[1].message.content
 
 
+def test_a_stream_tells_the_usage_so_far(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    body: dict[str, Any] = {"model": MODEL, "temperature": 0, "n": 2, "max_tokens": 8}
+    chats: Any = client.chat.completions.create(
+        **body, messages=[user("class A:")], stream=True, stream_options=options
+    )
+    texts: Any = client.completions.create(
+        **body, prompt=["import os", [5, 6]], stream=True, stream_options=options
+    )
+    for stream, counts in ((chats, {0: 0, 1: 0}), (texts, {0: 0, 1: 0, 2: 0, 3: 0})):
+        prompts: dict[int, int] = {}
+        *chunks, last = stream
+        for chunk in chunks:
+            assert chunk.usage is not None
+            [choice] = chunk.choices
+            usage = chunk.usage
+            assert usage.prompt_tokens == prompts.setdefault(choice.index, usage.prompt_tokens) > 0
+            assert counts[choice.index] <= usage.completion_tokens
+            assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+            counts[choice.index] = usage.completion_tokens
+        assert last.usage is not None
+        assert sum(counts.values()) == last.usage.completion_tokens == 8 * len(counts)
+        # Each prompt counts once; a chat has one, with two answers.
+        once = prompts[0] if stream is chats else prompts[0] + prompts[2]
+        assert once == last.usage.prompt_tokens
+    one = {"include_usage": False, "continuous_usage_stats": True}
+    alone: Any = client.completions.create(
+        model=MODEL, prompt="a", stream=True, extra_body={"stream_options": one}
+    )
+    assert {chunk.usage for chunk in alone} == {None}
+
+
+def test_fields_that_change_nothing_are_told(client: openai.OpenAI) -> None:
+    """What would change the text is refused; one table has both."""
+
+    def warning(raw: Any) -> str | None:
+        found: str | None = raw.headers.get("x-splitpoint-warning")
+        return found
+
+    body: dict[str, Any] = {"model": MODEL, "messages": [user("class A:")], "max_tokens": 2}
+    chats, ignored = client.chat.completions.with_raw_response, "ignored: user, metadata, store, "
+    plain = chats.create(**body, seed=1, store=False)
+    told = chats.create(
+        **body, seed=1, store=True, user="u", metadata={"a": "b"}, reasoning_effort="high"
+    )
+    assert warning(plain) is None
+    assert warning(told) == f"{ignored}reasoning_effort"
+    assert told.parse().choices == plain.parse().choices
+    streamed = chats.create(**body, stream=True, extra_body={"include_reasoning": False})
+    assert warning(streamed) == "ignored: include_reasoning"
+    assert len([*streamed.parse()]) > 1
+    response = client.responses.with_raw_response.create(
+        model=MODEL, input="class A:", max_output_tokens=2, reasoning={"effort": "low"}
+    )
+    assert warning(response) == "ignored: reasoning"
+    for field in ({"verbosity": "low"}, {"logits_processors": ["x"]}, {"never_heard_of": 1}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**body, extra_body=field)
+        assert refused.value.param == next(iter(field))
+        assert warning(refused.value.response) is None
+
+
 def test_seeds_repeat_answers(client: openai.OpenAI) -> None:
     def answer(**options: Any) -> str:
         found = client.chat.completions.create(

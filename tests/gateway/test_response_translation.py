@@ -105,10 +105,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "input[0].arguments",
     ),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"store": True}, "store"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
-    ({"reasoning": {"effort": "high"}}, "reasoning"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"include": ["file_search_call.results"]}, "include[0]"),
     ({"top_logprobs": 1}, "top_logprobs"),
@@ -168,7 +166,7 @@ def whole(job: ResponseJob, texts: list[str], complete: pb.GenerateComplete) -> 
 
 def streamed(job: ResponseJob, texts: list[str], complete: pb.GenerateComplete) -> list[Any]:
     writer = job.writer()
-    written = writer.begin()
+    written = writer.begin(1)
     for chunk in chunks_of(texts):
         written += writer.chunk(0, chunk)
     written += writer.complete(0, complete) + writer.end()
@@ -229,7 +227,7 @@ def test_streamed_text_is_the_whole_text(texts: list[str], include: list[str]) -
 
 def test_a_stream_that_fails_ends_with_a_typed_event() -> None:
     writer = job_of(stream=True).writer()
-    written = writer.begin() + writer.chunk(0, chunks_of(["a"])[0])
+    written = writer.begin(1) + writer.chunk(0, chunks_of(["a"])[0])
     error = {"message": "gone", "type": "service_unavailable_error", "param": None, "code": "lost"}
     last = writer.failed(error).decode()
     assert last.startswith("event: error\ndata: ")

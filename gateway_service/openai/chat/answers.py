@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from gateway_service.openai.answers import (
     Answer,
+    RunningUsage,
     dumped,
     error_frame,
     finish_reason_of,
@@ -24,6 +25,8 @@ from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 
 CHUNK_NAME = "chat.completion.chunk"
+# Between the delta of a chunk and its usage.
+_NO_END = ',"logprobs":null,"finish_reason":null}]'
 
 
 class AnsweredChat(Protocol):
@@ -34,6 +37,7 @@ class AnsweredChat(Protocol):
     model: str
     requests: Sequence[pb.GenerateRequest]
     has_usage: bool
+    has_running_usage: bool
     has_plan: bool
     has_logprobs: bool
     tools: ToolUse
@@ -108,28 +112,36 @@ class ChatStream:
     def __init__(self, job: AnsweredChat) -> None:
         self._job = job
         self._start = f"data: {dumped(head_of(job, CHUNK_NAME)).decode()[:-1]},"
-        self._end = ',"usage":null}\n\n' if job.has_usage else "}\n\n"
+        self._plain_end = ',"usage":null}\n\n' if job.has_usage else "}\n\n"
+        self._usages = RunningUsage(len(job.requests)) if job.has_running_usage else None
         self._heads = [
             f'{self._start}"choices":[{{"index":{index},"delta":'
             for index in range(len(job.requests))
         ]
-        self._tail = f',"logprobs":null,"finish_reason":null}}]{self._end}'
+        self._plain_tail = f"{_NO_END}{self._plain_end}"
         self._parsers = [job.tools.parser(job.tool_call_format) for _ in job.requests]
         self._has_calls = [False] * len(job.requests)
         self._completes: list[pb.GenerateComplete | None] = [None] * len(job.requests)
 
-    def begin(self) -> bytes:
+    def begin(self, prompt_tokens: int) -> bytes:
+        if self._usages is not None:
+            self._usages.begin(prompt_tokens)
         # Clients join the contents: an answer of calls alone has none.
         content = "null" if self._job.tools.may_call else '""'
         delta = f'{{"role":"assistant","content":{content}}}'
-        return "".join(f"{head}{delta}{self._tail}" for head in self._heads).encode()
+        return "".join(
+            f"{head}{delta}{self._tail(index)}" for index, head in enumerate(self._heads)
+        ).encode()
 
     def chunk(self, index: int, chunk: pb.GenerateChunk) -> bytes:
+        if self._usages is not None:
+            self._usages.add(index, chunk)
         parser = self._parsers[index]
         if parser is None and not self._job.has_logprobs:
             if not chunk.text:
                 return b""
-            return (f'{self._heads[index]}{{"content":{quoted(chunk.text)}}}{self._tail}').encode()
+            content = f'{{"content":{quoted(chunk.text)}}}'
+            return f"{self._heads[index]}{content}{self._tail(index)}".encode()
         deltas = self._deltas(index, parser, chunk.text)
         return self._frames(index, deltas, chunk.logprobs)
 
@@ -142,7 +154,7 @@ class ChatStream:
             "finish_reason": finish_reason(self._job.tools, complete, has_calls=has_calls),
             "stop_reason": complete.matched_stop or None,
         }
-        last = f"{self._heads[index]}{{}},{dumped(ending).decode()[1:]}]{self._end}"
+        last = f"{self._heads[index]}{{}},{dumped(ending).decode()[1:]}]{self._end(index)}"
         return self._frames(index, deltas, ()) + last.encode()
 
     def end(self) -> bytes:
@@ -154,6 +166,15 @@ class ChatStream:
 
     def failed(self, error: Mapping[str, Any]) -> bytes:
         return error_frame(error)
+
+    def _end(self, index: int) -> str:
+        """Return the end of the next frame of a choice, with its usage so far if it is wanted."""
+        usages = self._usages
+        return self._plain_end if usages is None else f"{usages.ending(index)}}}\n\n"
+
+    def _tail(self, index: int) -> str:
+        """Return what follows the delta of a frame that does not end its choice."""
+        return self._plain_tail if self._usages is None else f"{_NO_END}{self._end(index)}"
 
     def _deltas(
         self, index: int, parser: ToolCallParser | None, text: str, *, is_last: bool = False
@@ -187,11 +208,11 @@ class ChatStream:
         """Return a frame for each delta; the first has the log-probabilities."""
         if positions and not deltas:
             deltas = ['{"content":""}']
-        tail, frames = self._tail, []
+        tail, frames = self._tail(index), []
         if positions:
             logprobs = dumped(_logprobs(positions)).decode()
-            tail = f',"logprobs":{logprobs},"finish_reason":null}}]{self._end}'
+            tail = f',"logprobs":{logprobs},"finish_reason":null}}]{self._end(index)}'
         for delta in deltas:
             frames.append(f"{self._heads[index]}{delta}{tail}")
-            tail = self._tail
+            tail = self._tail(index)
         return "".join(frames).encode()

@@ -24,6 +24,7 @@ from gateway_service.openai.sampling import (
     choices_of,
     constraint_names,
     generate_request,
+    has_running_usage,
     stream_options,
 )
 from gateway_service.openai.values import BOOLEAN, integer, wrong
@@ -59,18 +60,11 @@ CHAT_FIELDS = Table(
         TOOL_CHOICE,
         PARALLEL_TOOL_CALLS,
         *CHAT_PROMPT_FIELDS,
-        _ignored("metadata", "Nothing is stored."),
         _ignored("prediction", "It could only change the speed."),
-        _ignored("prompt_cache_key", "Prefixes are always cached; see cache_salt."),
-        _ignored("prompt_cache_retention", "Prefixes are always cached."),
-        _ignored("safety_identifier", "Tenants come from the key."),
-        _ignored("service_tier", "This server has one tier; see priority."),
         _refused("audio", "answers are text"),
         _refused("function_call", "use tool_choice"),
         _refused("functions", "use tools"),
         _refused("modalities", "answers are text", ["text"]),
-        _refused("reasoning_effort", "use chat_template_kwargs, as the model's template says"),
-        _refused("store", "nothing is stored", False),
         _refused("verbosity", "say it in a message", "medium"),
         _refused("web_search_options", "there is no search"),
         _refused(
@@ -91,6 +85,8 @@ class ChatJob(CallingJob):
     """A body of /v1/chat/completions (`answers.Job`)."""
 
     has_usage: bool
+    # In each chunk, too.
+    has_running_usage: bool
 
     def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the answer's JSON object. Raises Internal, Unavailable if one is not whole."""
@@ -139,6 +135,7 @@ def read_chat(body: Any, *, request_id: str, created: int) -> ChatJob:
         requests=choices_of(request, request_id, 0, values.get("n", 1)),
         is_stream=values.get("stream", False),
         has_usage=options.get("include_usage", False),
+        has_running_usage=has_running_usage(options),
         has_plan=options.get("include_plan", False) or values.get("include_plan", False),
         has_logprobs=has_logprobs,
         tools=tools,

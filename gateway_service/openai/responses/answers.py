@@ -243,7 +243,7 @@ class ResponseStream:
         # Of the open message's deltas, without the number. Empty: none is open.
         self._delta_head = ""
 
-    def begin(self) -> bytes:
+    def begin(self, prompt_tokens: int) -> bytes:
         response = self._builder.response()
         return self._frames(
             [

@@ -98,8 +98,8 @@ def _refused(name: str, help: str, *neutral: Any) -> Field:
     return Field(name, None, help, Use.REFUSED, neutral=neutral)
 
 
-def _ignored(name: str, help: str) -> Field:
-    return Field(name, None, help, Use.IGNORED)
+def _ignored(name: str, help: str, *neutral: Any) -> Field:
+    return Field(name, None, help, Use.IGNORED, neutral=neutral)
 
 
 RESPONSE_FIELDS = Table(
@@ -130,16 +130,12 @@ RESPONSE_FIELDS = Table(
         Field("stream_options", nested(_STREAM_OPTIONS), "Has nothing to set."),
         CHAT_PROMPT_FIELDS[0],
         _ignored("max_tool_calls", "There are no built-in tools."),
-        _ignored("prompt_cache_key", "Prefixes are always cached; see cache_salt."),
-        _ignored("prompt_cache_retention", "Prefixes are always cached."),
-        _ignored("safety_identifier", "Tenants come from the key."),
-        _ignored("service_tier", "This server has one tier; see priority."),
+        _ignored("reasoning", "See chat_template_kwargs, as the model's template says.", {}),
+        _ignored("store", "Nothing is stored.", False),
         _refused("background", "nothing is stored: stay connected", False),
         _refused("conversation", "nothing is stored: send the whole input"),
         _refused("previous_response_id", "nothing is stored: send the whole input"),
         _refused("prompt", "there are no stored prompts"),
-        _refused("reasoning", "use chat_template_kwargs, as the model's template says", {}),
-        _refused("store", "nothing is stored", False),
         _refused("truncation", "inputs are not truncated", "disabled"),
     ]
 )
