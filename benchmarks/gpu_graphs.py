@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.shared import finish, parser_of
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
 from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint_cli.bench.shared.engine_runs import admission_of
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import divide
 from worker_service.drafts.drafter import TargetKey

@@ -29,6 +29,7 @@ import torch
 from prometheus_client import generate_latest
 
 from benchmarks.shared import finish, parser_of
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
@@ -40,7 +41,6 @@ from splitpoint_cli.bench.shared.engine_runs import admission_of
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hardware
 from worker_service.account import Account
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.choice import describe_device
 from worker_service.device.memory import divide

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.quiet import Timed, is_quiet, median_seconds, quieter_half, timed
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Plan, PlanInput, RestoreMethod
 from splitpoint.planning.planner import plan_request
@@ -27,7 +28,6 @@ from splitpoint_cli.bench.restore.workload import (
     RestoreWorkload,
 )
 from splitpoint_cli.bench.shared.engine_memory import exact_memory
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.engine.engine import Engine

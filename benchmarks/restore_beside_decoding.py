@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.shared import finish, parser_of, random_ids
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.errors import Internal
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, chunks_of
 from splitpoint_cli.bench.shared.engine_memory import (
@@ -33,7 +34,6 @@ from splitpoint_cli.bench.shared.engine_memory import (
 from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
 from splitpoint_cli.bench.shared.local_store import LocalStore
 from splitpoint_cli.bench.shared.progress import Progress
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Cancel, RestoreEvent, StepOutput

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.shared import finish, parser_of
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.config import parse_rate
 from splitpoint.options.worker import VERIFY_RATE
 from splitpoint.planning.schedule import Schedule
@@ -27,7 +28,6 @@ from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
 from splitpoint_cli.bench.restore.workload import RestoreWorkload
 from splitpoint_cli.bench.shared.ending import ending_by_signals
 from splitpoint_cli.bench.shared.progress import Progress
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.choice import choose_device, describe_device
 from worker_service.model.decoder import Decoder

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 from splitpoint import config
 from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.checkpoint.support import read_shape
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import available_cores, default_host_memory
 from splitpoint.options import scheduler, store, worker
@@ -138,7 +139,8 @@ def settings_of(model: str | Path | None, options: Mapping[str, Any]) -> Setting
     """Decide what is left open. Makes no file and no folder.
 
     Raises TypeError for an unknown argument or a value of the wrong type, InvalidArgument for a
-    value that its option refuses, and the errors of `resolve_model`.
+    value that its option refuses or a checkpoint that this version does not serve, and the errors
+    of `resolve_model`.
     """
     given = _checked(options)
     drafts = read_speculative_config(
@@ -146,12 +148,15 @@ def settings_of(model: str | Path | None, options: Mapping[str, Any]) -> Setting
     )
     if drafts is not None:
         if drafts.model is not None:
-            drafts = replace(drafts, model=str(resolve_model(drafts.model)))
+            draft = resolve_model(drafts.model)
+            read_shape(draft)
+            drafts = replace(drafts, model=str(draft))
         given["speculative_config"] = drafts.text
     given.setdefault("threads", available_cores())
     given.setdefault("host_memory", str(default_host_memory()))
     places = given.get("max_batch", worker.MAX_BATCH.default)
     folder = resolve_model(None if model is None else str(model))
+    read_shape(folder)  # refused before a thread or a process starts
     instance = f"llm-{os.getpid()}-{secrets.token_hex(4)}"
     runtime, arena = config.runtime_path(instance), config.arena_path(instance)
     sockets = {

@@ -1,1 +1,1 @@
-"""A model folder on disk: resolving its name, checking its files, reading its tokenizer."""
+"""A model folder on disk: its name, files and tokenizer, and whether this version serves it."""

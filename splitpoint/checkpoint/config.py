@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from splitpoint.checkpoint.config_values import UNSUPPORTED_MODEL, shown
 from splitpoint.checkpoint.files import is_there, read_object
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType, ModelShape
@@ -41,14 +42,6 @@ def model_name(folder: Path) -> str:
     if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):
         return folder.parents[1].name.removeprefix("models--").replace("--", "/")
     return folder.name
-
-
-def read_shape(folder: Path, data_type: DataType | None = None) -> ModelShape:
-    """Return the shape of a checkpoint folder. `data_type` None: as stored.
-
-    Raises InvalidArgument.
-    """
-    return shape_from_config(read_config(folder), name=model_name(folder), data_type=data_type)
 
 
 def with_context(shape: ModelShape, max_model_len: int | None) -> ModelShape:
@@ -108,8 +101,9 @@ def shape_from_config(
     family = str(config.get("model_type", ""))
     if family not in FAMILIES:
         raise InvalidArgument(
-            f"model_type {family!r} is not supported (supported: {', '.join(FAMILIES)})",
+            f"model_type {shown(family)} is not supported (supported: {', '.join(FAMILIES)})",
             field="model_type",
+            reason=UNSUPPORTED_MODEL,
         )
     try:
         hidden = _integer(config, "hidden_size")

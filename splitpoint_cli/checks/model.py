@@ -12,14 +12,16 @@ from splitpoint import config
 from splitpoint.chat.renderer import ChatRenderer
 from splitpoint.chat.source import read_template_file, read_templates
 from splitpoint.checkpoint.config import FAMILIES, model_name
+from splitpoint.checkpoint.config_values import UNSUPPORTED_MODEL
 from splitpoint.checkpoint.resolve import resolve_model, weight_files
+from splitpoint.checkpoint.support import support_of
 from splitpoint.checkpoint.tensors import read_header
 from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument, NotFound, SplitpointError
 from splitpoint.shapes import ModelShape
 from splitpoint.words import counted
 from splitpoint_cli.checks.finding import Finding, Verdict, one_line
-from splitpoint_cli.models import find_draft, model_shape
+from splitpoint_cli.models import find_draft, parse_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +37,18 @@ def find_model(text: str | None, dtype: str) -> FoundModel:
     """Return folder and shape of the model, as far as they are present."""
     name = "model"
     try:
+        data_type = parse_dtype(dtype)
         folder = resolve_model(text, download=False)
     except NotFound:
         return FoundModel(_to_be_downloaded(str(text)))
     except SplitpointError as error:
         return FoundModel(Finding(name, Verdict.PROBLEM, error.message, _advice(error, text)))
-    try:
-        shape = model_shape(folder, dtype)
-    except SplitpointError as error:
-        found = f"{model_name(folder)}: {error.message}"
-        return FoundModel(Finding(name, Verdict.PROBLEM, found, _advice(error, text)), folder)
+    support = support_of(folder, data_type)
+    if support.refusal is not None:
+        found = f"{model_name(folder)}: {support.reason}"
+        advice = _advice(support.refusal, text)
+        return FoundModel(Finding(name, Verdict.PROBLEM, found, advice), folder)
+    shape = support.required.shape
     found = (
         f"{shape.name}: {shape.family}, {shape.layer_count} layers, {shape.data_type.value}, "
         f"{format_size(shape.weight_bytes)} of weights, context {shape.context_length:,}"
@@ -100,6 +104,10 @@ def _advice(error: SplitpointError, text: str | None) -> str:
     field = error.field if isinstance(error, InvalidArgument) else ""
     if field == "model_type":
         return f"Choose a model of one of these families: {', '.join(FAMILIES)}"
+    if field == "quantization_config":
+        return "Choose the checkpoint that this one was quantized from"
+    if error.reason == UNSUPPORTED_MODEL:
+        return f"Choose another checkpoint: this version cannot compute its {field}"
     if field == "dtype":
         return "Choose one that the CPU or GPU has, or --dtype auto"
     if text is not None and not Path(text).expanduser().exists():

@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.selection import FULL, Selection, SelectionMethod
@@ -26,7 +28,6 @@ from splitpoint_cli.eval.interval import perplexity_interval
 from splitpoint_cli.eval.report import Answers, SelectionResult, Texts
 from splitpoint_cli.eval.tasks import Task, TaskKind, extraction, needle
 from splitpoint_cli.eval.workload import EvalWorkload
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.evaluation.counts import SelectionCounts
 from worker_service.evaluation.teacher_forced import GuessRule, Reading, TeacherForced
@@ -169,7 +170,7 @@ def _read_window(
 
 def _read_config(folder: Path, kv_heads: int | None) -> DecoderConfig:
     """Return the model's config in the checkpoint's element type, with averaged KV heads."""
-    config = DecoderConfig.read(folder, None)
+    config = read_decoder(folder, None)
     if kv_heads is None:
         return config
     return replace(config, shape=pooled_shape(config.shape, kv_heads))

@@ -11,12 +11,12 @@ from admitting import admitting
 from local_stack import LocalStack, StackShape, local_stack, start_service, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_schedule import LAYER_PIECES
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import worker_pb2, worker_pb2_grpc
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.lanes.lanes import EmulatedLink
 from worker_service.lanes.timeline import Span, Trace
 from worker_service.weights.matrices import weight_sizes
@@ -30,7 +30,7 @@ SIZES = {
 
 def quarter(folder: Path) -> int:
     """Of the bytes of the weights."""
-    return weight_sizes(DecoderConfig.read(folder), torch.device("cpu"), torch.float32).total // 4
+    return weight_sizes(read_decoder(folder), torch.device("cpu"), torch.float32).total // 4
 
 
 @pytest.mark.parametrize("case", SIZES)

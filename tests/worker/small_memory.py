@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from engine_runner import CPU, make_engine
 
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.shapes import ArenaLayout
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.memory import place
 from worker_service.engine.engine import Engine
 from worker_service.lanes.lanes import Lanes
@@ -25,12 +25,12 @@ LIMITS: Any = {"max_batch_size": 4, "max_batched_tokens": 4, "has_store": False}
 
 def total_bytes(folder: Path, device: torch.device = CPU) -> int:
     """Of the weights, as a worker holds them."""
-    return weight_sizes(DecoderConfig.read(folder), device, torch.float32).total
+    return weight_sizes(read_decoder(folder), device, torch.float32).total
 
 
 def small_engine(folder: Path, lanes: Lanes, share: float = 4.0) -> Engine:
     """With a budget that the weights exceed `share` times, and a trace."""
-    device, config = lanes.device, DecoderConfig.read(folder)
+    device, config = lanes.device, read_decoder(folder)
     budget = int(total_bytes(folder, device) / share)
     layout = ArenaLayout.of(config.shape, chunk_tokens=CHUNK_TOKENS, has_activations=False)
     sizes = weight_sizes(config, device, torch.float32)

@@ -1,1 +1,1 @@
-"""Reads a checkpoint folder: `config.json` and the tensors of its safetensors files."""
+"""The tensors of a checkpoint folder: their names, and their reading from safetensors files."""

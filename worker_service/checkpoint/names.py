@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from worker_service.checkpoint.config import DecoderConfig, Norm
+from splitpoint.checkpoint.decoder import DecoderConfig, Norm
 
 HEAD_NAME = "lm_head"
 

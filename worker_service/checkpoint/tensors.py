@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from splitpoint.checkpoint.decoder import DecoderConfig, Norm
 from splitpoint.checkpoint.files import is_there
 from splitpoint.checkpoint.resolve import indexed_files
 from splitpoint.errors import InvalidArgument
 from splitpoint.progress import Counter, Ticker
-from worker_service.checkpoint.config import DecoderConfig, Norm
 from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
 
 _INDEX = "model.safetensors.index.json"

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from splitpoint.checkpoint.decoder import DecoderConfig, Norm
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WEIGHT_SLOTS, OnHost
 from splitpoint.planning.weight_schedule import WeightOrder, WeightPiece
 from splitpoint.progress import Ticker
 from splitpoint.shapes import WeightFormat
-from worker_service.checkpoint.config import DecoderConfig, Norm
 from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
 from worker_service.checkpoint.tensors import Checkpoint, RandomTensors, TensorSource
 from worker_service.device.cache import TORCH_TYPES
@@ -125,7 +126,7 @@ class Decoder:
         FailedPrecondition if this device has no kernel for the format.
         """
         data_type = None if dtype is None else _DATA_TYPES[dtype]
-        config = DecoderConfig.read(folder, data_type)
+        config = read_decoder(folder, data_type)
         dtype = TORCH_TYPES[config.shape.data_type]
         # Tables of positions are read whole.
         shape = replace(config.shape, context_length=context_length or config.shape.context_length)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from splitpoint.checkpoint.decoder import Activation
 from splitpoint.planning.weight_schedule import WeightPiece
-from worker_service.checkpoint.config import Activation
 from worker_service.model.linear import Linear
 from worker_service.model.norms import NormWeights
 from worker_service.model.rope import Rotary

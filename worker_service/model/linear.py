@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from worker_service.checkpoint.config import Activation
+from splitpoint.checkpoint.decoder import Activation
 from worker_service.kernels import panel_gemm, tile_gemm
 from worker_service.kernels.choice import Layout
 from worker_service.kernels.gpu_order import adds_in_one_order

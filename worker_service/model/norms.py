@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from worker_service.checkpoint.config import Norm
+from splitpoint.checkpoint.decoder import Norm
 
 
 @dataclass(frozen=True, slots=True)

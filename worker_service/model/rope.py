@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_service.checkpoint.rope_config import Rope
+from splitpoint.checkpoint.rope_config import Rope
 
 
 @dataclass(frozen=True, slots=True)

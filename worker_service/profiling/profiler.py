@@ -15,12 +15,12 @@ from functools import partial
 
 import torch
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.costs.profile import Line, Profile, fit_line
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_placement import StepRates
 from splitpoint.planning.weight_schedule import WeightPiece
 from splitpoint.shapes import ModelShape
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.copies import copy
 from worker_service.lanes.lanes import Lanes

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.errors import FailedPrecondition, InvalidArgument, SplitpointError
 from splitpoint.selection import SERVED_METHODS, Selection, SelectionMethod
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.selection.artifacts import Artifacts, artifacts_path, load
 from worker_service.selection.screens import Screens
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import SplitpointError
@@ -16,7 +17,6 @@ from splitpoint.residency.selecting import (
 )
 from splitpoint.selection import Selection
 from splitpoint.shapes import ModelShape, chunks_of
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import collected_bytes
 from worker_service.lanes.lanes import Lanes

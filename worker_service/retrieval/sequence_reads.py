@@ -17,10 +17,10 @@ from functools import partial
 
 import torch
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.planning.schedule import Lane
 from splitpoint.residency.selecting import SEGMENT_TOKENS, wanted_rows
 from splitpoint.shapes import chunks_of
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import DeviceCache
 from worker_service.device.copies import sent
 from worker_service.device.pinning import piece_slots

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from worker_service.checkpoint.config import DecoderConfig
+from splitpoint.checkpoint.decoder import DecoderConfig
 
 # Tokens that a screen maps, widens or encodes at once: the keys of a long context are many.
 PIECE_TOKENS = 1024

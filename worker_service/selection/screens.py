@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.errors import InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.selection.artifacts import Artifacts, load
 from worker_service.selection.centroids import Centroids
 from worker_service.selection.columns import ColumnScreen

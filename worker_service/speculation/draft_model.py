@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.checkpoint.resolve import eos_token_ids
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.checkpoint.vocabulary import check_vocabulary
 from splitpoint.progress import Ticker
 from splitpoint.shapes import ArenaLayout, ModelShape
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.draft_memory import draft_memory
 from worker_service.device.memory import MemoryPlan
@@ -56,7 +57,7 @@ class DraftModel:
 
         Raises InvalidArgument (bad folder, another vocabulary) and ResourceExhausted (memory).
         """
-        config = DecoderConfig.read(folder, served.data_type)
+        config = read_decoder(folder, served.data_type)
         shape = config.shape
         check_vocabulary(folder, shape, served_folder, served)
         memory = draft_memory(

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from splitpoint.checkpoint.config import model_name
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.progress import Ticker
 from splitpoint.shapes import ArenaLayout, ModelShape
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import draft_window_pages
 from worker_service.drafts.drafter import Drafter
@@ -52,7 +52,7 @@ def head_dims(config: SpeculativeConfig | None, shape: ModelShape) -> list[int]:
     """
     if config is None or config.model is None:
         return [shape.head_dim]
-    draft = DecoderConfig.read(Path(config.model), shape.data_type)
+    draft = read_decoder(Path(config.model), shape.data_type)
     return [shape.head_dim, draft.shape.head_dim]
 
 

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.config import format_rate
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.openmp import spins_long
 from splitpoint.numerics import Numerics
 from splitpoint.options.cpu_kernels import with_panels
 from splitpoint.shapes import ArenaLayout, ModelShape, WeightFormat
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.choice import describe_device
 from worker_service.kernels import panel_gemm
@@ -83,7 +83,7 @@ def obstacle_of(
 
 def agree_on_rows(options: WorkerOptions, shape: ModelShape) -> None:
     """Let products depend on no other rows, also where the kernels at hand are torch's."""
-    config = DecoderConfig.read(options.model_folder, shape.data_type)
+    config = read_decoder(options.model_folder, shape.data_type)
     use_agreeing_rows(product_shapes(config), TORCH_TYPES[shape.data_type])
 
 

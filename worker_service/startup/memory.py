@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.host.memory import memory_facts
 from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
 from splitpoint.shapes import ArenaLayout, ModelShape
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.memory import (
     STAGING_PAGES,
@@ -60,7 +60,7 @@ def divide_memory(
     """Place the weights, and divide what they and artefacts leave. Raises ResourceExhausted."""
     device, folder = lanes.device, options.model_folder
     dtype = TORCH_TYPES[shape.data_type]
-    config = DecoderConfig.read(folder, shape.data_type)
+    config = read_decoder(folder, shape.data_type)
     sizes = weight_sizes(config, device, dtype, options.weights)
     budget = _budget(options, sizes, device) - artifact_bytes
     is_gpu = device.type == "cuda"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.config import read_shape, with_context
+from splitpoint.checkpoint.config import with_context
+from splitpoint.checkpoint.support import read_decoder, read_shape
 from splitpoint.costs.profile import Profile
 from splitpoint.numerics import Numerics
 from splitpoint.shapes import ArenaLayout, ModelShape
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.choice import choose_device
 from worker_service.engine.engine import Engine
 from worker_service.hardware.current import make_current
@@ -162,7 +162,7 @@ def _grammars(engine: Engine) -> GrammarCompiler | None:
 def _screens(options: WorkerOptions, shape: ModelShape, device: torch.device) -> ScreenSource:
     """Read the artefacts of selections, before what is left of the device memory is divided."""
     make_current(device)
-    config = DecoderConfig.read(options.model_folder, shape.data_type)
+    config = read_decoder(options.model_folder, shape.data_type)
     return ScreenSource.open(config, options.model_folder, options.artifacts, device)
 
 

@@ -11,10 +11,10 @@ from math import prod
 
 import torch
 
+from splitpoint.checkpoint.decoder import DecoderConfig, Norm
 from splitpoint.planning.weight_placement import WeightSizes, head_piece_count
 from splitpoint.planning.weight_schedule import LAYER_PIECES, WeightPiece
 from splitpoint.shapes import WeightFormat
-from worker_service.checkpoint.config import DecoderConfig, Norm
 from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
 from worker_service.checkpoint.tensors import TensorSource
 from worker_service.kernels.choice import Layout

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.options.cpu_kernels import AUTO, with_panels
 from splitpoint.shapes import ArenaLayout, DataType, WeightFormat
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
@@ -20,7 +21,6 @@ from splitpoint_cli.bench.shared.engine_memory import (
 )
 from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.choice import choose_device
 from worker_service.drafts.drafter import Drafter
@@ -44,7 +44,7 @@ def load_decoder(
     """
     data_type, device = DataType(workload.dtype), choose_device(workload.device)
     folders = [folder, *([Path(workload.draft_model)] if workload.draft_model else [])]
-    head_dims = [DecoderConfig.read(each, data_type).shape.head_dim for each in folders]
+    head_dims = [read_decoder(each, data_type).shape.head_dim for each in folders]
     # int8 weights only change where the weights lie, which a model keeps from its start.
     wish = with_panels(AUTO) if weights.is_lossy else AUTO
     use_worker_kernels(device, data_type, head_dims, wish=wish)

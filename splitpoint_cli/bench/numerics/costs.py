@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.numerics import Numerics
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType
 from splitpoint_cli.bench.decode.ours import OurWorker
@@ -15,7 +16,6 @@ from splitpoint_cli.bench.decode.report import Workload as DecodeWorkload
 from splitpoint_cli.bench.numerics.report import Cost, NumericsWorkload
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.progress import Progress
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels.choice import Choice, in_use, use
 from worker_service.kernels.gpu_order import adds_in_one_order, use_one_order

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import Internal
 from splitpoint.numerics import Numerics
@@ -32,7 +33,6 @@ from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.output import duration_text
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.choice import choose_device
 from worker_service.kernels.choice import in_use
@@ -54,7 +54,7 @@ def run_all(workload: NumericsWorkload, progress: Progress) -> NumericsResults:
     if device.type == "cpu":
         torch.set_num_threads(workload.threads)
     data_type = DataType(workload.dtype)
-    config = DecoderConfig.read(folder, data_type)
+    config = read_decoder(folder, data_type)
     kernels = use_worker_kernels(
         device,
         data_type,

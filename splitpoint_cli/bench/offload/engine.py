@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument, ResourceExhausted
@@ -35,7 +36,6 @@ from splitpoint_cli.bench.shared.engine_memory import (
 )
 from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
 from splitpoint_cli.bench.shared.local_store import LocalStore
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.checkpoint.tensors import RandomTensors, TensorSource
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.choice import choose_device, describe_device

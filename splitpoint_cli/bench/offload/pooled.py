@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType, ModelShape
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.checkpoint.tensors import Checkpoint
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.model.decoder import Decoder
@@ -66,7 +66,7 @@ def load_pooled(
 
     Raises InvalidArgument as `pooled_shape` and `Decoder.load` do.
     """
-    config, dtype = DecoderConfig.read(folder, data_type), TORCH_TYPES[data_type]
+    config, dtype = read_decoder(folder, data_type), TORCH_TYPES[data_type]
     with Checkpoint(folder, config, device, dtype) as source:
         if kv_head_count is None:
             return Decoder(config, source, device, dtype)

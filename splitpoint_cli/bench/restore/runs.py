@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.costs.profile import Profile
 from splitpoint.costs.tracker import CostTracker, Observation
 from splitpoint.planning.schedule import Lane, Schedule
@@ -44,7 +45,6 @@ from splitpoint_cli.bench.restore.workload import (
 from splitpoint_cli.bench.shared.ending import held
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.progress import Progress
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.choice import choose_device, describe_device
 from worker_service.device.memory import STAGING_PAGES

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
 from transformers.utils import logging as transformers_logging
 
+from splitpoint.checkpoint.decoder import plain_config
 from splitpoint.shapes import ModelShape
-from worker_service.checkpoint.config import plain_config
 from worker_service.device.cache import TORCH_TYPES
 
 ATTENTIONS = ("sdpa", "eager")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.planning.schedule import Lane, Schedule
@@ -40,7 +41,6 @@ from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
 from splitpoint_cli.bench.restore.workload import RestoreWorkload
 from splitpoint_cli.main import app
 from splitpoint_cli.stack.child import child_environment
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.kernels.choice import in_use
 from worker_service.lanes.timeline import read_trace
 from worker_service.model.decoder import Decoder

@@ -11,12 +11,12 @@ import torch
 from tiny_models import write_tiny
 from typer.testing import CliRunner, Result
 
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.selection import Selection, SelectionMethod
 from splitpoint_cli.calibrate.report import table_of
 from splitpoint_cli.calibrate.text import HELD_OUT, calibration_passages
 from splitpoint_cli.main import app
 from splitpoint_cli.report import print_table
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.selection.screens import Screens
 
 SMALL = ("--tokens", "256", "--length", "64", "--epochs", "1", "--columns", "4")
@@ -37,7 +37,7 @@ def calibrated(*words: str) -> Result:
 
 def opened(folder: Path, method: str, artifacts: Path | None = None) -> Screens:
     return Screens.open(
-        DecoderConfig.read(folder),
+        read_decoder(folder),
         Selection.parsed(f"{method}:0.1"),
         folder,
         artifacts=artifacts,

@@ -1,16 +1,21 @@
-"""Checkpoint folders: resolving, names, fingerprints, end-of-sequence ids. No network."""
+"""Checkpoint folders: resolving, names, fingerprints, end-of-sequence ids, and the one verdict on
+a config.json. No network."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+from forked_command import ForkedCommands, forked_commands
 from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+from own_names import instance_name
 
 from splitpoint.checkpoint.config import model_name
 from splitpoint.checkpoint.resolve import (
@@ -19,7 +24,16 @@ from splitpoint.checkpoint.resolve import (
     resolve_model,
     weight_files,
 )
+from splitpoint.checkpoint.support import support_of
+from splitpoint.config import arena_path, runtime_path
 from splitpoint.errors import InvalidArgument, NotFound, SplitpointError, Unavailable
+from splitpoint_cli.checks.finding import Verdict
+from splitpoint_cli.checks.model import find_model
+from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan.stack import plan_stack
+from splitpoint_offline.options import settings_of
+
+INSTANCE = instance_name("verdict")
 
 
 @pytest.fixture
@@ -158,3 +172,69 @@ def test_a_download_takes_what_is_served_and_no_other_formats(
         ignore_patterns=asked["ignore_patterns"],
     )
     assert list(taken) == served
+
+
+# -- one verdict ------------------------------------------------------------------------------
+
+# Changes of a Llama's config.json, and what the refusal says; empty: it is served.
+CONFIGS: dict[str, tuple[dict[str, object], str]] = {
+    "as it is": ({}, ""),
+    "linear rope": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ""),
+    "bfloat16": ({"dtype": "bfloat16"}, ""),
+    "another family": ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
+    "GPTQ": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quantization_config: weights quantized by 'gptq' are not supported",
+    ),
+    "YaRN": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+    "hybrid": ({"layer_types": ["linear_attention"]}, "layer_types = a list is not supported"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+    "element type": ({"dtype": "float8_e4m3fn"}, "'float8_e4m3fn'"),
+    "odd heads": ({"head_dim": 7}, "head_dim 7 is odd"),
+}
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[ForkedCommands]:
+    with forked_commands() as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_command_has_the_same_verdict(
+    name: str, tmp_path: Path, bundled_model: Path, commands: ForkedCommands
+) -> None:
+    changes, reason = CONFIGS[name]
+    config = json.loads((bundled_model / "config.json").read_text())
+    for key in ("rope_scaling", "rope_parameters"):  # the older form replaces the newer one
+        config.pop(key, None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    verdict = support_of(tmp_path)
+    assert reason in verdict.reason
+    assert bool(reason) == (verdict.decoder is None) == bool(verdict.reason)
+    model = str(tmp_path)
+    doctor = find_model(model, "auto").finding
+    assert (doctor.verdict is Verdict.OK) == (not reason)
+    assert verdict.reason in doctor.found
+    options = StackOptions(model=model, device="cpu", instance=INSTANCE)
+    if not reason:
+        assert plan_stack(options).shape == support_of(tmp_path).required.shape
+        assert settings_of(model, {}).model == tmp_path
+    else:
+        for refuse in (lambda: plan_stack(options), lambda: settings_of(model, {})):
+            with pytest.raises(InvalidArgument) as caught:
+                refuse()
+            assert caught.value.message == verdict.reason
+    asked = {
+        "size": ("--profile", "h100-pcie5", "--tokens", "64", "--new", "16", "--max-tokens", "16"),
+        "plan": ("--profile", "h100-pcie5", "--cached", "16", "--new", "16", "--max-tokens", "16"),
+        "simulate": ("--devices", "H100=1", "--num-prompts", "1"),
+        **({"up": ("--device", "cpu", "--instance", INSTANCE)} if reason else {}),
+    }
+    for command, more in asked.items():
+        done = commands.run(command, "--model", model, *more)
+        assert done.returncode == (2 if reason else 0), (command, done.stderr)
+        assert " ".join(verdict.reason.split()) in " ".join(done.stderr.split()), command
+    # Refused before anything was made for it.
+    assert not os.path.lexists(runtime_path(INSTANCE))
+    assert not os.path.lexists(arena_path(INSTANCE).parent)

@@ -22,18 +22,17 @@ from splitpoint_cli.stack.child import child_environment
 # All that store, worker, scheduler and command line read of a folder before they load weights.
 READ = """
 import sys
-from splitpoint.checkpoint.config import shape_from_config
 from splitpoint.checkpoint.resolve import eos_token_ids, model_fingerprint
 from splitpoint.checkpoint.resolve import resolve_model, weight_files
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import ArenaLayout, ModelShape
-from splitpoint.checkpoint.config import read_config
+from splitpoint.checkpoint.support import read_shape
 from splitpoint.checkpoint.tensors import read_header
 from splitpoint.checkpoint.text import Tokenizer
 
 try:
     folder = resolve_model(sys.argv[1], download=False)
-    shape = shape_from_config(read_config(folder), name="x")
+    shape = read_shape(folder)
     ArenaLayout.of(shape, chunk_tokens=16, has_activations=True).planes(4096, 8)
     for path in weight_files(folder):
         read_header(path)

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import CASES, FAMILY_CASES, build_tiny, write_tiny
 
+from splitpoint.checkpoint.decoder import Activation, DecoderConfig, Norm, plain_config
+from splitpoint.checkpoint.rope_config import Rope
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
-from worker_service.checkpoint.config import Activation, DecoderConfig, Norm, plain_config
 from worker_service.checkpoint.names import expected_tensors
-from worker_service.checkpoint.rope_config import Rope
 from worker_service.checkpoint.tensors import weight_files
 from worker_service.model.decoder import Decoder
 from worker_service.model.linear import Linear
@@ -217,6 +217,9 @@ def config_of(family: str, **changes: object) -> dict[str, Any]:
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type"),
+        ("llama", {"hidden_act": ["silu"] * 99}, "hidden_act"),
+        ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ("qwen2", {"max_window_layers": "all"}, "max_window_layers"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor"),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "odd": 1}}, "rope_parameters.odd"),
@@ -253,6 +256,7 @@ def test_settings_that_are_not_supported_are_named(
         DecoderConfig.parse(config_of(family, **changes))
     assert caught.value.field == field
     assert field.rpartition(".")[2] in caught.value.message
+    assert len(caught.value.message) < 200
 
 
 def test_key_value_heads_are_not_guessed() -> None:

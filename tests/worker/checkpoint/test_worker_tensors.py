@@ -12,9 +12,9 @@ import torch
 from local_stack import ROOT, stop_process
 from tiny_models import write_tiny
 
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.progress import Progress, Ticker, read_progress
 from splitpoint.service import READY_PREFIX
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.checkpoint.names import expected_tensors
 from worker_service.checkpoint.tensors import Checkpoint
 
@@ -85,7 +85,7 @@ async def test_what_is_soon_loaded_is_not_worth_a_line(tmp_path: Path) -> None:
 def test_a_download_has_the_name_that_the_scheduler_gives_it(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--owner--the-name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
-    assert DecoderConfig.read(write_tiny("llama", snapshot)).shape.name == "owner/the-name"
+    assert read_decoder(write_tiny("llama", snapshot)).shape.name == "owner/the-name"
 
 
 @pytest.mark.parametrize("case", ["llama-3", "qwen3", "opt"])
@@ -93,7 +93,7 @@ def test_the_total_is_what_the_files_hold(case: str, tmp_path: Path) -> None:
     """Tied, sharded and with biases: bytes as stored, whatever type they are read as."""
     folder = write_tiny(case, tmp_path)
     told: list[Progress] = []
-    config = DecoderConfig.read(folder, None)
+    config = read_decoder(folder, None)
     cpu = torch.device("cpu")
     with Checkpoint(folder, config, cpu, torch.bfloat16, [Ticker(told.append, 0.0)]) as checkpoint:
         names = list(expected_tensors(config))

@@ -14,9 +14,9 @@ from engine_runner import CPU, admission, make_engine
 from store_runner import StoreRunner, store_runner, streamed
 from tiny_models import VOCABULARY, write_tiny
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.memory import MemoryPlan, divide
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput

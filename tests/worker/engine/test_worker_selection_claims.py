@@ -11,12 +11,12 @@ from engine_runner import CPU, admission
 from scheduler_service.placement.footprint import Fits, footprint_of, grant_of
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.selection import Selection
 from splitpoint.shapes import ArenaLayout, DataType
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan
 from worker_service.engine.pages import PageManager
@@ -26,7 +26,7 @@ from worker_service.retrieval.selector import Selector
 from worker_service.selection.screens import Screens
 
 CHUNK = 8
-CONFIG = DecoderConfig.read(resolve_model(None), DataType.FLOAT32)
+CONFIG = read_decoder(resolve_model(None), DataType.FLOAT32)
 SHAPE = CONFIG.shape
 # Costs at which a worker selects, and costs at which it does not.
 PROFILE = BUILT_IN_PROFILES["a100-pcie4"]

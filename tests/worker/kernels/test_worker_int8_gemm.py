@@ -10,10 +10,10 @@ import pytest
 import torch
 from gemm_checks import SHAPES, TYPES, check_products, drawn
 
+from splitpoint.checkpoint.decoder import Activation
 from splitpoint.errors import FailedPrecondition
 from splitpoint.host.compiler import compiler
 from splitpoint.shapes import WeightFormat
-from worker_service.checkpoint.config import Activation
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.kernels.panel_gemm import (
     Operation,

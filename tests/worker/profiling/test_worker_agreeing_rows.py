@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker_service.checkpoint.config import Activation
+from splitpoint.checkpoint.decoder import Activation
 from worker_service.kernels.choice import by_flags, use
 from worker_service.kernels.compiled import CACHE_FOLDER
 from worker_service.kernels.row_counts import blocks, row_counts, use_row_counts

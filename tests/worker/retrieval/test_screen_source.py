@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import DataType
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.retrieval.screen_source import ScreenSource
 from worker_service.selection.artifacts import Artifacts, artifacts_path, encoded
 
 CPU = torch.device("cpu")
 MODEL = resolve_model(None)
-CONFIG = DecoderConfig.read(MODEL, DataType.FLOAT32)
+CONFIG = read_decoder(MODEL, DataType.FLOAT32)
 SHAPE = CONFIG.shape
 RANK = 5
 

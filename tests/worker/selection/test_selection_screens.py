@@ -20,10 +20,10 @@ from layer_rows import (
 )
 from tiny_models import write_tiny
 
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from splitpoint.residency.selecting import QUEST_TOKENS
 from splitpoint.selection import Selection, SelectionMethod
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.selection import kept_rows
 from worker_service.selection import screen as screens_of_one
 from worker_service.selection.artifacts import Artifacts, artifacts_path, encoded, load
@@ -338,7 +338,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def skews(folder: Path) -> Artifacts:
-    shape = DecoderConfig.read(folder).shape
+    shape = read_decoder(folder).shape
     tensors = {
         f"layers.{index}.skew": orthogonal(shape.kv_head_count, shape.head_dim)
         for index in range(shape.layer_count)
@@ -355,7 +355,7 @@ def test_artefacts_are_read_back_and_bound_to_their_model(tiny: Path, tmp_path: 
     assert found.tensors.keys() == made.tensors.keys()
     for name, tensor in made.tensors.items():
         assert torch.equal(found.tensors[name], tensor)
-    config = DecoderConfig.read(tiny)
+    config = read_decoder(tiny)
     selection = Selection.parsed("infinigen:alpha=4")
     screens = Screens.open(config, selection, tiny, artifacts=tmp_path, device=CPU)
     assert screens.layer(1) is None
@@ -386,7 +386,7 @@ def test_missing_damaged_and_foreign_artefacts_are_refused(tiny: Path, tmp_path:
 
 
 def test_factors_that_do_not_fit_are_refused(tiny: Path) -> None:
-    config = DecoderConfig.read(tiny)
+    config = read_decoder(tiny)
     selection = Selection.parsed("infinigen:0.1")
     wrong = Artifacts(
         SelectionMethod.INFINIGEN, {"layers.0.skew": torch.eye(3).expand(2, 3, 3)}, {}

@@ -12,9 +12,9 @@ from engine_runner import admission, run_all
 from small_memory import LAYERS, small_engine, total_bytes
 from tiny_models import FAMILY_CASES, build_tiny, clear_prompt, write_tiny
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import divide, place
 from worker_service.device.registrar import CudaRegistrar

@@ -16,12 +16,13 @@ from small_memory import LAYERS, small_engine, total_bytes
 from stored_prefix import StoredPrefix, stored_prefix
 from tiny_models import FAMILY_CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 
+from splitpoint.checkpoint.decoder import DecoderConfig
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.planning.weight_placement import OnHost, place_weights, spread
 from splitpoint.planning.weight_schedule import LAYER_PIECES
 from splitpoint.shapes import ModelShape
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.memory import staging_bytes
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.cpu import ThreadLanes
@@ -162,7 +163,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def test_a_placement_takes_what_it_says(case: str, folders: Callable[[str], Path]) -> None:
     """Whatever is where, the decoder holds `device_bytes`, and streams `streamed_bytes`."""
     folder = folders(case)
-    sizes = weight_sizes(DecoderConfig.read(folder), CPU, torch.float32)
+    sizes = weight_sizes(read_decoder(folder), CPU, torch.float32)
     for free in (10, 4, 2.2, 1.4, 1.1, 1.0):
         placement = place_weights(
             sizes,

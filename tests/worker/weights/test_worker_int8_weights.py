@@ -13,11 +13,11 @@ from test_worker_host_weights import EVERYTHING, one_pass
 from tiny_models import write_tiny
 
 from splitpoint.checkpoint.resolve import model_fingerprint
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.compiler import compiler
 from splitpoint.planning.weight_placement import OnHost, WeightSizes, place_weights, spread
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, WeightFormat
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.kernels import panel_gemm
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.lanes.cpu import ThreadLanes
@@ -74,7 +74,7 @@ EVERYTHING_HERE = OnHost(tuple(range(LAYERS)), EVERYTHING.table, EVERYTHING.head
 
 def test_a_placement_takes_what_it_says(folder: Path) -> None:
     """Whatever is where, the decoder holds `device_bytes`, and streams `streamed_bytes`."""
-    sizes = weight_sizes(DecoderConfig.read(folder), CPU, torch.float32, INT8)
+    sizes = weight_sizes(read_decoder(folder), CPU, torch.float32, INT8)
     for free in (10, 2.2, 1.1, 1.0):
         placement = place_weights(
             sizes,
@@ -138,7 +138,7 @@ async def test_what_cannot_run_is_refused_before_the_model_is_read(
 def test_a_store_of_the_other_format_is_refused(
     folder: Path, mine: WeightFormat, stores: WeightFormat
 ) -> None:
-    shape = DecoderConfig.read(folder, DataType.FLOAT32).shape
+    shape = read_decoder(folder, DataType.FLOAT32).shape
 
     def layout(weights: WeightFormat) -> ArenaLayout:
         fingerprint = model_fingerprint(folder, weights)

@@ -1,7 +1,7 @@
 """A checkpoint's `config.json` as plain data about the decoder.
 
 Each key that changes the computation is either represented here or refused by name: an
-unknown setting must never be ignored. This module knows no tensors and no devices.
+unknown setting must never be ignored. This module knows no files, tensors or devices.
 """
 
 from __future__ import annotations
@@ -9,25 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from splitpoint.checkpoint.config import (
     GEMMA_FAMILIES,
-    model_name,
-    read_config,
     shape_from_config,
     text_config,
 )
-from splitpoint.shapes import DataType, ModelShape
-from worker_service.checkpoint.config_values import (
+from splitpoint.checkpoint.config_values import (
     boolean,
     positive,
     positive_integer,
     refuse,
+    shown,
     unsupported,
 )
-from worker_service.checkpoint.rope_config import Rope, read_layered_ropes, read_rope
+from splitpoint.checkpoint.rope_config import Rope, read_layered_ropes, read_rope
+from splitpoint.shapes import DataType, ModelShape
 
 OPT_POSITION_OFFSET = 2  # OPT's position table begins with two unused rows
 _DEFAULT_RMS_EPSILON = 1e-6
@@ -104,11 +102,6 @@ class DecoderConfig:
     logit_cap: float | None = None
 
     @classmethod
-    def read(cls, folder: Path, data_type: DataType | None = None) -> DecoderConfig:
-        """Read a checkpoint folder. Raises InvalidArgument."""
-        return cls.parse(read_config(folder), name=model_name(folder), data_type=data_type)
-
-    @classmethod
     def parse(
         cls, config: Mapping[str, Any], *, name: str = "", data_type: DataType | None = None
     ) -> DecoderConfig:
@@ -119,7 +112,7 @@ class DecoderConfig:
         """
         config = text_config(config)
         shape = shape_from_config(config, name=name, data_type=data_type)
-        refuse(config, "quantization_config", allowed=(None,))
+        _refuse_quantized(config)
         refuse(config, "is_encoder_decoder", allowed=(None, False))
         if shape.family == "opt":
             return _opt(config, shape)
@@ -132,6 +125,17 @@ class DecoderConfig:
         """Return the usual settings of a family, for random weights and measurements."""
         parsed = cls.parse(plain_config(shape), data_type=shape.data_type)
         return replace(parsed, shape=shape)
+
+
+def _refuse_quantized(config: Mapping[str, Any]) -> None:
+    quantized = config.get("quantization_config")
+    if quantized is None:
+        return
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
+    kind = "" if method is None else f" by {shown(method)}"
+    raise unsupported(
+        f"quantization_config: weights quantized{kind} are not supported", "quantization_config"
+    )
 
 
 def plain_config(shape: ModelShape) -> dict[str, Any]:
@@ -292,6 +296,10 @@ def _windows(config: Mapping[str, Any], shape: ModelShape) -> tuple[int | None, 
     types = config.get("layer_types")
     if types is None:
         first = config.get("max_window_layers", 28)
+        if type(first) is not int:
+            raise unsupported(
+                f"max_window_layers must be an integer, not {shown(first)}", "max_window_layers"
+            )
         types = [
             "sliding_attention" if window is not None and layer >= first else "full_attention"
             for layer in range(layers)
@@ -305,7 +313,7 @@ def _windows_of(types: object, window: object, layers: int) -> tuple[int | None,
     windows: list[int | None] = []
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise unsupported(f"layer_types: {kind!r} is not supported", "layer_types")
+            raise unsupported(f"layer_types: {shown(kind)} is not supported", "layer_types")
         if kind == "full_attention":
             windows.append(None)
         elif window is None:

@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from splitpoint.checkpoint.config_values import (
+    positive,
+    positive_integer,
+    refuse,
+    shown,
+    unsupported,
+)
 from splitpoint.shapes import ModelShape
-from worker_service.checkpoint.config_values import positive, positive_integer, refuse, unsupported
 
 _DEFAULT_ROPE_THETA = 10000.0
 # Gemma 3's default.
@@ -37,7 +43,7 @@ def read_rope(config: Mapping[str, Any], shape: ModelShape) -> Rope:
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     given = config.get(key) or {}
     if not isinstance(given, Mapping):
-        raise unsupported(f"{key} must be an object, not {given!r}", key)
+        raise unsupported(f"{key} must be an object, not {shown(given)}", key)
     parameters = dict(given)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise unsupported(f"{key} that differ between layers are not supported", key)
@@ -60,7 +66,7 @@ def read_rope(config: Mapping[str, Any], shape: ModelShape) -> Rope:
         wanted = ("factor", "low_freq_factor", "high_freq_factor")
     else:
         raise unsupported(
-            f"{key}.rope_type {kind!r} is not supported (default, linear, dynamic, llama3)",
+            f"{key}.rope_type {shown(kind)} is not supported (default, linear, dynamic, llama3)",
             f"{key}.rope_type",
         )
     numbers: dict[str, float] = {}
