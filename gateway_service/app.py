@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from gateway_service.endpoints import models, operations, page, tokens
+from gateway_service.endpoints import embeddings, models, operations, page, tokens
 from gateway_service.endpoints.endpoint import OTHER, Ended, Endpoint, Gateway, Handle
 from gateway_service.endpoints.generating import Generating, find_echoes, find_model
 from gateway_service.http.exchange import Exchange
@@ -39,6 +39,7 @@ def routes_of(gateway: Gateway) -> list[Route]:
         route("/v1/completions", "POST", completions, generate),
         route("/v1/chat/completions", "POST", chat, generate),
         route("/v1/responses", "POST", responses, generate),
+        route("/v1/embeddings", "POST", embeddings.embeddings, generate),
         route("/v1/models", "GET", models.list_models, f"{_INFERENCE}/ListModels"),
         route("/v1/models/{model:path}", "GET", models.get_model, get_model),
         route("/tokenize", "POST", tokens.tokenize, f"{_INFERENCE}/Tokenize"),

@@ -223,9 +223,10 @@ def _tokens_from(events: list[TokenEvent], draft: DraftEvent | None) -> worker_p
         result.draft_token_count = draft.drafted
         result.accepted_token_count = draft.accepted
     for event in events:
-        if event.choice.logprob is not None:
+        if event.choice.logprob is not None or event.choice.hidden_state:
             result.logprobs.add(
-                chosen_logprob=event.choice.logprob,
+                chosen_logprob=event.choice.logprob or 0.0,
+                hidden_state=event.choice.hidden_state,
                 top=[
                     types_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
                     for token_id, logprob in event.choice.top_logprobs

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.http.exchange import Exchange
-from gateway_service.openai.answers import Answer, Job, ModelJob
+from gateway_service.openai.answers import Answer, Asking, Job, ModelJob
 from gateway_service.openai.completions import CompletionJob
 from gateway_service.openai.fields import Table
 from gateway_service.upstream.schedulers import Take
@@ -56,7 +56,7 @@ class Generating(Generic[_Job]):
             if job.is_stream:
                 await _stream(gateway, exchange, job, metadata)
             else:
-                answers = await _answers(gateway, job, metadata)
+                answers = await whole_answers(gateway, job, metadata)
                 await exchange.respond(job.result(answers))
 
 
@@ -73,7 +73,7 @@ async def find_model(gateway: Gateway, job: ModelJob, metadata: Metadata) -> Non
         job.model_found(await gateway.models.get(job.model, metadata))
 
 
-async def _answers(gateway: Gateway, job: Job, metadata: Metadata) -> list[Answer]:
+async def whole_answers(gateway: Gateway, job: Asking, metadata: Metadata) -> list[Answer]:
     """Return the whole answers to the job's requests, in their order."""
     answers = [Answer() for _ in job.requests]
 
@@ -119,7 +119,7 @@ async def _stream(gateway: Gateway, exchange: Exchange, job: Job, metadata: Meta
 
 
 async def _generate(
-    gateway: Gateway, job: Job, metadata: Metadata, take_of: Callable[[int], Take]
+    gateway: Gateway, job: Asking, metadata: Metadata, take_of: Callable[[int], Take]
 ) -> None:
     """Run the job's requests at the same time. The first error ends all of them."""
     generate, requests = gateway.upstream.generate, job.requests

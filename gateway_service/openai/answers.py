@@ -80,19 +80,27 @@ class StreamWriter(Protocol):
         ...
 
 
-class Job(Protocol):
+class Asking(Protocol):
+    """What a body asks of the scheduler.
+
+    Attributes:
+        requests: sent all at once; the answers keep their order.
+    """
+
+    requests: Sequence[pb.GenerateRequest]
+
+
+class Job(Asking, Protocol):
     """One body, read: what to ask of the scheduler, and how its answers are rendered.
 
     Attributes:
         id: of the answer; the first request's id.
-        requests: sent all at once; the answers keep their order.
         is_stream: the client wants server-sent events.
         parameter_names: the client's fields by the scheduler's, for errors; see
             `errors.parameter_of`.
     """
 
     id: str
-    requests: Sequence[pb.GenerateRequest]
     is_stream: bool
     parameter_names: dict[str, str]
 

@@ -81,7 +81,7 @@ def _one_prompt(name: str, value: Any) -> Prompt:
 
 
 _TEXT = {"type": "string", "minLength": 1}
-_PROMPT = Kind(
+PROMPT = Kind(
     _read_prompt,
     {
         "anyOf": [
@@ -101,7 +101,7 @@ COMPLETION_FIELDS = Table(
     [
         Field(
             "prompt",
-            _PROMPT,
+            PROMPT,
             "A text, an array of token ids, or an array of these.",
             is_required=True,
         ),
@@ -215,7 +215,7 @@ def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJo
     shared.omits_special_tokens = not values.get("add_special_tokens", True)
     # The constraints of the text may be much longer than the prompts.
     check_copies(shared.ByteSize(), len(prompts) * count)
-    firsts = [_request_of(prompt, shared) for prompt in prompts]
+    firsts = [request_of(prompt, shared) for prompt in prompts]
     check_copies(sum(request.ByteSize() for request in firsts), count)
     requests: list[pb.GenerateRequest] = []
     for request in firsts:
@@ -238,7 +238,8 @@ def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJo
     return job
 
 
-def _request_of(prompt: Prompt, shared: pb.GenerateRequest) -> pb.GenerateRequest:
+def request_of(prompt: Prompt, shared: pb.GenerateRequest) -> pb.GenerateRequest:
+    """Return a copy of `shared` with this prompt."""
     request = pb.GenerateRequest()
     request.CopyFrom(shared)
     if isinstance(prompt, str):

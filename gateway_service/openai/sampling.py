@@ -184,6 +184,18 @@ _OPENAI_TEXT = (
     _ignored("store", "Nothing is stored.", False),
     _ignored("reasoning_effort", "See chat_template_kwargs, as the model's template says.", "none"),
 )
+CACHE_SALT = _extra(
+    "cache_salt",
+    text_of(least=1, most=128),
+    "Only requests of the tenant with the same salt share cached prefixes.",
+)
+PRIORITY = _extra(
+    "priority",
+    integer(-10, 10),
+    "Among the tenant's requests; smaller ones start first, as in vLLM: the negative of "
+    "gRPC's priority.",
+    0,
+)
 # vLLM's, and one of ours.
 _EXTENSIONS = (
     _extra("top_k", integer(-1), "Sample from the k likeliest tokens; 0 and -1: all.", 0),
@@ -192,18 +204,8 @@ _EXTENSIONS = (
     _extra("stop_token_ids", array(integer(0), most=64), "Tokens that end the answer."),
     _extra("ignore_eos", BOOLEAN, "Go on after the end of the text.", False),
     _extra("min_tokens", integer(0), "Fewest tokens before the answer may end.", 0),
-    _extra(
-        "cache_salt",
-        text_of(least=1, most=128),
-        "Only requests of the tenant with the same salt share cached prefixes.",
-    ),
-    _extra(
-        "priority",
-        integer(-10, 10),
-        "Among the tenant's requests; smaller ones start first, as in vLLM: the negative of "
-        "gRPC's priority.",
-        0,
-    ),
+    CACHE_SALT,
+    PRIORITY,
     _extra(
         "structured_outputs",
         nested(_STRUCTURED_OUTPUTS),

@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway_service.openai.chat.job import CHAT_FIELDS
 from gateway_service.openai.completions import COMPLETION_FIELDS
+from gateway_service.openai.embeddings import EMBEDDING_FIELDS
 from gateway_service.openai.fields import Table
 from gateway_service.openai.responses.job import RESPONSE_FIELDS
 from gateway_service.openai.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
@@ -18,6 +19,7 @@ _BODIES: dict[str, Table] = {
     "CompletionRequest": COMPLETION_FIELDS,
     "ChatCompletionRequest": CHAT_FIELDS,
     "ResponseRequest": RESPONSE_FIELDS,
+    "EmbeddingRequest": EMBEDDING_FIELDS,
     "TokenizeRequest": TOKENIZE_FIELDS,
     "DetokenizeRequest": DETOKENIZE_FIELDS,
 }
@@ -26,6 +28,7 @@ _ANSWERS: dict[str, Schema] = {
     "ChatCompletionChunk": schemas.CHAT_CHUNK,
     "Completion": schemas.COMPLETION,
     "CompletionChunk": schemas.COMPLETION_CHUNK,
+    "Embeddings": schemas.EMBEDDINGS,
     "Error": schemas.ERROR,
     "Health": schemas.HEALTH,
     "Model": schemas.MODEL,
@@ -148,6 +151,12 @@ def _paths() -> dict[str, Any]:
             "ResponseRequest",
             "Response",
             events=schemas.events("ResponseEvent", ends_with_mark=False),
+        ),
+        "/v1/embeddings": _post(
+            "create_embeddings",
+            "The final hidden states at the last tokens of texts.",
+            "EmbeddingRequest",
+            "Embeddings",
         ),
         "/v1/models": _get("list_models", "The served models.", _answer("Models", "All of them.")),
         "/v1/models/{model}": model,

@@ -285,6 +285,27 @@ RESPONSE_EVENT: Schema = {
     ]
 }
 
+EMBEDDINGS = obj(
+    (),
+    object=one_of("list"),
+    model=STRING,
+    pooling=described(one_of("last"), "The state of the last token is the embedding."),
+    data=array(
+        obj(
+            (),
+            object=one_of("embedding"),
+            index=COUNT,
+            embedding={"anyOf": [array(NUMBER), STRING]},
+        )
+    ),
+    usage=obj(
+        (),
+        prompt_tokens=COUNT,
+        total_tokens=COUNT,
+        prompt_tokens_details=obj((), cached_tokens=COUNT),
+    ),
+)
+
 # -- the others --------------------------------------------------------------------------------
 
 MODEL = obj(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from gateway_service.openai.chat.job import CHAT_FIELDS
 from gateway_service.openai.completions import COMPLETION_FIELDS
+from gateway_service.openai.embeddings import EMBEDDING_FIELDS
 from gateway_service.openai.fields import Field, Table, Use
 from gateway_service.openai.responses.job import RESPONSE_FIELDS
 from gateway_service.openai.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
@@ -19,6 +20,7 @@ TABLES: dict[str, Table] = {
     "chat": CHAT_FIELDS,
     "completions": COMPLETION_FIELDS,
     "responses": RESPONSE_FIELDS,
+    "embeddings": EMBEDDING_FIELDS,
     "tokenize": TOKENIZE_FIELDS,
     "detokenize": DETOKENIZE_FIELDS,
 }

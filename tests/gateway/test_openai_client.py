@@ -14,9 +14,12 @@ from typing import Any, Literal
 import jsonschema
 import openai
 import pytest
+import torch
+from fleet import MODEL as MODEL_FOLDER
 from gateway_stack import HERMES_TEMPLATE, MODEL, GatewayStack, gateway_stack, logs
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel
+from transformers import AutoModelForCausalLM
 
 from splitpoint.client import AsyncClient, Client
 
@@ -125,7 +128,7 @@ def test_a_stream_tells_the_usage_so_far(client: openai.OpenAI) -> None:
         **body, messages=[user("class A:")], stream=True, stream_options=options
     )
     texts: Any = client.completions.create(
-        **body, prompt=["import os", [5, 6]], stream=True, stream_options=options
+        **body, prompt=["import os", "def f("], stream=True, stream_options=options
     )
     for stream, counts in ((chats, {0: 0, 1: 0}), (texts, {0: 0, 1: 0, 2: 0, 3: 0})):
         prompts: dict[int, int] = {}
@@ -148,6 +151,55 @@ def test_a_stream_tells_the_usage_so_far(client: openai.OpenAI) -> None:
         model=MODEL, prompt="a", stream=True, extra_body={"stream_options": one}
     )
     assert {chunk.usage for chunk in alone} == {None}
+
+
+def test_embeddings_are_the_states_that_transformers_computes(
+    client: openai.OpenAI, stack: GatewayStack
+) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float32)
+    long = "def add(a, b):\n    return a + b\n\n\n" * 60
+    texts = ["import os", long, f"{long}class A:", "x"]
+    with Client(stack.scheduler_address) as direct:
+        ids = [list(direct.tokenize(text).token_ids) for text in texts]
+
+    def states(given: list[Any], **fields: Any) -> torch.Tensor:
+        found = client.embeddings.create(model=MODEL, input=given, **fields)
+        assert [each.index for each in found.data] == list(range(len(given)))
+        assert found.usage.prompt_tokens == found.usage.total_tokens == sum(map(len, ids))
+        assert found.model_dump()["pooling"] == "last"
+        return torch.tensor([each.embedding for each in found.data])
+
+    with torch.inference_mode():
+        hidden = [
+            reference(torch.tensor([each]), output_hidden_states=True).hidden_states[-1][0, -1]
+            for each in ids
+        ]
+    wanted = torch.stack(hidden)
+    raw = states(texts, extra_body={"normalize": False})
+    torch.testing.assert_close(raw, wanted, atol=1e-4, rtol=1e-4)
+    # The client asks for base64 by default; prefixes are cached by now.
+    unit = torch.nn.functional.normalize(wanted, dim=1)
+    for found in (states(texts), states(ids, encoding_format="float")):
+        torch.testing.assert_close(found, unit, atol=1e-5, rtol=1e-4)
+    again = client.embeddings.create(model=MODEL, input=f"{long}class B:").usage.model_dump()
+    cached = again["prompt_tokens_details"]["cached_tokens"]
+    assert len(ids[1]) - 64 < cached < again["prompt_tokens"]
+
+
+def test_embeddings_that_cannot_be(client: openai.OpenAI) -> None:
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        ("a", {"dimensions": 8}, "dimensions"),
+        ("", {}, "input"),
+        (["a"] * 257, {}, "input"),
+        ([1 << 30], {}, "input"),
+        ([5] * 100_000, {}, "input"),
+    ]
+    for given, fields, parameter in wrong:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.embeddings.create(model=MODEL, input=given, **fields)
+        assert (refused.value.param or "").startswith(parameter)
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="none", input="a")
 
 
 def test_fields_that_change_nothing_are_told(client: openai.OpenAI) -> None:

@@ -37,7 +37,8 @@ _MESSAGE = {
     "additionalProperties": False,
 }
 _WITH_BODIES = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+    *("/tokenize", "/detokenize"),
 )
 
 

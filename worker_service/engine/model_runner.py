@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
@@ -112,7 +112,8 @@ class ModelRunner:
         began = time.perf_counter()
         self._computing_since = began if prefetcher is None else None
         try:
-            logits, finite = self._forward(batch, prefetcher)
+            final, finite = self._forward(batch, prefetcher)
+            logits = self._model.head(final)
             # On a GPU while it computes.
             masks = self._masks(batch)
             pending = self._begin_choice(batch, logits, finite, masks)
@@ -129,6 +130,7 @@ class ModelRunner:
             self._computing_since = None
             return StepResult(batch, spans, lost=lost)
         choices, spoiled = self._choose(batch, logits, finite, pending, masks)
+        _add_hidden_states(batch, final, choices)
         whole = []
         if prefetcher is None:
             whole = self._lanes.count_spans([self._step_span(batch, began, time.perf_counter())])
@@ -155,7 +157,7 @@ class ModelRunner:
     def _forward(
         self, batch: Batch, prefetcher: Prefetcher | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits `[logit rows, vocabulary]`, and bool `[N]`: whether each row is finite.
+        """Return what the head reads of each logit row, and bool `[N]`: whether a row is finite.
 
         A NaN stays in its token's row from the layer where it arises to the end.
         """
@@ -166,8 +168,7 @@ class ModelRunner:
         else:
             hidden = self._hidden(batch, prefetcher)
         finite = hidden.isfinite().all(dim=1)
-        logits = self._model.logits(hidden[batch.logit_rows])
-        return logits, finite
+        return self._model.final(hidden[batch.logit_rows]), finite
 
     def _hidden(self, batch: Batch, prefetcher: Prefetcher | None) -> torch.Tensor:
         """Return the last hidden `[rows, h]`, of padding rows as well.
@@ -302,6 +303,19 @@ class ModelRunner:
             sequence.drafts[:draft_count],
             mask,
         )
+
+
+def _add_hidden_states(
+    batch: Batch, final: torch.Tensor, choices: list[list[Choice] | NonFiniteLogits]
+) -> None:
+    """Give the choices of requests that want it the state of their row in `final`."""
+    row = 0
+    for sequence, count, chosen in zip(batch.sequences, batch.logit_counts, choices, strict=True):
+        wants = sequence.admission.sampling.returns_hidden_state
+        if wants and chosen and not isinstance(chosen, NonFiniteLogits):
+            state = final[row].to("cpu", torch.float32).numpy().astype("<f4", copy=False)
+            chosen[0] = replace(chosen[0], hidden_state=state.tobytes())
+        row += count
 
 
 def _lost(batch: Batch, checks: list[Check]) -> list[LostSequence]:

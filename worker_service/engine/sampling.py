@@ -30,6 +30,7 @@ class Sampling:
         temperature: 0 is greedy.
         top_k: 0 keeps all tokens.
         logprobs: alternatives to report; None reports no log-probabilities.
+        returns_hidden_state: report the hidden state from which the token is chosen.
     """
 
     temperature: float = 0.0
@@ -48,6 +49,7 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None
     keeps_special_tokens: bool = False
+    returns_hidden_state: bool = False
 
     @classmethod
     def from_proto(cls, message: types_pb2.SamplingParams) -> Sampling:
@@ -129,11 +131,13 @@ class SamplingRow:
 class Choice:
     """A chosen token. Log-probabilities are natural logs of the softmax of the
     logits after masks, penalties and biases, before temperature and truncation.
-    Of tokens that may not be chosen none is reported."""
+    Of tokens that may not be chosen none is reported. `hidden_state`: fp32 `[h]` as bytes, if the
+    request wants it; else empty."""
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    hidden_state: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

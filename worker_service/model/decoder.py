@@ -222,11 +222,19 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map the last hidden `[M, h]` to fp32 logits `[M, vocabulary]`."""
+        return self.head(self.final(hidden))
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map the last hidden `[M, h]` to what the head reads, `[M, embedding size]`."""
         if self._final_norm is not None:
             hidden = self._final_norm(hidden)
         if self._project_out is not None:
             hidden = self._project_out(hidden)
-        logits = self._head(hidden).to(torch.float32)
+        return hidden
+
+    def head(self, final: torch.Tensor) -> torch.Tensor:
+        """Map what `final` returned to fp32 logits `[M, vocabulary]`."""
+        logits = self._head(final).to(torch.float32)
         cap = self.config.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -1,0 +1,140 @@
+"""/v1/embeddings: its fields, the requests of a body, and its answer.
+
+An embedding is the model's final hidden state at the last token of the input, behind the last norm.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway_service.openai.answers import Answer, dumped
+from gateway_service.openai.completions import PROMPT, request_of
+from gateway_service.openai.fields import Field, Table, Use
+from gateway_service.openai.sampling import CACHE_SALT, PRIORITY, check_copies
+from gateway_service.openai.values import BOOLEAN, one_of, text_of
+from splitpoint.errors import Internal
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.v1 import types_pb2
+
+POOLING = "last"
+
+EMBEDDING_FIELDS = Table(
+    [
+        Field(
+            "input",
+            PROMPT,
+            "A text, an array of token ids, or an array of these.",
+            is_required=True,
+        ),
+        Field("model", text_of(least=1), "Name of a served model.", is_required=True),
+        Field(
+            "encoding_format",
+            one_of("float", "base64"),
+            "base64: little-endian 32-bit floats.",
+            default="float",
+        ),
+        Field(
+            "dimensions",
+            None,
+            "the models are not trained for fewer",
+            Use.REFUSED,
+        ),
+        Field("user", None, "Tenants come from the key.", Use.IGNORED),
+        Field(
+            "normalize",
+            BOOLEAN,
+            "Scale to length 1, as OpenAI's are; false: as the model computed it.",
+            default=True,
+            is_extension=True,
+        ),
+        Field(
+            "add_special_tokens",
+            BOOLEAN,
+            "Put the model's special tokens around a text, as its tokenizer does.",
+            default=True,
+            is_extension=True,
+        ),
+        CACHE_SALT,
+        PRIORITY,
+    ]
+)
+
+
+@dataclass(slots=True)
+class EmbeddingJob:
+    """A body of /v1/embeddings (`answers.Asking`)."""
+
+    id: str
+    model: str
+    requests: Sequence[pb.GenerateRequest]
+    is_base64: bool
+    is_normalized: bool
+    parameter_names: dict[str, str] = field(
+        default_factory=lambda: dict.fromkeys(("text", "token_ids", "token_ids.ids"), "input")
+    )
+
+    def item(self, index: int, answer: Answer) -> bytes:
+        """Return the JSON of one embedding. Raises Internal if the answer lacks it."""
+        states = [each.hidden_state for each in answer.logprobs if each.hidden_state]
+        if not states:
+            raise Internal("the answer has no hidden state")
+        values = array("f", states[0])
+        if self.is_normalized:
+            length = math.hypot(*values)
+            if length > 0:
+                values = array("f", [value / length for value in values])
+        embedding: Any = values.tolist()
+        if self.is_base64:
+            embedding = base64.b64encode(values.tobytes()).decode()
+        return dumped({"object": "embedding", "index": index, "embedding": embedding})
+
+    def body(self, items: Sequence[bytes], answers: Sequence[Answer]) -> bytes:
+        """Return the JSON of the whole answer."""
+        usages = [answer.finished.usage for answer in answers]
+        count = sum(usage.prompt_tokens for usage in usages)
+        rest = {
+            "object": "list",
+            "model": self.model,
+            "pooling": POOLING,
+            "usage": {
+                "prompt_tokens": count,
+                "total_tokens": count,
+                "prompt_tokens_details": {
+                    "cached_tokens": sum(usage.cached_tokens for usage in usages)
+                },
+            },
+        }
+        return b'{"data":[' + b",".join(items) + b"]," + dumped(rest)[1:]
+
+
+def read_embedding(body: Any, *, request_id: str) -> EmbeddingJob:
+    """Return what a body asks for. Raises InvalidArgument with the field as the client wrote it.
+
+    `request_id`: of the answer, at most 60 characters; further requests of it add an index.
+    """
+    values = EMBEDDING_FIELDS.read(body)
+    shared = pb.GenerateRequest(
+        model=values["model"],
+        sampling=types_pb2.SamplingParams(max_tokens=1, returns_hidden_state=True),
+        omits_special_tokens=not values.get("add_special_tokens", True),
+        priority=-values.get("priority", 0),
+        cache_salt=values.get("cache_salt", "").encode(),
+    )
+    check_copies(shared.ByteSize(), len(values["input"]))
+    requests = []
+    for index, each in enumerate(values["input"]):
+        request = request_of(each, shared)
+        request.request_id = f"{request_id}-{index}" if index else request_id
+        requests.append(request)
+    return EmbeddingJob(
+        id=request_id,
+        model=values["model"],
+        requests=requests,
+        is_base64=values.get("encoding_format") == "base64",
+        is_normalized=values.get("normalize", True),
+    )
