@@ -8,8 +8,12 @@ from pathlib import Path
 
 from splitpoint.checkpoint.resolve import NO_SUCH_MODEL, resolve_model
 from splitpoint.checkpoint.support import read_shape
+from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
+
+# The model of commands that plan, unless one is named or measured.
+DEFAULT_SHAPE = "llama-3.1-8b"
 
 
 def model_shape(folder: Path, dtype: str) -> ModelShape:
@@ -63,6 +67,67 @@ def find_named(model: str, dtype: str = "auto") -> NamedModel:
             f"{error.message}, nor one of the built-in shapes: {', '.join(BUILT_IN_SHAPES)}"
         ) from error
     return NamedModel(read_shape(folder, data_type=data_type), folder)
+
+
+def find_profiled(model: str | None, dtype: str, profile: Profile, name_or_path: str) -> NamedModel:
+    """Return the model that a profile's costs are for.
+
+    Args:
+        model: as given on the command line, or None for the model that the profile names; the
+            default of built-in profiles, which fit any model, is DEFAULT_SHAPE.
+        name_or_path: of the profile.
+
+    Raises InvalidArgument if a measured profile names another model, or names none and `model` is
+    None; and the errors of `find_named`.
+    """
+    is_built_in = name_or_path.lower() in BUILT_IN_PROFILES
+    if model is None and is_built_in:
+        return find_named(DEFAULT_SHAPE, dtype)
+    if model is None:
+        if not profile.model:
+            raise InvalidArgument(
+                f"{name_or_path} does not say with which model its costs were measured: "
+                "give --model",
+                field="model",
+            )
+        try:
+            return find_named(profile.model, dtype)
+        except NotFound as error:
+            raise NotFound(
+                f"the costs in {name_or_path} are those of the model {profile.model}, which is not "
+                "on this machine: give its folder by --model"
+            ) from error
+    found = find_named(model, dtype)
+    if not _fits(profile, found.shape):
+        raise InvalidArgument(
+            f"the costs in {name_or_path} are those of the model {profile.model}, not of "
+            f"{found.shape.name}: leave --model out, or give the profile of a worker that serves "
+            f"{found.shape.name}",
+            field="model",
+        )
+    return found
+
+
+def costs_for(profile: Profile, shape: ModelShape) -> Profile:
+    """Return a profile without what it measured of another model: its step and its host weights.
+
+    Rates of the link and of the device are those of the machine, whatever the model.
+    """
+    if _fits(profile, shape):
+        return profile
+    return dataclasses.replace(
+        profile,
+        step_compute_seconds=0.0,
+        host_weight_bytes=0,
+        host_kv_weight_bytes=0,
+        description=f"{profile.description} (rates measured with {profile.model})".strip(),
+    )
+
+
+def _fits(profile: Profile, shape: ModelShape) -> bool:
+    """Return False for costs of another model. A copied folder's name lacks the owner."""
+    names = [name.rpartition("/")[2].casefold() for name in (profile.model, shape.name)]
+    return not profile.model or names[0] == names[1]
 
 
 def find_draft(

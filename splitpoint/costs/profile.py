@@ -11,8 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from splitpoint.errors import InvalidArgument
+
+_NOT_NUMBERS = ("description", "model", "remote_bytes_per_second", "aged_sources")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class Profile:
     rebuild_overhead_seconds: float
     prefill_flops_per_second: float
     description: str = ""
+    # Name of the model that it was measured with. Empty: unknown, or assumed for any model.
+    model: str = ""
     # Measured rates of chunks from tiers and other stores, by `ChunkSource.rate_key`.
     remote_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     # Keys of these whose rate has aged: it was doubled since it was measured.
@@ -47,9 +52,11 @@ class Profile:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            if each.name not in ("description", "remote_bytes_per_second", "aged_sources"):
+            if each.name not in _NOT_NUMBERS:
                 above_zero = each.name.endswith("_per_second")
                 _require_finite(each.name, getattr(self, each.name), above_zero=above_zero)
+        if not isinstance(self.model, str):
+            raise InvalidArgument("model must be a name", field="model")
         if not isinstance(self.remote_bytes_per_second, Mapping):
             raise InvalidArgument(
                 "remote_bytes_per_second must map addresses to rates",
@@ -130,7 +137,7 @@ def load_profile(name_or_path: str) -> Profile:
     """Return a built-in profile by name, or that of a JSON file. Raises InvalidArgument.
 
     The file holds a profile or the output of `splitpoint status --json`, whose first
-    measured worker counts.
+    measured worker counts. Its `model` is the one that the file names; empty if it names none.
     """
     built_in = BUILT_IN_PROFILES.get(name_or_path.lower())
     if built_in is not None:
@@ -151,7 +158,8 @@ def load_profile(name_or_path: str) -> Profile:
 def _profile_in_status(text: str) -> str:
     """Return the first measured worker's profile if the text is a status; else the text.
 
-    The description of the profile names the worker.
+    The description of the profile names the worker. A status of an older version names the model
+    beside its workers only.
     """
     try:
         loaded = json.loads(text)
@@ -162,8 +170,16 @@ def _profile_in_status(text: str) -> str:
         if isinstance(worker, dict) and isinstance(worker.get("profile"), dict):
             profile = worker["profile"]
             description = f"worker {worker.get('id')}: {profile.get('description', '')}"
-            return json.dumps({**profile, "description": description.rstrip(": ")})
+            named = {"model": profile.get("model") or _first_model(loaded)}
+            return json.dumps({**profile, **named, "description": description.rstrip(": ")})
     return text
+
+
+def _first_model(status: Mapping[str, Any]) -> str:
+    """Return the name of the first model of a status; empty if there is none."""
+    models = status.get("models")
+    first = models[0] if isinstance(models, list) and models else None
+    return str(first.get("name") or "") if isinstance(first, dict) else ""
 
 
 def _require_finite(field: str, value: float, *, above_zero: bool) -> None:

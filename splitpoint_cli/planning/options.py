@@ -11,6 +11,7 @@ from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.residency.load import SLICE_TOKENS
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
+from splitpoint_cli.models import DEFAULT_SHAPE
 from splitpoint_cli.options import of
 
 _MODEL: Option[str] = Option(
@@ -171,7 +172,14 @@ class PlanOptions:
         return None if self.step_ms is None else self.step_ms / 1e3
 
 
-_SIZED_MODEL = replace(_MODEL, default="llama-3.1-8b", is_required=False)
+_SIZED_MODEL: Option[str | None] = Option(
+    "model",
+    str,
+    None,
+    f"{_MODEL.help.removesuffix('.')}; absent: the model that --profile was measured with, or "
+    f"{DEFAULT_SHAPE} with a built-in one.",
+    unit=_MODEL.unit,
+)
 _SIZED_PROFILE = replace(_PROFILE, default="h100-pcie5", is_required=False)
 _SIZED_MEMORY: Option[str | None] = replace(
     worker.DEVICE_MEMORY,
@@ -220,7 +228,7 @@ _DRAFT_MODEL: Option[str | None] = replace(
 class SizeOptions:
     """Values of the options of `splitpoint size`."""
 
-    model: str = of(_SIZED_MODEL)
+    model: str | None = of(_SIZED_MODEL)
     profile: str = of(_SIZED_PROFILE)
     device_memory: str | None = of(_SIZED_MEMORY)
     tokens: int = of(_TOKENS)

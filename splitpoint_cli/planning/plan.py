@@ -13,7 +13,7 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.tiers import Tier
 from splitpoint.words import counted
-from splitpoint_cli.models import find_shape
+from splitpoint_cli.models import costs_for, find_shape
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, seconds_text
 from splitpoint_cli.planning.options import PlanOptions
@@ -47,7 +47,7 @@ def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = Non
     Speculation is left out: a step is one token of each request, and no memory is for drafts.
     """
     shape = find_shape(options.model, options.dtype)
-    costs = load_profile(options.profile)
+    costs = costs_for(load_profile(options.profile), shape)
     if options.explain_residency:
         _check_request(options, shape)
         explained = explain_residency(options, shape, costs)

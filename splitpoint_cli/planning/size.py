@@ -13,12 +13,12 @@ import typer
 
 from splitpoint.config import format_size, parse_size
 from splitpoint.costs.page_choice import LEAST_PIECE
-from splitpoint.costs.profile import BUILT_IN_PROFILES, load_profile
+from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
 from splitpoint.shapes import Encoding, ModelShape, WeightFormat
 from splitpoint.words import counted
-from splitpoint_cli.models import NamedModel, find_named
+from splitpoint_cli.models import NamedModel, find_named, find_profiled
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, seconds_text
 from splitpoint_cli.planning.options import SizeOptions
@@ -42,8 +42,9 @@ def size(
     if examples:
         print(examples_table())
         return
-    served = find_named(options.model, options.dtype)
-    shape, node = served.shape, _node(options, served)
+    costs = load_profile(options.profile)
+    served = find_profiled(options.model, options.dtype, costs, options.profile)
+    shape, node = served.shape, _node(options, served, costs)
     load = Load(options.tokens, options.new, options.max_tokens)
     found = size_up(shape, node, load)
     streamed = _streamed_count(found, options.streamed)
@@ -75,10 +76,10 @@ def size(
 size.__doc__ = f"{size.__doc__}\n\n{EXIT_HELP}"
 
 
-def _node(options: SizeOptions, served: NamedModel) -> Node:
+def _node(options: SizeOptions, served: NamedModel, costs: Profile) -> Node:
     config = read_speculative_config(options.speculative_config, options.draft_model)
     return Node(
-        load_profile(options.profile),
+        costs,
         _device_memory(options.device_memory, options.profile),
         max_batch=options.max_batch,
         max_batched_tokens=options.max_batched_tokens,

@@ -25,7 +25,7 @@ from splitpoint_cli.bench.serve.options import (
     TRACE_RATE,
     TRACE_TENANTS,
 )
-from splitpoint_cli.models import find_shape
+from splitpoint_cli.models import DEFAULT_SHAPE, find_profiled, find_shape
 from splitpoint_cli.options import of
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.costs import Overheads
@@ -41,8 +41,13 @@ _RESULT = "Result"
 # Name of a worker that was measured.
 MEASURED = "measured"
 
-MODEL: Option[str] = Option(
-    "model", str, "llama-3.1-8b", "Checkpoint folder, or a built-in shape.", unit="DIR|SHAPE"
+MODEL: Option[str | None] = Option(
+    "model",
+    str,
+    None,
+    "Checkpoint folder, or a built-in shape; absent: the model that --profile was measured with, "
+    f"or {DEFAULT_SHAPE}.",
+    unit="DIR|SHAPE",
 )
 DEVICES: Option[str] = Option(
     "devices",
@@ -188,7 +193,7 @@ SavedTrace = Annotated[
 class SimulateOptions:
     """Values of the options that are no lists."""
 
-    model: str = of(MODEL, _FLEET)
+    model: str | None = of(MODEL, _FLEET)
     devices: str = of(DEVICES, _FLEET)
     profile: str | None = of(PROFILE, _FLEET)
     device_memory: str | None = of(DEVICE_MEMORY, _FLEET)
@@ -230,7 +235,11 @@ class SimulateOptions:
                 field="residency",
             )
         measured = None if self.profile is None else read_measured(self.profile)
-        shape = find_shape(self.model, self.dtype)
+        if measured is None:
+            shape = find_shape(self.model or DEFAULT_SHAPE, self.dtype)
+        else:
+            costs = (measured.profile, str(self.profile))
+            shape = find_profiled(self.model, self.dtype, *costs).shape
         kinds = self._kinds(measured)
         chunk_tokens = self.chunk_tokens
         if measured is not None and measured.chunk_tokens:

@@ -65,6 +65,7 @@ def measure(
         prefill_overhead_seconds=prefill.overhead,
         step_compute_seconds=_measure_step(model, device),
         description=description,
+        model=model.shape.name,
         host_weight_bytes=model.host_weight_bytes(),
         host_kv_weight_bytes=model.host_weight_bytes(WeightPiece.KEY_VALUE),
     )

@@ -77,6 +77,27 @@ def test_the_profile_of_a_running_stack(tmp_path: Path) -> None:
     assert report["profile"]["description"].startswith("worker w0")
 
 
+def test_a_plan_for_another_model_takes_the_machines_rates_only(tmp_path: Path) -> None:
+    bound = {"step_compute_seconds": 0.02, "host_weight_bytes": 7, "host_kv_weight_bytes": 3}
+    profile = {**json.loads(BUILT_IN_PROFILES["a100-pcie4"].to_json()), **bound}
+    mine = tmp_path / "mine.json"
+
+    def used(measured_with: str) -> dict[str, object]:
+        mine.write_text(json.dumps({**profile, "model": measured_with}))
+        asked = ["plan", "--model", "opt-6.7b", "--profile", str(mine), "--cached", "64"]
+        done = CliRunner().invoke(app, [*asked, "--new", "64", "--json"])
+        told: dict[str, object] = json.loads(done.stdout)["profile"]
+        return told
+
+    for name in ("", "opt-6.7b", "facebook/opt-6.7b"):
+        found = used(name)
+        assert {key: found[key] for key in bound} == bound
+    other = used("stdlib-llama")
+    assert {other[key] for key in bound} == {0}
+    assert other["link_bytes_per_second"] == profile["link_bytes_per_second"]
+    assert str(other["description"]).endswith("(rates measured with stdlib-llama)")
+
+
 def test_measured_costs_need_the_device_memory(tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
     mine.write_text(BUILT_IN_PROFILES["a100-pcie4"].to_json())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
-from splitpoint.errors import InvalidArgument, ResourceExhausted
+from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted, SplitpointError
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 from splitpoint.speculation import DraftMethod
@@ -177,11 +178,48 @@ def test_measured_costs_want_the_devices_memory(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text(H100.to_json())
     runner = CliRunner()
-    refused = runner.invoke(app, ["size", "--profile", str(profile)])
+    measured = ("size", "--profile", str(profile), "--model", "llama-3.1-8b")
+    refused = runner.invoke(app, measured)
     assert isinstance(refused.exception, InvalidArgument)
     assert "--device-memory" in refused.exception.message
-    given = runner.invoke(app, ["size", "--profile", str(profile), "--device-memory", "72GiB"])
+    given = runner.invoke(app, [*measured, "--device-memory", "72GiB"])
     assert given.stdout.splitlines()[2:] == runner.invoke(app, ["size"]).stdout.splitlines()[2:]
+
+
+MEASURING = {
+    "size": ("--device-memory", "1GiB", "--tokens", "64", "--new", "16", "--max-tokens", "16"),
+    "simulate": ("--device-memory", "1GiB", "--num-prompts", "1", "--trace-input", "0.001"),
+}
+
+
+@pytest.mark.parametrize("command", MEASURING)
+def test_measured_costs_are_those_of_their_model(tmp_path: Path, command: str) -> None:
+    path = tmp_path / "status.json"
+
+    def asked(measured_with: str, *more: str) -> Result:
+        profile = json.loads(replace(H100, model=measured_with).to_json())
+        path.write_text(json.dumps({"workers": [{"id": "0", "profile": profile}]}))
+        arguments = ("--profile", str(path), *MEASURING[command], *more, "--json")
+        return CliRunner().invoke(app, [command, *arguments])
+
+    def error_of(done: Result) -> SplitpointError:
+        assert isinstance(done.exception, SplitpointError), done.output
+        return done.exception
+
+    taken = asked("stdlib-llama", "--model", "stdlib-llama")
+    told = json.loads(taken.stdout)
+    assert told["model_id" if command == "simulate" else "model"] == "stdlib-llama"
+    # With the owner or without it; a folder has no owner.
+    assert asked("Owner/OPT-125M", "--model", "opt-125m").exit_code == 0
+    refused = error_of(asked("stdlib-llama", "--model", "opt-125m"))
+    assert isinstance(refused, InvalidArgument)
+    assert "of the model stdlib-llama, not of OPT-125M" in refused.message
+    by_default = json.loads(asked("stdlib-llama").stdout)
+    assert {**by_default, "simulated_in_seconds": 0} == {**told, "simulated_in_seconds": 0}
+    assert "give --model" in error_of(asked("")).message
+    absent = error_of(asked("no-such-owner/model"))
+    assert isinstance(absent, NotFound)
+    assert "of the model no-such-owner/model, which is not on this machine" in absent.message
 
 
 def test_a_request_too_large_for_the_device_is_streamed() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from splitpoint.costs.profile import BUILT_IN_PROFILES, load_profile
+from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile, load_profile
 from splitpoint.errors import InvalidArgument
 
 MEASURED = BUILT_IN_PROFILES["a100-pcie4"]
@@ -24,6 +24,25 @@ def test_a_profile_by_name_from_a_file_and_from_a_status(tmp_path: Path) -> None
     status.write_text(json.dumps({"complete": True, "workers": workers}))
     described = f"worker 1: {MEASURED.description}"
     assert load_profile(str(status)) == replace(MEASURED, description=described)
+
+
+def test_a_profile_names_its_model(tmp_path: Path) -> None:
+    """Statuses of older versions name it beside the workers only, as clients call it."""
+    path = tmp_path / "status.json"
+
+    def model_of(profile: Profile, *names: str) -> str:
+        status = {"models": [{"name": name} for name in names]}
+        path.write_text(
+            json.dumps({**status, "workers": [{"id": "0", "profile": asdict(profile)}]})
+        )
+        return load_profile(str(path)).model
+
+    assert model_of(MEASURED) == ""
+    assert model_of(MEASURED, "an/older", "other") == "an/older"
+    assert model_of(replace(MEASURED, model="measured"), "served as") == "measured"
+    path.write_text(json.dumps({**asdict(MEASURED), "model": ["a", "list"]}))
+    with pytest.raises(InvalidArgument, match="model must be a name"):
+        load_profile(str(path))
 
 
 @pytest.mark.parametrize("text", ['{"workers": []}', '{"workers": 3}', "[1]", "nonsense"])

@@ -58,6 +58,7 @@ def test_every_cost_is_measured(case: str, tmp_path: Path) -> None:
     model = Decoder.load(write_tiny(case, tmp_path), CPU, torch.float32)
     profile = measure(model, CPU, "a test")
     assert profile.description == "a test"
+    assert profile.model == model.shape.name == tmp_path.name
     assert profile.step_compute_seconds > 0
     assert profile.prefill_overhead_seconds >= 0
     assert profile.rebuild_overhead_seconds >= 0
