@@ -29,6 +29,11 @@ from splitpoint.shapes import DataType
 from splitpoint_cli.bench.offload.report import FULL_LOAD, KVPR, PIPELINED
 
 
+def test_the_profile_is_that_of_the_papers_card() -> None:
+    """Of 40 GB, with 1,555 GB/s; the card of 80 GB has 1,935."""
+    assert 1 / A100.memory_seconds_per_byte == pytest.approx(0.8 * 1.555e12)
+
+
 def test_rebuilding_a_layer_takes_what_the_papers_table_does_not_say() -> None:
     """4 b s h^2 at 312 TFLOPS; its link column is right."""
     rebuilt = {"OPT-6.7B": "7.05", "OPT-13B": "11.01", "OPT-30B": "21.58"}

@@ -83,6 +83,7 @@ def run_drafts(
             window_tokens=memory.window_page_count * drafting.store.layout.chunk_tokens,
             sink_tokens=memory.sink_page_count * drafting.store.layout.chunk_tokens,
             kv_head_count=model.shape.kv_head_count,
+            checkpoint_kv_head_count=shape.kv_head_count,
             query_head_count=model.shape.query_head_count,
             kv_bytes_per_token=model.shape.kv_bytes_per_token,
             files=tuple(path.name for path in files),

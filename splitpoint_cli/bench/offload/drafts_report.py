@@ -105,6 +105,7 @@ class DraftResults:
         runs: of each contender, one in each round.
         window_tokens, sink_tokens: what streamed sequences keep on the device for drafts.
         files: the names of the files that prompts were cut from.
+        checkpoint_kv_head_count: KV heads of a layer before any were averaged.
         kernels: of the CPU, as a worker's; empty on a GPU.
     """
 
@@ -112,6 +113,7 @@ class DraftResults:
     window_tokens: int
     sink_tokens: int
     kv_head_count: int
+    checkpoint_kv_head_count: int
     query_head_count: int
     kv_bytes_per_token: int
     files: tuple[str, ...]
@@ -129,7 +131,7 @@ def drafts_report_of(workload: DraftWorkload, results: DraftResults) -> dict[str
         "text": list(results.files),
         "kv_heads": results.kv_head_count,
         "query_heads": results.query_head_count,
-        "heads_are_averaged": workload.kv_heads is not None,
+        "heads_are_averaged": results.kv_head_count < results.checkpoint_kv_head_count,
         "kv_bytes_per_token": results.kv_bytes_per_token,
         "window_tokens": results.window_tokens,
         "sink_tokens": results.sink_tokens,

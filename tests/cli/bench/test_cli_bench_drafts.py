@@ -6,6 +6,7 @@ Takes about 15 seconds.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,16 @@ def test_the_report_divides_by_tokens_and_compares_rounds() -> None:
         window_tokens=128,
         sink_tokens=64,
         kv_head_count=4,
+        checkpoint_kv_head_count=4,
         query_head_count=4,
         kv_bytes_per_token=64,
         files=("a.py",),
     )
-    report = drafts_report_of(WORKLOAD, results)
+    # As many heads as the checkpoint has may be asked for: none are averaged then.
+    report = drafts_report_of(replace(WORKLOAD, kv_heads=4), results)
+    assert report["heads_are_averaged"] is False
+    fewer = replace(results, kv_head_count=2)
+    assert drafts_report_of(replace(WORKLOAD, kv_heads=2), fewer)["heads_are_averaged"] is True
     drafted = report["contenders"]["self"]
     assert drafted["tokens_per_pull"] == 2.6667  # 16 in 6
     assert drafted["link_bytes_per_token"] == 375
