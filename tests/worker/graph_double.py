@@ -206,9 +206,9 @@ class SpanKernels:
 
 
 @contextmanager
-def span_kernels() -> Iterator[None]:
+def span_kernels(kernels: Any = SpanKernels) -> Iterator[None]:
     """Let a CPU decode by spans, as a GPU does."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("attention", "attention_parts", "attention_plan"):
-            patch.setattr(f"worker_service.model.{module}.kernels_of", lambda _: SpanKernels)
+            patch.setattr(f"worker_service.model.{module}.kernels_of", lambda _: kernels)
         yield

@@ -8,6 +8,9 @@ graph. Without a graph the same padded tables are computed eagerly, by the same 
 from __future__ import annotations
 
 import logging
+import math
+import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +37,9 @@ MOST_GRAPHS = 32
 _MOST_SIZES = 4 * MOST_GRAPHS
 # A size's graph is recorded at this step of the size, and after each eviction at twice as many.
 _RECORDED_AT = 2
+# Steps until a recording that did not fit is tried again, and then twice as many: what another
+# process took while it was measured is not the graph's.
+_RETRY_STEPS = 4096
 
 # The tables that a graph reads: their addresses and shapes.
 _Signature = list[tuple[int, torch.Size]]
@@ -89,8 +95,7 @@ class DecodeGraphs:
 
     Attributes:
         obstacle: why steps are computed eagerly from now on; None: graphs are used.
-        is_full: True once graphs have taken their memory: no further ones are recorded.
-        size_bytes: device memory of the graphs and their pool, as measured.
+        is_full: True while graphs have taken their memory: no further ones are recorded.
         counts: of steps.
     """
 
@@ -105,7 +110,13 @@ class DecodeGraphs:
         """`most_rows`: larger steps are computed eagerly. The cache has a page for padding."""
         self.obstacle: str | None = None
         self.is_full = False
-        self.size_bytes = 0
+        # Steps of any size, and the one at which a refused recording is tried again.
+        self._steps = 0
+        self._retry_at = math.inf
+        self._refusals = 0
+        self._pool_bytes = 0
+        # The driver's memory for each recording that was kept, as measured.
+        self._own_bytes: deque[int] = deque(maxlen=MOST_GRAPHS)
         self.counts = GraphCounts()
         self._windows = set(windows)
         self._recorder = recorder
@@ -122,6 +133,19 @@ class DecodeGraphs:
     @property
     def graph_count(self) -> int:
         return sum(size.recording is not None for size in self._sizes.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Device memory of the graphs and their pool, as measured."""
+        return self._size_of(self.graph_count)
+
+    def _size_of(self, graph_count: int) -> int:
+        """Graphs of one model have the same nodes, and take about the same of the driver's memory.
+
+        The median leaves out measurements in which another process took memory.
+        """
+        own = statistics.median_low(self._own_bytes) if self._own_bytes else 0
+        return self._pool_bytes + graph_count * own
 
     def slot(self, lengths: Sequence[int]) -> GraphSlot | None:
         """Return the place for a step of resident queries; None: it is laid out as it comes.
@@ -155,6 +179,9 @@ class DecodeGraphs:
         """
         size = self._sizes[slot.key]
         size.steps += 1
+        self._steps += 1
+        if self._steps >= self._retry_at:
+            self.is_full, self._retry_at = False, math.inf
         signature = [(table.data_ptr(), table.shape) for table in tables]
         if size.recording is None and size.is_due and not self.is_full:
             self._record(slot.key, size, call)
@@ -177,20 +204,24 @@ class DecodeGraphs:
             cause = error.__context__ or error
             self._stop(f"recording {key} failed: {type(cause).__name__}: {cause}")
             return
+        before = self.size_bytes
         # The pool stays as large as its largest graph made it.
-        self.size_bytes += recording.pool_bytes
-        if self.size_bytes + recording.own_bytes > self._limit_bytes:
+        self._pool_bytes += recording.pool_bytes
+        self._own_bytes.append(recording.own_bytes)
+        if self._size_of(self.graph_count + 1) > self._limit_bytes:
             self.is_full = True
+            self._retry_at = self._steps + (_RETRY_STEPS << self._refusals)
+            self._refusals += 1
+            self._own_bytes.pop()
             log.warning(
-                "no further graphs of decoding steps: %d take %s of %s, and %s needs %s more",
+                "no further graphs of decoding steps now: %d take %s of %s, and %s needs %s more",
                 self.graph_count,
-                format_size(self.size_bytes - recording.pool_bytes),
+                format_size(before),
                 format_size(self._limit_bytes),
                 key,
                 format_size(recording.pool_bytes + recording.own_bytes),
             )
             return
-        self.size_bytes += recording.own_bytes
         self.counts.recorded += 1
         size.recording = recording
 
@@ -199,8 +230,6 @@ class DecodeGraphs:
         if self.graph_count < MOST_GRAPHS:
             return
         oldest = next(size for size in self._sizes.values() if size.recording is not None)
-        if oldest.recording is not None:
-            self.size_bytes -= oldest.recording.own_bytes
         oldest.recording = None
         oldest.evictions += 1
         oldest.steps = 0

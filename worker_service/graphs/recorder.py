@@ -21,8 +21,9 @@ class Recording:
     Attributes:
         replay: issues it again in the current stream: it reads what the same memory now holds.
         result: what the call returned; each replay writes it anew.
-        pool_bytes: device memory by which it made the recorder's pool grow, as measured.
-        own_bytes: the driver's memory for it, as measured, which ends with the recording.
+        pool_bytes: device memory by which it made the recorder's pool grow.
+        own_bytes: the driver's memory for it, which ends with the recording. Measured by what is
+            free on the card, so what other processes took meanwhile is in it.
     """
 
     replay: Callable[[], None]
@@ -71,7 +72,7 @@ class GraphRecorder:
         # What `cuda.graph` gives back before it begins is not the graph's.
         cuda.synchronize(self._device)
         cuda.empty_cache()
-        reserved, free = cuda.memory_reserved(self._device), self._free_bytes()
+        pool, reserved, free = self._pool_bytes(), self._reserved_bytes(), self._free_bytes()
         graph = cuda.CUDAGraph()
         # `cuda.graph` leaves its stream current if the end of the recording fails. Other threads
         # copy, allocate and ask for events meanwhile: only this one's work is recorded.
@@ -82,10 +83,16 @@ class GraphRecorder:
             ),
         ):
             result = call()
-        grown = max(0, cuda.memory_reserved(self._device) - reserved)
-        # The driver's memory for a graph is outside of torch's.
-        taken = max(0, free - self._free_bytes() - grown)
-        return Recording(graph.replay, result, grown, taken)
+        # The driver's memory for a graph is outside of torch's, which other threads use, too.
+        taken = max(0, free - self._free_bytes() - (self._reserved_bytes() - reserved))
+        return Recording(graph.replay, result, self._pool_bytes() - pool, taken)
+
+    def _pool_bytes(self) -> int:
+        """Return what the graphs' pool has taken. No other allocation is in it."""
+        return sum(segment["total_size"] for segment in self._cuda.memory_snapshot(self._pool))
+
+    def _reserved_bytes(self) -> int:
+        return int(self._cuda.memory_reserved(self._device))
 
     def _free_bytes(self) -> int:
         free, _ = self._cuda.mem_get_info(self._device)

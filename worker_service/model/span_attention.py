@@ -10,14 +10,16 @@ This module knows no plans and no requests. Not confirmed on a GPU yet.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker_service.checkpoint.config import DecoderConfig
+from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.memory import UNIT_ROWS
 from worker_service.device.upload import Upload
 from worker_service.kernels.gpu_order import adds_in_one_order
@@ -37,6 +39,40 @@ _MEMBERS = {torch.float32: 16}
 _HALF_MEMBERS = 32
 # Further back than any query sees.
 _NO_WINDOW = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What selects the compiled kernels of a model's attention.
+
+    Attributes:
+        query_heads, kv_heads: of a layer; programs have room for the query heads of a KV head.
+        has_cap: scores are capped.
+    """
+
+    dtype: torch.dtype
+    page_tokens: int
+    head_dim: int
+    query_heads: int
+    kv_heads: int
+    has_cap: bool
+
+    @classmethod
+    def of(cls, config: DecoderConfig, page_tokens: int) -> Variant:
+        shape = config.shape
+        return cls(
+            TORCH_TYPES[shape.data_type],
+            page_tokens,
+            shape.head_dim,
+            shape.query_head_count,
+            shape.kv_head_count,
+            config.score_cap is not None,
+        )
+
+
+# Of callers that tried nothing before: benchmarks and tests.
+_SMALL = Variant(torch.float32, 16, 16, 1, 1, has_cap=False)
+_tried: dict[torch.device, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,34 +345,60 @@ def load_kernels() -> Any:
     return span_kernel
 
 
-@lru_cache
 def kernels_of(device: torch.device) -> Any:
     """Return the kernels; None if they cannot be built or run here.
 
-    The first call compiles one, which takes a second or two.
+    `try_kernels` decides it. If nothing was tried yet, the first call tries a small variant, which
+    takes a second or two.
     """
     if device.type != "cuda":
         return None
+    if device not in _tried:
+        try_kernels(device, [_SMALL])
+    return _tried[device]
+
+
+def try_kernels(
+    device: torch.device,
+    variants: Iterable[Variant],
+    cuda: Any = torch.cuda,
+    load: Callable[[], Any] = load_kernels,
+) -> Any:
+    """Build and run the kernels of these variants, and return them; None if one of them fails.
+
+    `kernels_of` returns the same from then on, so a worker tries what its models will run before
+    they plan a step. `cuda` is torch.cuda, and `load` loads the kernels; tests have doubles.
+    """
+    kernels = None
     try:
-        kernels = load_kernels()
-        _try(device, kernels)
+        # Triton launches on the thread's current device.
+        with cuda.device(device):
+            kernels = load()
+            for variant in variants:
+                _try(device, kernels, variant)
     except Exception as error:
         # Plain products give the same result; the log says why the faster way is missing.
         log.warning("decode attention gathers pages: %s: %s", type(error).__name__, error)
-        return None
+        kernels = None
+    _tried[device] = kernels
     return kernels
 
 
 @torch.inference_mode()
-def _try(device: torch.device, kernels: Any) -> None:
+def _try(device: torch.device, kernels: Any, variant: Variant) -> None:
     """Attend one page of ones. Raises RuntimeError if the result is not one."""
     upload = Upload(device)
     pages = np.zeros(1, dtype=np.int64)
-    view = SpanView.of(pages, pages, pages, np.ones((1, 16), dtype=np.bool_), 1, upload)
+    seen = np.ones((1, variant.page_tokens), dtype=np.bool_)
+    view = SpanView.of(pages, pages, pages, seen, 1, upload)
     upload.send()
-    ones = torch.ones(1, 1, 16, 16, device=device)
+    # Whole tensors as a step's: what they are aligned to selects the kernel, too.
+    queries = torch.ones(
+        1, variant.query_heads, variant.head_dim, device=device, dtype=variant.dtype
+    )
+    page = queries.new_ones(1, variant.kv_heads, variant.page_tokens, variant.head_dim)
     weighted, _, total = view.attend(
-        ones[0, :, :1], ones, ones, scale=1.0, cap=None, kernels=kernels
+        queries, page, page, scale=1.0, cap=1.0 if variant.has_cap else None, kernels=kernels
     )
     if not torch.allclose(weighted / total.unsqueeze(-1), torch.ones_like(weighted)):
-        raise RuntimeError("a trial gave a wrong result")
+        raise RuntimeError(f"a trial of {variant} gave a wrong result")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -17,13 +18,14 @@ from splitpoint.options.cpu_kernels import with_panels
 from splitpoint.shapes import ArenaLayout, ModelShape, WeightFormat
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.choice import describe_device
+from worker_service.hardware.current import make_current
 from worker_service.kernels import panel_gemm
 from worker_service.kernels.choice import Choice
 from worker_service.kernels.compiled import NoKernels
 from worker_service.kernels.gpu_order import use_one_order
 from worker_service.lanes.lanes import Lanes
 from worker_service.model.decoder import Decoder
-from worker_service.model.span_attention import kernels_of
+from worker_service.model.span_attention import Variant, try_kernels
 from worker_service.numerics.digest import facts_of, numerics_digest
 from worker_service.numerics.obstacles import obstacle
 from worker_service.numerics.self_check import dependence
@@ -70,15 +72,29 @@ def obstacle_of(
 
     `kernels`: a CPU's; None on a GPU.
     """
-    in_one_order = kernels is None and options.numerics == Numerics.INVARIANT
-    use_one_order(in_one_order)
+    is_gpu = kernels is None
+    make_current(device)
+    # Kernels of one order are variants of their own.
+    use_one_order(is_gpu and options.numerics == Numerics.INVARIANT)
     return obstacle(
         options.numerics,
-        is_gpu=kernels is None,
+        is_gpu=is_gpu,
         encoding=layout.encoding,
         kernels=kernels,
-        has_triton=in_one_order and kernels_of(device) is not None,
+        has_triton=is_gpu and try_kernels(device, attention_variants(options, layout)) is not None,
     )
+
+
+def attention_variants(options: WorkerOptions, layout: ArenaLayout) -> list[Variant]:
+    """Return the attention kernels of the served model, and of the draft model if there is one.
+
+    Raises InvalidArgument (a model's folder).
+    """
+    folders = [options.model_folder]
+    if options.speculation is not None and options.speculation.model is not None:
+        folders.append(Path(options.speculation.model))
+    configs = [DecoderConfig.read(folder, layout.data_type) for folder in folders]
+    return [Variant.of(config, layout.chunk_tokens) for config in configs]
 
 
 def agree_on_rows(options: WorkerOptions, shape: ModelShape) -> None:
@@ -89,6 +105,7 @@ def agree_on_rows(options: WorkerOptions, shape: ModelShape) -> None:
 
 def numerics_of(wish: str, against: str | None, model: Decoder, page_tokens: int) -> WorkerNumerics:
     """Check the numerics. Those that are invariant have a digest."""
+    make_current(model.device)
     check = partial(dependence, model, page_tokens)
     found = decide(wish, obstacle=against, check=check)
     log.info("numerics are %s: %s", found.numerics.value, found.reason)

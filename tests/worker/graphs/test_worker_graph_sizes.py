@@ -214,11 +214,16 @@ def test_a_graph_whose_tables_moved_is_not_played_back() -> None:
 class CudaDouble:
     """What `GraphRecorder` uses of torch.cuda: streams by name, and memory by count."""
 
-    def __init__(self, fails_at: str = "") -> None:
+    def __init__(
+        self, fails_at: str = "", *, other_thread: int = 0, other_process: int = 0
+    ) -> None:
         self.current = "compute"
         self.log: list[str] = []
         self.reserved, self.free = 100, 1000
         self.cached = 30
+        self.pooled = 0
+        # What another thread, and another process, take while this one records.
+        self.other_thread, self.other_process = other_thread, other_process
         self.fails_at = fails_at
         self.streams = 0
 
@@ -260,6 +265,10 @@ class CudaDouble:
     def memory_reserved(self, device: torch.device) -> int:
         return self.reserved
 
+    def memory_snapshot(self, pool: str) -> list[dict[str, int]]:
+        assert pool == "pool"
+        return [{"total_size": 10}, {"total_size": self.pooled - 10}] if self.pooled else []
+
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return self.free, 2000
 
@@ -286,8 +295,9 @@ class _Recording:
         if self._cuda.fails_at:
             raise RuntimeError(self._cuda.fails_at)
         self._cuda.current = "compute"
-        self._cuda.reserved += 40
-        self._cuda.free -= 55
+        self._cuda.pooled += 40
+        self._cuda.reserved += 40 + self._cuda.other_thread
+        self._cuda.free -= 55 + self._cuda.other_thread + self._cuda.other_process
 
 
 def call_of(cuda: CudaDouble) -> Callable[[], torch.Tensor]:
@@ -312,6 +322,48 @@ def test_a_call_runs_once_in_the_stream_that_then_records_it() -> None:
     assert (recording.pool_bytes, recording.own_bytes) == (40, 15)
     recording.replay()
     assert cuda.log[-1] == "replay in compute"
+
+
+def test_what_others_take_meanwhile_is_not_the_graphs() -> None:
+    """Of other processes only the driver's part can have something: its median is counted."""
+    found = [
+        GraphRecorder(CPU, cuda).record(call_of(cuda))
+        for cuda in (CudaDouble(other_thread=500), CudaDouble(other_process=300))
+    ]
+    assert [each.pool_bytes for each in found] == [40, 40]
+    assert [each.own_bytes for each in found] == [15, 315]
+
+
+def test_one_allocation_of_another_process_does_not_end_graphs() -> None:
+    recorder = RecorderDouble(pool_bytes=10, own_bytes=7)
+    graphs = graphs_of(recorder)
+    for rows in (1, 2):
+        for _ in range(2):
+            step(graphs, 5, rows)
+    recorder.own_bytes = 1 << 40
+    for _ in range(2):
+        step(graphs, 5, 4)
+    assert (graphs.graph_count, graphs.is_full) == (3, False)
+    assert graphs.size_bytes == 3 * 10 + 3 * 7
+
+
+def test_a_recording_that_did_not_fit_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the first one, with which nothing can be compared; and ever more rarely."""
+    monkeypatch.setattr(decode_graphs, "_RETRY_STEPS", 3)
+    recorder = RecorderDouble(own_bytes=1 << 40)
+    graphs = graphs_of(recorder)
+    recorded = []
+    for _ in range(12):
+        step(graphs, 5)
+        recorded.append(recorder.recorded)
+    assert recorded == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3]
+    assert (graphs.graph_count, graphs.is_full) == (0, True)
+    # What was taken meanwhile is free again, and counts no more.
+    recorder.own_bytes = 7
+    for _ in range(12):
+        step(graphs, 5)
+    assert (graphs.graph_count, graphs.is_full, recorder.recorded) == (1, False, 4)
+    assert graphs.size_bytes == 7
 
 
 def test_after_a_failure_the_stream_is_that_of_before() -> None:
