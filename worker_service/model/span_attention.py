@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_service.checkpoint.config import DecoderConfig
+from splitpoint.checkpoint.decoder import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.memory import UNIT_ROWS
 from worker_service.device.upload import Upload

@@ -93,7 +93,7 @@ def attention_variants(options: WorkerOptions, layout: ArenaLayout) -> list[Vari
     folders = [options.model_folder]
     if options.speculation is not None and options.speculation.model is not None:
         folders.append(Path(options.speculation.model))
-    configs = [DecoderConfig.read(folder, layout.data_type) for folder in folders]
+    configs = [read_decoder(folder, layout.data_type) for folder in folders]
     return [Variant.of(config, layout.chunk_tokens) for config in configs]
 
 

@@ -14,9 +14,9 @@ from engine_runner import admission, make_engine, run_all
 from graph_double import SpanKernels, span_kernels
 from tiny_models import write_tiny
 
+from splitpoint.checkpoint.support import read_decoder
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.shapes import ArenaLayout, DataType
-from worker_service.checkpoint.config import DecoderConfig
 from worker_service.engine.sampling import Sampling
 from worker_service.model.decoder import Decoder
 from worker_service.model.span_attention import Variant, kernels_of, try_kernels
@@ -93,7 +93,7 @@ def test_the_trial_runs_the_very_kernels_of_a_step(case: str, tmp_path: Path) ->
         greedy = Sampling(max_tokens=4, ignore_eos=True)
         run_all(engine, [admission("a", [5] * 70, greedy), admission("b", [6] * 3, greedy)])
     tried = Kernels(Devices())
-    config = DecoderConfig.read(folder, DataType.BFLOAT16)
+    config = read_decoder(folder, DataType.BFLOAT16)
     variant = Variant.of(config, page_tokens=32)
     assert try_kernels(CPU, [variant], Devices(), lambda: tried) is tried
     assert stepped.launched
@@ -103,7 +103,7 @@ def test_the_trial_runs_the_very_kernels_of_a_step(case: str, tmp_path: Path) ->
 def test_a_kernel_that_fails_for_the_models_type_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = DecoderConfig.read(write_tiny("llama-3", tmp_path), DataType.BFLOAT16)
+    config = read_decoder(write_tiny("llama-3", tmp_path), DataType.BFLOAT16)
     variant = Variant.of(config, page_tokens=16)
     single = replace(variant, dtype=torch.float32)
     kernels = Kernels(Devices(), broken=torch.bfloat16)
@@ -114,7 +114,7 @@ def test_a_kernel_that_fails_for_the_models_type_is_not_used(
 
 def test_the_outcome_of_a_trial_is_what_plans_ask_for(tmp_path: Path) -> None:
     device = torch.device("cuda:7")
-    config = DecoderConfig.read(write_tiny("llama-3", tmp_path), DataType.FLOAT32)
+    config = read_decoder(write_tiny("llama-3", tmp_path), DataType.FLOAT32)
     # No such device: the trial fails, and nothing is tried again.
     found = try_kernels(device, [Variant.of(config, 16)], Devices(), lambda: SpanKernels)
     assert (found, kernels_of(device)) == (None, None)
@@ -124,7 +124,7 @@ def test_a_trial_launches_on_its_own_device(tmp_path: Path) -> None:
     """Triton takes the thread's current device, which is the first one in a new thread."""
     devices = Devices()
     kernels = Kernels(devices)
-    config = DecoderConfig.read(write_tiny("llama-3", tmp_path), DataType.FLOAT32)
+    config = read_decoder(write_tiny("llama-3", tmp_path), DataType.FLOAT32)
     try_kernels(CPU, [Variant.of(config, 16)], devices, lambda: kernels)
     assert kernels.on == {CPU}
     assert devices.current == torch.device("cuda:0")
@@ -135,7 +135,7 @@ def test_a_worker_tries_the_kernels_of_its_model_and_of_its_draft_model(tmp_path
     options = WorkerOptions(
         worker_id="w", model_folder=served, speculation=SpeculativeConfig(model=str(draft))
     )
-    config = DecoderConfig.read(served, DataType.BFLOAT16)
+    config = read_decoder(served, DataType.BFLOAT16)
     layout = ArenaLayout.of(config.shape, chunk_tokens=64, has_activations=False)
     of_served, of_draft = attention_variants(options, layout)
     assert (of_served.has_cap, of_draft.has_cap) == (True, False)
