@@ -1,1 +1,1 @@
-"""The gateway: OpenAI-compatible HTTP over the scheduler's gRPC. It keeps no state."""
+"""The gateway: OpenAI-compatible HTTP over the scheduler's gRPC. It writes no file."""

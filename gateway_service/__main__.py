@@ -90,6 +90,7 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         Limits(),
         body_bytes=body_bytes,
         requests=arguments.max_requests,
+        response_bytes=parse_size(arguments.response_memory, field="response-memory"),
         drain_seconds=arguments.drain_seconds,
         grace_seconds=arguments.grace_seconds,
     )

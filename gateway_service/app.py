@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway_service.endpoints import embeddings, models, operations, page, tokens
 from gateway_service.endpoints.endpoint import OTHER, Ended, Endpoint, Gateway, Handle
-from gateway_service.endpoints.generating import Generating, find_echoes, find_model
+from gateway_service.endpoints.generating import Generating, find_echoes, find_model, find_previous
 from gateway_service.http.exchange import Exchange
 from gateway_service.openai.chat.job import CHAT_FIELDS, read_chat
 from gateway_service.openai.completions import COMPLETION_FIELDS, read_completion
@@ -34,7 +34,7 @@ def routes_of(gateway: Gateway) -> list[Route]:
     files, status = page.Page(), f"{_ADMIN}/GetSchedulerStatus"
     completions = Generating("cmpl", COMPLETION_FIELDS, read_completion, find_echoes)
     chat = Generating("chatcmpl", CHAT_FIELDS, read_chat, find_model)
-    responses = Generating("resp", RESPONSE_FIELDS, read_response, find_model)
+    responses = Generating("resp", RESPONSE_FIELDS, read_response, find_previous)
     return [
         route("/v1/completions", "POST", completions, generate),
         route("/v1/chat/completions", "POST", chat, generate),

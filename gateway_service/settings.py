@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from splitpoint.config import parse_size
-from splitpoint.options.gateway import DRAIN_SECONDS, MAX_BODY, MAX_REQUESTS
+from splitpoint.options.gateway import DRAIN_SECONDS, MAX_BODY, MAX_REQUESTS, RESPONSE_MEMORY
 from splitpoint.options.service import GRACE_SECONDS
 
 
@@ -23,6 +23,9 @@ class Limits:
     header_seconds: float = 15.0
     # Requests that are answered at a time, waiting ones included.
     requests: int = MAX_REQUESTS.default
+    # Of all conversations of /v1/responses that are kept, and seconds until one is forgotten.
+    response_bytes: int = parse_size(RESPONSE_MEMORY.default)
+    response_seconds: float = 3600.0
     # A connection is closed if its client does not read for this long, or sends no request.
     stall_seconds: float = 30.0
     idle_seconds: float = 75.0

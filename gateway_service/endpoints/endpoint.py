@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ipaddress
+import json
 import logging
 import secrets
 import time
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
+from gateway_service.endpoints.kept_responses import KeptResponses
 from gateway_service.http.budget import ByteBudget
 from gateway_service.http.exchange import ClientGone, Exchange
 from gateway_service.openai.errors import error_answer
@@ -59,9 +62,10 @@ class Ended:
 
 
 class Gateway:
-    """What the endpoints share. It keeps nothing of a request that has ended.
+    """What the endpoints share. Of requests that have ended it keeps `responses` only.
 
     Attributes:
+        responses: conversations that clients may go on with.
         access: permitted keys; None: the scheduler alone checks them.
         checks_host: refuse requests for other hosts than this one by name: without keys a page of
             another site could come here through a name of its own that leads to loopback.
@@ -87,6 +91,7 @@ class Gateway:
         self.meters = meters
         self.checks_host = checks_host
         self.created = int(time.time())
+        self.responses = KeptResponses(limits.response_bytes, limits.response_seconds)
         self.budget = ByteBudget(limits.all_bodies_bytes, limits.retry_seconds)
         self.open_count = 0
         self.is_leaving = False
@@ -97,7 +102,9 @@ class Gateway:
     def admit(self, exchange: Exchange, method: str) -> Metadata:
         """Return the metadata by which a call is made for the client of an exchange.
 
-        It has the client's key and, if the client traces the request, its traceparent.
+        The exchange learns who owns what it leaves here: the tenant; a client without a tenant, or
+        one whose key only the scheduler knows, owns it alone. The metadata has the client's key
+        and, if the client traces the request, its traceparent.
 
         Raises Unauthenticated, PermissionDenied, Unavailable, as the scheduler would.
         """
@@ -107,8 +114,12 @@ class Gateway:
             if len(key) > _LONGEST_KEY or not key.isascii() or not key.isprintable():
                 raise Unauthenticated("the key is malformed", reason="TOKEN_MALFORMED")
         metadata = tuple((METADATA_KEY, key) for key in keys)
-        if self.access is not None:
-            self.access.admit(method, metadata)
+        if self.access is None:
+            exchange.owner = hashlib.sha256(json.dumps(keys).encode()).hexdigest() if keys else ""
+        else:
+            caller = self.access.admit(method, metadata)
+            has_tenant = bool(caller.tenant)
+            exchange.owner = f"tenant/{caller.tenant}" if has_tenant else f"name/{caller.name}"
         parent = received_parent(exchange.headers(TRACEPARENT.encode()))
         return (*metadata, (TRACEPARENT, parent)) if parent else metadata
 

@@ -11,7 +11,9 @@ from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.http.exchange import Exchange
 from gateway_service.openai.answers import Answer, Asking, Job, ModelJob
 from gateway_service.openai.completions import CompletionJob
+from gateway_service.openai.errors import HttpError
 from gateway_service.openai.fields import Table
+from gateway_service.openai.responses.job import ResponseJob
 from gateway_service.upstream.schedulers import Take
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.schedulers import INFERENCE
@@ -37,7 +39,7 @@ class Generating(Generic[_Job]):
         prefix: str,
         table: Table,
         read: Callable[..., _Job],
-        prepare: Callable[[Gateway, _Job, Metadata], Awaitable[None]],
+        prepare: Callable[[Gateway, Exchange, _Job, Metadata], Awaitable[None]],
     ) -> None:
         self._prefix = prefix
         self._table = table
@@ -52,7 +54,7 @@ class Generating(Generic[_Job]):
         exchange.parameter_names = job.parameter_names
         exchange.ignored = self._table.ignored(body)
         async with exchange.while_connected():
-            await self._prepare(gateway, job, metadata)
+            await self._prepare(gateway, exchange, job, metadata)
             if job.is_stream:
                 await _stream(gateway, exchange, job, metadata)
             else:
@@ -60,17 +62,46 @@ class Generating(Generic[_Job]):
                 await exchange.respond(job.result(answers))
 
 
-async def find_echoes(gateway: Gateway, job: CompletionJob, metadata: Metadata) -> None:
+async def find_echoes(
+    gateway: Gateway, exchange: Exchange, job: CompletionJob, metadata: Metadata
+) -> None:
     """Give a job the texts of its prompts, if it returns them and they are token ids."""
     for index, request in job.to_detokenize.items():
         answer = await gateway.upstream.call(INFERENCE, "Detokenize", request, metadata)
         job.detokenized(index, answer.text)
 
 
-async def find_model(gateway: Gateway, job: ModelJob, metadata: Metadata) -> None:
+async def find_model(
+    gateway: Gateway, exchange: Exchange, job: ModelJob, metadata: Metadata
+) -> None:
     """Give a job the facts of its model, if it needs them."""
     if job.needs_model:
         job.model_found(await gateway.models.get(job.model, metadata))
+
+
+async def find_previous(
+    gateway: Gateway, exchange: Exchange, job: ResponseJob, metadata: Metadata
+) -> None:
+    """Give a job the conversation that it goes on with, and keep what it comes to.
+
+    Raises HttpError (404) if there is no such conversation of the client's.
+    """
+    responses, owner = gateway.responses, exchange.owner
+    if job.previous_id:
+        conversation = responses.get(owner, job.previous_id)
+        if conversation is None:
+            raise HttpError(
+                404,
+                f"Previous response with id '{job.previous_id}' not found.",
+                reason="PREVIOUS_RESPONSE_NOT_FOUND",
+                field="previous_response_id",
+            )
+        job.go_on(conversation)
+    if job.is_stored and responses.keeps:
+        job.keep = lambda conversation: responses.put(owner, job.id, conversation)
+    else:
+        job.repeated["store"] = False
+    await find_model(gateway, exchange, job, metadata)
 
 
 async def whole_answers(gateway: Gateway, job: Asking, metadata: Metadata) -> list[Answer]:

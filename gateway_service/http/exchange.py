@@ -40,6 +40,7 @@ class Exchange:
         status: of the answer; 0 until it began.
         error: why it failed, also after its head was sent with status 200; None if it did not.
         request_id: of the answer, for its header and the log; empty if it has none.
+        owner: to whom belongs what the exchange leaves in the gateway; empty of all without keys.
         ignored: fields of the body that changed nothing; the header of WARNING names them.
     """
 
@@ -54,6 +55,7 @@ class Exchange:
         self.status = 0
         self.error: ErrorAnswer | None = None
         self.request_id = ""
+        self.owner = ""
         self.ignored: Sequence[str] = ()
         # For errors of the scheduler; None until the body is read (`errors.error_answer`).
         self.parameter_names: Mapping[str, str] | None = None

@@ -27,11 +27,12 @@ from splitpoint.errors import (
 
 
 class HttpError(SplitpointError):
-    """An error that gRPC has no code for, with its status of HTTP."""
+    """An error that gRPC has no code for, with its status of HTTP. `field`: the client's."""
 
-    def __init__(self, status: int, message: str, *, reason: str) -> None:
+    def __init__(self, status: int, message: str, *, reason: str, field: str = "") -> None:
         super().__init__(message, reason=reason)
         self.status = status
+        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def error_answer(error: SplitpointError, names: Mapping[str, str] | None = None)
     is the client's.
     """
     status, kind = _status_of(error)
-    parameter = error.field if isinstance(error, InvalidArgument) else ""
+    parameter = error.field if isinstance(error, InvalidArgument | HttpError) else ""
     if names is not None:
         parameter = parameter_of(parameter, names)
     headers = {}

@@ -45,7 +45,7 @@ _ERRORS = {
     400: "The request is wrong: `param` names the field.",
     401: "The key is missing or unknown.",
     403: "The key does not permit this, or the host is not this one's.",
-    404: "There is no such model.",
+    404: "There is no such model, or no previous response by this id.",
     408: "The body did not come in time.",
     409: "The request contradicts one that is running.",
     413: "The body is too large.",
@@ -147,7 +147,7 @@ def _paths() -> dict[str, Any]:
         ),
         "/v1/responses": _post(
             "create_response",
-            "Answer an input. Nothing is stored.",
+            "Answer an input, or go on with a conversation.",
             "ResponseRequest",
             "Response",
             events=schemas.events("ResponseEvent", ends_with_mark=False),

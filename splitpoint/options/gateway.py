@@ -56,6 +56,14 @@ MAX_REQUESTS: Option[int] = Option(
     unit="N",
     least=1,
 )
+RESPONSE_MEMORY: Option[str] = Option(
+    "response-memory",
+    str,
+    "64MiB",
+    "Memory for conversations of /v1/responses with which clients go on by previous_response_id; "
+    "0: none is kept.",
+    unit=SIZE,
+)
 DRAIN_SECONDS: Option[float] = Option(
     "drain-seconds",
     float,
@@ -85,7 +93,7 @@ ENGINE_TOKEN_FILE: Option[str | None] = Option(
 SECTIONS = (
     Section("process", (LISTEN, PARENT_FD)),
     Section("scheduler", (SCHEDULER, CA, SCHEDULER_CERT, TLS_SERVER_NAME)),
-    Section("requests", (MAX_BODY, MAX_REQUESTS, DRAIN_SECONDS, GRACE_SECONDS)),
+    Section("requests", (MAX_BODY, MAX_REQUESTS, RESPONSE_MEMORY, DRAIN_SECONDS, GRACE_SECONDS)),
     Section("engine protocol (docs/smg.md)", (ENGINE_LISTEN, ENGINE_TOKEN_FILE)),
     LOGS,
     Section("traces (docs/tracing.md)", (OTLP_ENDPOINT,)),

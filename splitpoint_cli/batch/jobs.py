@@ -111,6 +111,10 @@ def _job_of(line: Line) -> Job:
     job = read(line.body, request_id=f"{prefix}-{uuid.uuid4().hex}", created=int(time.time()))
     if job.is_stream:
         raise wrong("stream", "must not be true: a batch has whole answers")
+    if isinstance(job, ResponseJob):
+        if job.previous_id:
+            raise wrong("previous_response_id", "is for the gateway: send the whole input")
+        job.repeated["store"] = False
     return job
 
 

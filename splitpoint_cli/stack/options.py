@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from splitpoint import config
-from splitpoint.options import scheduler, service, store, worker
+from splitpoint.options import gateway, scheduler, service, store, worker
 from splitpoint.options.option import SIZE, Option
 from splitpoint_cli.options import of
 
@@ -222,6 +222,7 @@ class StackOptions:
     queue_capacity: int = of(scheduler.QUEUE_CAPACITY, _LIMITS)
     no_device_prefix_cache: bool = of(worker.NO_DEVICE_PREFIX_CACHE, _LIMITS)
     enforce_eager: bool = of(worker.ENFORCE_EAGER, _LIMITS)
+    response_memory: str = of(gateway.RESPONSE_MEMORY, _LIMITS)
     answer_charge: str = of(scheduler.ANSWER_CHARGE, _LIMITS)
     policy: str = of(scheduler.POLICY, _LIMITS)
     policy_aging_seconds: float = of(scheduler.POLICY_AGING_SECONDS, _LIMITS)

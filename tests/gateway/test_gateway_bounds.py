@@ -547,3 +547,68 @@ async def test_metrics_and_logs(front: Front, caplog: pytest.LogCaptureFixture) 
     assert canary not in caplog.text
     names = [each.name for each in caplog.records if each.message == "request ended"]
     assert names.count("gateway_service.endpoints.endpoint") == 3
+
+
+# -- conversations that are kept -------------------------------------------------------------------
+
+
+async def test_conversations_belong_to_a_tenant_and_are_bounded(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    tenants = {"ann": "a", "ada": "a", "ben": "b", "cid": "", "a": ""}
+    keys = {
+        name: add_token(tokens, Caller(name, Role.CLIENT, tenant))
+        for name, tenant in tenants.items()
+    }
+    limits = replace(Limits(), response_bytes=6000)
+    with fake_scheduler("127.0.0.1:0") as script:
+        async with running_gateway(script.address, limits=limits, access=Access(tokens)) as http:
+
+            async def respond(name: str, **fields: object) -> tuple[int, str, int]:
+                body = {"model": "tiny", "input": "Hi", **fields}
+                key = {"authorization": f"Bearer {keys[name]}"}
+                found = await http.ask("POST", "/v1/responses", body, key)
+                if found.status != 200:
+                    return found.status, found.error["code"], 0
+                return 200, found.json["id"], len(json.loads(script.requests[-1].chat.messages))
+
+            _, first, _ = await respond("ann")
+            for name, count in (("ann", 3), ("ada", 3)):
+                assert (await respond(name, previous_response_id=first))[::2] == (200, count)
+            missing = (404, "previous_response_not_found", 0)
+            _, alone, _ = await respond("cid")
+            for name, other in (("ben", first), ("cid", first), ("a", first), ("a", alone)):
+                assert await respond(name, previous_response_id=other) == missing
+            # The tenant that has the most loses its oldest; the others keep theirs.
+            for _ in range(10):
+                await respond("ann", input="x" * 500)
+            assert http.gateway.responses.used_bytes <= limits.response_bytes
+            assert await respond("ann", previous_response_id=first) == missing
+            assert (await respond("cid", previous_response_id=alone))[0] == 200
+            # One that is larger than all the memory is answered, but not kept.
+            _, large, _ = await respond("ben", input="x" * 7000)
+            assert await respond("ben", previous_response_id=large) == missing
+
+
+async def test_a_conversation_is_forgotten_in_time() -> None:
+    limits = replace(Limits(), response_seconds=0.2)
+    with fake_scheduler("127.0.0.1:0") as script:
+        async with running_gateway(script.address, limits=limits) as http:
+            body = {"model": "tiny", "input": "Hi"}
+            found = (await http.ask("POST", "/v1/responses", body)).json
+            assert found["store"] is True
+            async with asyncio.timeout(20):
+                while http.gateway.responses.used_bytes:
+                    await asyncio.sleep(0.02)
+            body["previous_response_id"] = found["id"]
+            assert (await http.ask("POST", "/v1/responses", body)).status == 404
+
+
+async def test_without_memory_no_conversation_is_kept() -> None:
+    limits = replace(Limits(), response_bytes=0)
+    with fake_scheduler("127.0.0.1:0") as script:
+        async with running_gateway(script.address, limits=limits) as http:
+            body = {"model": "tiny", "input": "Hi", "store": True}
+            found = (await http.ask("POST", "/v1/responses", body)).json
+            assert found["store"] is False
+            body["previous_response_id"] = found["id"]
+            assert (await http.ask("POST", "/v1/responses", body)).status == 404

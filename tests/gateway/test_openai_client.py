@@ -595,6 +595,45 @@ def test_a_response_calls_a_function_and_goes_on(client: openai.OpenAI) -> None:
     assert again.status == "incomplete"
 
 
+def test_a_response_goes_on_with_an_earlier_one(client: openai.OpenAI) -> None:
+    arguments: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 12}
+    asked = ["import os\nimport", "class A:", "def f("]
+    items: list[Any] = []
+    previous: Any = None
+    for number, text in enumerate(asked):
+        items.append(user(text))
+        whole = client.responses.create(input=items, store=False, **arguments)
+        if number == 1:  # the second one comes as a stream
+            *_, last = client.responses.create(
+                input=text, previous_response_id=previous.id, stream=True, **arguments
+            )
+            found = last.response
+        else:
+            found = client.responses.create(
+                input=text,
+                previous_response_id=previous.id if previous else openai.omit,
+                **arguments,
+            )
+        assert found.output_text == whole.output_text
+        assert found.usage is not None
+        assert whole.usage is not None
+        assert found.usage.input_tokens == whole.usage.input_tokens
+        assert found.previous_response_id == (previous.id if previous else None)
+        assert (found.to_dict()["store"], whole.to_dict()["store"]) == (True, False)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(input="a", previous_response_id=whole.id, **arguments)
+        items += found.output
+        previous = found
+    # Instructions are those of the request alone.
+    told = client.responses.create(
+        input="x", instructions="# Be brief.", previous_response_id=previous.id, **arguments
+    )
+    more = client.responses.create(input="y", previous_response_id=told.id, **arguments)
+    items += [user("x"), *told.output, user("y")]
+    plain = client.responses.create(input=items, **arguments)
+    assert more.output_text == plain.output_text
+
+
 def test_a_response_by_a_schema(client: openai.OpenAI) -> None:
     found = client.responses.parse(
         model=MODEL, input="authors = [", text_format=Author, max_output_tokens=800
@@ -609,9 +648,10 @@ def test_errors_have_openais_form(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="none", messages=[user("a")])
     assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.NotFoundError) as unknown:
         client.responses.create(model=MODEL, input="a", previous_response_id="resp_1")
-    assert refused.value.param == "previous_response_id"
+    assert unknown.value.param == "previous_response_id"
+    assert unknown.value.code == "previous_response_not_found"
     with pytest.raises(openai.BadRequestError) as too_long:
         client.chat.completions.create(model=MODEL, messages=[user("x = 1\n" * 9000)])
     assert "token" in too_long.value.message

@@ -104,7 +104,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1"}]},
         "input[0].arguments",
     ),
-    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"previous_response_id": ""}, "previous_response_id"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

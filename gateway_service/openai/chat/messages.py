@@ -186,12 +186,12 @@ def chat_prompt(values: Mapping[str, Any], messages: Any, tools: Any) -> pb.Chat
 
     Raises InvalidArgument.
     """
-    prompt = pb.ChatPrompt(messages=_as_json("messages", messages))
+    prompt = pb.ChatPrompt(messages=as_json("messages", messages))
     if tools:
-        prompt.tools = _as_json("tools", tools)
+        prompt.tools = as_json("tools", tools)
     if "chat_template_kwargs" in values:
         arguments = values["chat_template_kwargs"]
-        prompt.template_arguments = _as_json("chat_template_kwargs", arguments)
+        prompt.template_arguments = as_json("chat_template_kwargs", arguments)
     if values.get("continue_final_message", False):
         if values.get("add_generation_prompt", False):
             raise wrong("continue_final_message", "cannot come with add_generation_prompt")
@@ -200,7 +200,8 @@ def chat_prompt(values: Mapping[str, Any], messages: Any, tools: Any) -> pb.Chat
     return prompt
 
 
-def _as_json(name: str, value: Any) -> str:
+def as_json(name: str, value: Any) -> str:
+    """Return a value as JSON text for the scheduler. Raises InvalidArgument with `name`."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except RecursionError:

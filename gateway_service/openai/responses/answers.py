@@ -27,7 +27,11 @@ class AnsweredResponse(Protocol):
     has_logprobs: bool
     tools: ToolUse
     tool_call_format: str
-    repeated: Mapping[str, Any]
+    repeated: dict[str, Any]
+
+    def finished(self, output: Sequence[Mapping[str, Any]]) -> None:
+        """Take the whole output, before its client is told of the end."""
+        ...
 
 
 Event = tuple[str, dict[str, Any]]
@@ -82,6 +86,7 @@ class ResponseBuilder:
             events += self._open_message()
         events += self._close("incomplete" if is_cut else "completed")
         self._complete = complete
+        self._job.finished(self._output)
         events.append(
             (f"response.{'incomplete' if is_cut else 'completed'}", {"response": self.response()})
         )

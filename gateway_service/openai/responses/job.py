@@ -1,13 +1,19 @@
-"""/v1/responses: its fields and the request of a body. Nothing is stored."""
+"""/v1/responses: its fields, the request of a body, and the conversation that it leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gateway_service.openai.answers import Answer
-from gateway_service.openai.chat.messages import CHAT_PROMPT_FIELDS, chat_prompt
+from gateway_service.openai.chat.messages import (
+    CHAT_PROMPT_FIELDS,
+    MOST_MESSAGES,
+    as_json,
+    chat_prompt,
+)
 from gateway_service.openai.chat.tools import (
     MOST_TOOLS,
     PARALLEL_TOOL_CALLS,
@@ -21,6 +27,7 @@ from gateway_service.openai.responses.input import (
     INPUT,
     TOOL,
     TOOL_CHOICE,
+    Message,
     chat_tool,
     shown_choice,
     shown_tool,
@@ -44,6 +51,7 @@ from gateway_service.openai.values import (
     wrong,
     wrong_type,
 )
+from splitpoint.errors import InvalidArgument
 from splitpoint.v1 import types_pb2
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -126,15 +134,24 @@ RESPONSE_FIELDS = Table(
             integer(0, MOST_LOGPROBS),
             "Likeliest tokens to return at each position; needs include.",
         ),
+        Field(
+            "previous_response_id",
+            text_of(least=1, most=64),
+            "Go on with the conversation of this answer; its instructions do not count.",
+        ),
+        Field(
+            "store",
+            BOOLEAN,
+            "Keep the conversation in memory for an hour, for previous_response_id.",
+            default=True,
+        ),
         Field("metadata", _METADATA, "Is returned with the answer."),
         Field("stream_options", nested(_STREAM_OPTIONS), "Has nothing to set."),
         CHAT_PROMPT_FIELDS[0],
         _ignored("max_tool_calls", "There are no built-in tools."),
         _ignored("reasoning", "See chat_template_kwargs, as the model's template says.", {}),
-        _ignored("store", "Nothing is stored.", False),
-        _refused("background", "nothing is stored: stay connected", False),
-        _refused("conversation", "nothing is stored: send the whole input"),
-        _refused("previous_response_id", "nothing is stored: send the whole input"),
+        _refused("background", "answers are not stored: stay connected", False),
+        _refused("conversation", "use previous_response_id, or send the whole input"),
         _refused("prompt", "there are no stored prompts"),
         _refused("truncation", "inputs are not truncated", "disabled"),
     ]
@@ -147,9 +164,41 @@ class ResponseJob(CallingJob):
 
     Attributes:
         repeated: what the answer repeats of the body.
+        previous_id: the answer whose conversation it goes on with; empty: none.
+        is_stored: its client may want to go on with it.
+        instructions: the message before the conversation, or none.
+        messages: the conversation so far, without instructions.
+        keep: takes the conversation with its answer, as JSON; None: it is not kept.
     """
 
-    repeated: Mapping[str, Any]
+    repeated: dict[str, Any]
+    previous_id: str
+    is_stored: bool
+    instructions: list[Message]
+    messages: list[Message]
+    keep: Callable[[bytes], None] | None = None
+
+    def go_on(self, conversation: bytes) -> None:
+        """Put what was kept before the messages. Raises InvalidArgument if they are too many."""
+        self.messages = [*json.loads(conversation), *self.messages]
+        if len(self.messages) > MOST_MESSAGES:
+            raise wrong("input", f"and what is before it have more than {MOST_MESSAGES:,} messages")
+        messages = as_json("input", [*self.instructions, *self.messages])
+        self.requests[0].chat.messages = messages
+
+    def finished(self, output: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the conversation with its answer, if it is to be kept.
+
+        One that ends in half a call is not: no model could go on with it.
+        """
+        if self.keep is None:
+            return
+        try:
+            answered = INPUT.read("output", [*output])
+        except InvalidArgument:
+            self.repeated["store"] = False
+            return
+        self.keep(json.dumps([*self.messages, *answered]).encode())
 
     def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the answer's JSON object. Raises Internal, Unavailable if it is not whole."""
@@ -179,9 +228,10 @@ def read_response(body: Any, *, request_id: str, created: int) -> ResponseJob:
         values if constraint is None else {**values, "response_format": constraint}
     )
     request.request_id = request_id
-    messages = values["input"]
+    instructions: list[Message] = []
     if "instructions" in values:
-        messages = [{"role": "system", "content": values["instructions"]}, *messages]
+        instructions = [{"role": "system", "content": values["instructions"]}]
+    messages = [*instructions, *values["input"]]
     request.chat.CopyFrom(chat_prompt(values, messages, tools.tools))
     tools.constrain(request.sampling)
     if "max_output_tokens" in values:
@@ -204,6 +254,10 @@ def read_response(body: Any, *, request_id: str, created: int) -> ResponseJob:
         has_logprobs=has_logprobs,
         tools=tools,
         repeated=_repeated(values, tools, body),
+        previous_id=values.get("previous_response_id", ""),
+        is_stored=values.get("store", True),
+        instructions=instructions,
+        messages=values["input"],
         parameter_names=_parameter_names(tools, constraint),
     )
 
@@ -234,10 +288,10 @@ def _repeated(values: Mapping[str, Any], tools: ToolUse, body: Mapping[str, Any]
         "metadata": values.get("metadata", {}),
         "model": values["model"],
         "parallel_tool_calls": values.get("parallel_tool_calls", True),
-        "previous_response_id": None,
+        "previous_response_id": values.get("previous_response_id"),
         "reasoning": {"effort": None, "summary": None},
         "service_tier": "default",
-        "store": False,
+        "store": values.get("store", True),
         "temperature": values.get("temperature", 1.0),
         "text": {"format": shown_format},
         "tool_choice": shown_choice(values.get("tool_choice", "auto")),

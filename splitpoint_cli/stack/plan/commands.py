@@ -94,6 +94,7 @@ _SCHEDULER: tuple[Option[object], ...] = (
 _GATEWAY: tuple[Option[object], ...] = (
     service.GRACE_SECONDS,
     gateway.TLS_CERT,
+    gateway.RESPONSE_MEMORY,
     service.TLS_KEY,
     service.TOKENS,
     *_OBSERVED,
