@@ -210,10 +210,10 @@ def arena_path(instance: str) -> Path:
 
 
 def check_instance(name: str) -> str:
-    """Return a stack's name unchanged: at most 32 letters, digits, `-` and `_`."""
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", name):
+    """Return a stack's name unchanged: at most 32 letters, digits, `-` and `_`, no `-` first."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,31}", name):
         raise InvalidArgument(
-            f"{name!r} is not an instance name (letters, digits, - and _, at most 32)",
+            f"{name!r} is not an instance name (1 to 32 letters, digits, - and _, the first no -)",
             field="instance",
         )
     return name

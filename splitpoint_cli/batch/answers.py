@@ -2,6 +2,9 @@
 
 A line is written by one call and then never touched. So a process that is killed at any byte leaves
 whole lines and at most one half, which the next run drops: its request is answered again.
+
+The first half of a line's id is a digest of its request, so that the next run notices an answer to
+another request with the same custom_id.
 """
 
 from __future__ import annotations
@@ -9,9 +12,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import stat
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import Any, BinaryIO, Self
 from splitpoint.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
 _ID_PREFIX = "batch_req_"
+_DIGEST_CHARACTERS = 16
 # What every line begins with.
 _START = f'{{"id":"{_ID_PREFIX}'.encode()
 # Seconds between two calls of fsync: what a loss of power can take is answered again.
@@ -28,11 +32,15 @@ SYNC_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A line of an earlier run. `number` is that of the request's line if `custom_id` is None."""
+    """A line of an earlier run. `number` is that of the request's line if `custom_id` is None.
+
+    `digest` is that of the request that was answered.
+    """
 
     custom_id: str | None
     number: int
     has_failed: bool
+    digest: str
 
 
 class AnswerFile:
@@ -150,7 +158,8 @@ class AnswerFile:
             if not line.startswith(_START) or not isinstance(custom_id, str | None):
                 raise ValueError
             failed = error is not None or response["status_code"] != 200
-            return Earlier(custom_id, 0 if error is None else int(error["line"]), failed)
+            digest = row["id"].removeprefix(_ID_PREFIX)[:_DIGEST_CHARACTERS]
+            return Earlier(custom_id, 0 if error is None else int(error["line"]), failed, digest)
         except (KeyError, TypeError, ValueError, RecursionError):
             raise self._foreign(f"line {number} is no answer of a batch") from None
 
@@ -170,19 +179,19 @@ def _is_half(start: bytes, rest: BinaryIO) -> bool:
 
 
 def response_row(
-    custom_id: str, status: int, request_id: str, body: Mapping[str, Any]
+    custom_id: str, digest: str, status: int, request_id: str, body: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the line of a request that was answered, also by an error."""
+    """Return the line of a request that was answered, also by an error. `digest`: the request's."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {
-        "id": _ID_PREFIX + uuid.uuid4().hex,
+        "id": _new_id(digest),
         "custom_id": custom_id,
         "response": response,
         "error": None,
     }
 
 
-def fault_row(custom_id: str | None, number: int, message: str) -> dict[str, Any]:
+def fault_row(custom_id: str | None, digest: str, number: int, message: str) -> dict[str, Any]:
     """Return the line of a line that is no request. `number`: counted from 1."""
     error = {
         "code": "invalid_line",
@@ -191,8 +200,12 @@ def fault_row(custom_id: str | None, number: int, message: str) -> dict[str, Any
         "line": number,
     }
     return {
-        "id": _ID_PREFIX + uuid.uuid4().hex,
+        "id": _new_id(digest),
         "custom_id": custom_id,
         "response": None,
         "error": error,
     }
+
+
+def _new_id(digest: str) -> str:
+    return f"{_ID_PREFIX}{digest}{secrets.token_hex(8)}"

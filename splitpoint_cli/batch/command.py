@@ -230,6 +230,12 @@ def _left(
                 f"which is no request of {source.path}; give another file",
                 field="out",
             )
+        if earlier.digest != source.digest_of(position):
+            raise InvalidArgument(
+                f"{target.path} has an answer to another request with the custom_id "
+                f"{earlier.custom_id!r} than {source.path} has; give another file",
+                field="out",
+            )
         if not is_answered[position]:
             is_answered[position] = 1
             totals.earlier_count += 1

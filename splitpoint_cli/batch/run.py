@@ -147,16 +147,16 @@ class Batch:
             return b""
 
     async def _answer(self, requests: Requests, position: int) -> None:
-        line = self.source.read(position)
+        line, digest = self.source.read(position), self.source.digest_of(position)
         if isinstance(line, Fault):
-            self.answers.write(fault_row(line.custom_id, line.number, line.message))
+            self.answers.write(fault_row(line.custom_id, digest, line.number, line.message))
             self.totals.add_fault()
             return
         try:
             outcome = await self._repeated(lambda: requests.answer(line))
         except SplitpointError as error:
             outcome = refused(line, error)
-        row = response_row(line.custom_id, outcome.status, outcome.request_id, outcome.body)
+        row = response_row(line.custom_id, digest, outcome.status, outcome.request_id, outcome.body)
         self.answers.write(row)
         self.totals.add(outcome)
 

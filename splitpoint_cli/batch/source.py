@@ -1,11 +1,12 @@
 """The file of requests: checked once from front to end, then read line by line in any order.
 
-Of each line only its place and a digest of its custom_id are kept, about 160 bytes.
+Of each line only its place and digests of its custom_id and its request are kept, about 170 bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ MOST_LINE_BYTES = 32 << 20
 MOST_ID_CHARACTERS = 512
 _METHOD = "POST"
 _DIGEST_BYTES = 16
+_REQUEST_DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,15 @@ class Line:
     url: str
     body: Any
 
+    @property
+    def digest(self) -> str:
+        """16 characters that differ if the url or the body does, however they are written."""
+        try:
+            asked = json.dumps([self.url, self.body], sort_keys=True, separators=(",", ":"))
+        except RecursionError:  # nested too deeply for any answer but a refusal
+            asked = self.url
+        return _request_digest(asked.encode())
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -39,6 +50,11 @@ class Fault:
     number: int
     custom_id: str | None
     message: str
+
+    @property
+    def digest(self) -> str:
+        """16 characters that differ if the line's fault does."""
+        return _request_digest(self.message.encode("utf-8", "surrogatepass"))
 
 
 class Source:
@@ -57,6 +73,7 @@ class Source:
             raise InvalidArgument(f"{path} must be a file, which can be read twice", field="in")
         self._offsets = array("Q")
         self._numbers = array("Q")
+        self._digests = array("Q")
         # Position of each line by the digest of its custom_id.
         self._positions: dict[bytes, int] = {}
         # Lines without a custom_id by their number.
@@ -71,7 +88,8 @@ class Source:
         Raises InvalidArgument if two lines have one custom_id.
         """
         for number, offset, text in self._lines():
-            custom_id = _read(number, text, self._urls).custom_id
+            line = _read(number, text, self._urls)
+            custom_id = line.custom_id
             position = len(self._offsets)
             if custom_id is None:
                 self._nameless[number] = position
@@ -85,12 +103,17 @@ class Source:
                     )
             self._offsets.append(offset)
             self._numbers.append(number)
+            self._digests.append(int(line.digest, 16))
             on_bytes(offset + len(text or b""))
 
     def read(self, position: int) -> Line | Fault:
         """Return the line at a position, counted from 0 without empty lines."""
         self._file.seek(self._offsets[position])
         return _read(self._numbers[position], self._next(), self._urls)
+
+    def digest_of(self, position: int) -> str:
+        """Return the digest of the request at a position."""
+        return f"{self._digests[position]:016x}"
 
     def position_of(self, custom_id: str | None, number: int) -> int | None:
         """Return the position of a line by its id, or by its number if it has none."""
@@ -149,6 +172,10 @@ def _read(number: int, text: bytes | None, urls: frozenset[str]) -> Line | Fault
     if not isinstance(value.get("body"), dict):
         return Fault(number, custom_id, "body must be a JSON object")
     return Line(number, custom_id, url, value["body"])
+
+
+def _request_digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=_REQUEST_DIGEST_BYTES).hexdigest()
 
 
 def _digest(custom_id: str) -> bytes:

@@ -295,7 +295,7 @@ def _cpu_workers(options: DoctorOptions) -> int:
 
 
 def _instance(options: DoctorOptions) -> str:
-    return config.check_instance(options.instance or instance_of(options.listen))
+    return instance_of(options.listen, options.instance)
 
 
 def _arena(options: DoctorOptions) -> Path:

@@ -49,7 +49,7 @@ def down(
     same user only. A stack with a name of its own is found by its address, too.
     """
     listen = config.check_addresses(listen, field="listen")[0]
-    name = config.check_instance(instance or instance_of(listen))
+    name = instance_of(listen, instance)
     if instance is None and not _is_here(listen):
         raise InvalidArgument(
             f"{listen} is not an address of this host: run `splitpoint down` there, as the user "

@@ -52,7 +52,7 @@ def places_of(options: StackOptions, worker_count: int, *, has_api_key: bool = F
             has_tokens=options.tokens is not None or has_api_key,
         )
     metrics = metrics_addresses(options.metrics, listens, worker_count, http=options.http)
-    instance = config.check_instance(options.instance or instance_of(options.listen))
+    instance = instance_of(options.listen, options.instance)
     runtime = config.runtime_path(instance)
     arena = config.arena_path(instance)
     # Socket names differ between two starts: a gRPC server unlinks its path as it ends, even
@@ -120,8 +120,13 @@ def socket_path(address: str) -> Path | None:
     return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
 
 
-def instance_of(listen: str) -> str:
-    """Return the default name of a stack, which is unique on a host: that of its port."""
+def instance_of(listen: str, name: str | None = None) -> str:
+    """Return a stack's name: as given, else that of its port, which is unique on a host.
+
+    Raises InvalidArgument.
+    """
+    if name is not None:
+        return config.check_instance(name)
     port = listen.rpartition(":")[2]
     if listen.startswith("unix:") or port == "0":
         return f"pid-{os.getpid()}"

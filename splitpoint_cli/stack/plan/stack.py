@@ -110,7 +110,7 @@ def plan_stack(options: StackOptions) -> Stack:
     if speculation is not None and speculation.model is not None:
         draft = find_draft(speculation.model, folder, model.shape)
         speculation = replace(speculation, model=str(draft[0]))
-    instance = config.check_instance(options.instance or instance_of(options.listen))
+    instance = instance_of(options.listen, options.instance)
     api_key = api_key_of(options, config.runtime_path(instance))
     places = places_of(options, len(devices), has_api_key=api_key is not None)
     host_memory = (

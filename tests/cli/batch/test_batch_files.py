@@ -116,20 +116,35 @@ def test_what_cannot_be_read_twice_is_refused(tmp_path: Path) -> None:
         Source(tmp_path / "nothing", frozenset())
 
 
+def test_a_digest_is_that_of_what_is_asked(tmp_path: Path) -> None:
+    def digest(text: str) -> str:
+        path = tmp_path / "one.jsonl"
+        path.write_text(text)
+        with Source(path, frozenset({URL})) as source:
+            source.index()
+            assert source.digest_of(0) == source.read(0).digest
+            return source.digest_of(0)
+
+    one = digest(f'{{"custom_id": "a", "url": "{URL}", "body": {{"prompt": "é", "n": 1}}}}')
+    assert digest(f'{{"url":"{URL}","custom_id":"b","body":{{"n":1,"prompt":"\\u00e9"}}}}') == one
+    assert digest(f'{{"custom_id": "a", "url": "{URL}", "body": {{"prompt": "e", "n": 1}}}}') != one
+    assert digest('{"custom_id": "a"}') != digest("[]")
+
+
 # -- answers ------------------------------------------------------------------------------
 
 
 ROWS = [
-    response_row("a", 200, "cmpl-1", {"text": "é\n"}),
-    response_row("b", 400, "req-2", {"error": {"message": "no"}}),
-    fault_row(None, 7, "the line is not JSON"),
-    fault_row("c", 8, "method must be POST"),
+    response_row("a", "a" * 16, 200, "cmpl-1", {"text": "é\n"}),
+    response_row("b", "b" * 16, 400, "req-2", {"error": {"message": "no"}}),
+    fault_row(None, "0" * 16, 7, "the line is not JSON"),
+    fault_row("c", "c" * 16, 8, "method must be POST"),
 ]
 EARLIER = [
-    Earlier("a", 0, False),
-    Earlier("b", 0, True),
-    Earlier(None, 7, True),
-    Earlier("c", 8, True),
+    Earlier("a", 0, False, "a" * 16),
+    Earlier("b", 0, True, "b" * 16),
+    Earlier(None, 7, True, "0" * 16),
+    Earlier("c", 8, True, "c" * 16),
 ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
 from splitpoint.errors import (
     Internal,
@@ -23,6 +24,7 @@ from splitpoint_cli.batch.jobs import Outcome
 from splitpoint_cli.batch.order import prefix_key
 from splitpoint_cli.batch.run import Batch, Order, Totals
 from splitpoint_cli.batch.source import Line, Source
+from splitpoint_cli.main import app
 
 URL = "/v1/completions"
 
@@ -163,3 +165,36 @@ async def test_a_token_that_may_not_call_ends_the_batch_at_once(tmp_path: Path) 
             await run(tmp_path, requests, 40, order=order)
         assert rows_of(tmp_path) == []
     assert len(requests.asked) <= 8
+
+
+async def test_answers_to_changed_requests_are_refused(tmp_path: Path) -> None:
+    def fails_once(custom_id: str, times: int) -> SplitpointError | None:
+        return InvalidArgument("no", field="prompt") if custom_id == "2" else None
+
+    await run(tmp_path, Scripted(fails_once), 4)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines, answers = (
+        [json.loads(line) for line in source.read_text().splitlines()],
+        rows_of(tmp_path),
+    )
+
+    def again(*changed: str, **body: object) -> Result:
+        written = [
+            {**line, "body": {**line["body"], **(body if line["custom_id"] in changed else {})}}
+            for line in lines
+        ]
+        source.write_text("".join(json.dumps(line, indent=None) + "\n" for line in written))
+        # Nothing listens there: whatever is asked again ends the command.
+        return CliRunner().invoke(
+            app,
+            ["batch", str(source), str(target), "--address", "127.0.0.1:9", "--retry-seconds=0"],
+        )
+
+    assert again().exit_code == 0
+    assert again(*"0123", model="m").exit_code == 0
+    for changes in ({"prompt": "y"}, {"temperature": 0.5}):
+        refused = again("1", **changes)
+        assert isinstance(refused.exception, InvalidArgument)
+        assert "an answer to another request with the custom_id '1'" in refused.exception.message
+    assert isinstance(again("2", prompt="y").exception, InvalidArgument)
+    assert rows_of(tmp_path) == answers

@@ -622,3 +622,18 @@ def test_mooncake_beside_tokens_needs_a_trusted_network(
     with pytest.raises(InvalidArgument, match="neither encryption nor authentication"):
         planned_with(**given)
     assert planned_with(**given, trusted_network=True).has_tokens
+
+
+@pytest.mark.parametrize("name", ["", "-x", "a/b", "a" * 33])
+def test_names_that_no_instance_has_are_refused(name: str) -> None:
+    for command in ("up", "down", "doctor"):
+        done = CliRunner().invoke(app, [command, "--instance", name, *_HERE[command]])
+        if command == "doctor":
+            assert f"{name!r} is not an instance name" in " ".join(done.output.split())
+            assert done.exit_code == 1
+        else:
+            assert isinstance(done.exception, InvalidArgument), command
+            assert done.exception.field == "instance"
+
+
+_HERE = {"up": ("--device", "cpu"), "down": (), "doctor": ("--device", "cpu", "--json")}
