@@ -306,7 +306,7 @@ class Runtime:
         if not sampling.ignore_eos:
             ends.update(self.engine.eos_token_ids)
         began = time.perf_counter()
-        matcher = await asyncio.to_thread(
+        compiling = self.grammars.threads.submit(
             self.grammars.matcher,
             grammar,
             salt=admission.salt,
@@ -314,7 +314,10 @@ class Runtime:
             ends=frozenset(ends),
             min_tokens=sampling.min_tokens,
         )
+        matcher = await asyncio.wrap_future(compiling)
         self.account.grammar_ready(time.perf_counter() - began)
+        if matcher.error is not None:
+            raise matcher.error
         return matcher
 
     async def _look_up_again(self, lookup: Lookup) -> None:

@@ -388,7 +388,7 @@ WORKER_MASKS = _worker.counter(
 )
 WORKER_MASK_SECONDS = _worker.counter(
     "worker_mask_seconds_total",
-    "Seconds that steps computed masks; a GPU computes meanwhile, a CPU waits.",
+    "Seconds of the processor that masks took, on threads beside the model.",
 )
 # vLLM's names, so that its dashboards and habits carry over.
 SPEC_DECODE_DRAFTS = _worker.counter(

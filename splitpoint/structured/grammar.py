@@ -26,6 +26,8 @@ MOST_BYTES = 64 * 1024
 MOST_CHOICES = 1024
 # Of one answer; each takes 1 to 2 KiB.
 MOST_LEXER_STATES = 50_000
+# Work on a lexer before its first mask; 1024 choices of 60 characters take less than half of it.
+MOST_LEXER_FUEL = 100_000
 
 # Between the tokens of a JSON text: nothing, one space, or a new line with its indentation. With
 # any white space at all, a model could go on with it for ever.
@@ -115,7 +117,11 @@ def parser_limits() -> llguidance.LLParserLimits:
     """Return the limits of every grammar. Error messages hold no text of an answer."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=MOST_LEXER_STATES, verbose_errors=False)
+    return LLParserLimits(
+        initial_lexer_fuel=MOST_LEXER_FUEL,
+        max_lexer_states=MOST_LEXER_STATES,
+        verbose_errors=False,
+    )
 
 
 def _check_size(size: int, kind: GrammarKind) -> None:

@@ -140,6 +140,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             verifier=verifier,
             graphs=graphs,
+            on_masks=lambda: self.post(Wake()),
         )
         self._postprocessor = Postprocessor(self.queues, self.page_manager, eos_token_ids)
         self._shared_split = SharedSplit(
@@ -202,6 +203,7 @@ class Engine:
                     self.wait()
         finally:
             self.lanes.close()
+            self._runner.close()
             if self.verifier is not None:
                 self.verifier.close()
 
@@ -284,6 +286,7 @@ class Engine:
         self._settle_restores()
         self._settle_meetings()
         self._plan_shared_split(costs_changed=False)
+        self._runner.begin_slow_masks(self.queues.running)
         batch = self._form_batch()
         self.restorer.advance(self.queues.running, [] if batch is None else batch.sequences)
         return batch
@@ -410,7 +413,10 @@ class Engine:
         spare = [
             (sequence, sequence.spare_rows(self.chunk_tokens))
             for sequence in decodes
-            if sequence.speculation.is_on and not sequence.skips_drafts
+            if sequence.speculation.is_on
+            and not sequence.skips_drafts
+            # Else its masks are computed already, without drafts.
+            and (sequence.matcher is None or sequence.matcher.ahead is None)
         ]
         self._drafting_seconds = 0.0
         if not spare:

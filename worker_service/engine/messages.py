@@ -60,7 +60,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Run a step: a restore got further."""
+    """Run a step: a restore got further, or masks are ready."""
 
 
 @dataclass(frozen=True, slots=True)

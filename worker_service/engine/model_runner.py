@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -32,10 +33,11 @@ from worker_service.pipeline.prefetch import Prefetcher, compute
 from worker_service.pipeline.staging import Staging
 from worker_service.store.verifier import Check, Verifier
 from worker_service.store.write_back import SequenceKey
-from worker_service.structured.masks import Mask, MaskFiller, MaskTotals
+from worker_service.structured.masks import PATIENCE_SECONDS, Mask, MaskFiller, MaskTotals
+from worker_service.structured.matcher import GrammarMatcher
 
 # By the key of each sequence that a grammar rules: masks behind its newest token and each draft.
-# As many rows of it can be used: none if its matcher has an error.
+# As many rows of it can be used: none if its matcher has an error, or they are not ready.
 StepMasks = dict[SequenceKey, list[Mask]]
 
 
@@ -48,8 +50,8 @@ class StepResult:
         compute_spans: the whole step as one span, if nothing ran on lanes.
         choices: for each sequence of the batch its next tokens: none if some of its prompt is
             still to be computed, several if drafts were right. [] also of a decoding sequence
-            whose drafts spoiled its newest token's row: nothing of it holds; and of one whose
-            grammar lets nothing follow, which its matcher's error says.
+            whose drafts spoiled its newest token's row: nothing of it holds; of one whose grammar
+            lets nothing follow, which its matcher's error says; and of one whose mask is late.
         spoiled: sequences whose drafts left rows behind that are not finite.
         lost: sequences that computed with bytes that must not be used. If there are any,
             no token was chosen.
@@ -80,7 +82,9 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...],
         verifier: Verifier | None,
         graphs: DecodeGraphs | None,
+        on_masks: Callable[[], None],
     ) -> None:
+        """`on_masks`: called by any thread when masks are ready that came late for a step."""
         self._model = model
         self._cache = cache
         self._lanes = lanes
@@ -88,7 +92,7 @@ class ModelRunner:
         self._eos_token_ids = eos_token_ids
         self._verifier = verifier
         self._graphs = graphs
-        self._mask_filler = MaskFiller(model.shape.vocabulary_size)
+        self._mask_filler = MaskFiller(model.shape.vocabulary_size, on_masks)
         # Start of a step under way that will leave a single span.
         self._computing_since: float | None = None
 
@@ -96,6 +100,15 @@ class ModelRunner:
     def mask_totals(self) -> MaskTotals:
         """What structured output has cost steps; from any thread."""
         return self._mask_filler.totals
+
+    def begin_slow_masks(self, sequences: Iterable[Sequence]) -> None:
+        """Begin the masks that a step should not wait for; their sequences wait for them."""
+        for sequence in sequences:
+            if sequence.matcher is not None:
+                self._mask_filler.begin_slow(sequence.matcher)
+
+    def close(self) -> None:
+        self._mask_filler.close()
 
     @property
     def computing_seconds(self) -> float:
@@ -112,10 +125,12 @@ class ModelRunner:
         began = time.perf_counter()
         self._computing_since = began if prefetcher is None else None
         try:
+            ruled = _ruled(batch)
+            for sequence, matcher in ruled:
+                self._mask_filler.begin(matcher, sequence.drafts)
             final, finite = self._forward(batch, prefetcher)
             logits = self._model.head(final)
-            # On a GPU while it computes.
-            masks = self._masks(batch)
+            masks = self._masks(ruled)
             pending = self._begin_choice(batch, logits, finite, masks)
             # Weights may be on their way for the next step; everything else is done.
             spans = self._lanes.collect()
@@ -200,19 +215,14 @@ class ModelRunner:
             batch.selected.fetching(model, carry_out),
         )
 
-    def _masks(self, batch: Batch) -> StepMasks:
-        """Return the masks of the rows that grammars rule."""
-        ruled = [
-            sequence
-            for sequence, count in zip(batch.sequences, batch.logit_counts, strict=True)
-            if sequence.matcher is not None and count
-        ]
+    def _masks(self, ruled: list[tuple[Sequence, GrammarMatcher]]) -> StepMasks:
+        """Return the masks of the rows that grammars rule, as far as they are ready."""
         if not ruled:
             return {}
         filled = self._mask_filler.fill(
-            [(each.matcher, each.drafts) for each in ruled if each.matcher is not None]
+            [(matcher, sequence.drafts) for sequence, matcher in ruled], PATIENCE_SECONDS
         )
-        return dict(zip((each.key for each in ruled), filled, strict=True))
+        return dict(zip((sequence.key for sequence, _ in ruled), filled, strict=True))
 
     def _begin_choice(
         self, batch: Batch, logits: torch.Tensor, finite: torch.Tensor, masks: StepMasks
@@ -316,6 +326,15 @@ def _add_hidden_states(
             state = final[row].to("cpu", torch.float32).numpy().astype("<f4", copy=False)
             chosen[0] = replace(chosen[0], hidden_state=state.tobytes())
         row += count
+
+
+def _ruled(batch: Batch) -> list[tuple[Sequence, GrammarMatcher]]:
+    """Return the sequences that get a token which a grammar rules."""
+    return [
+        (sequence, sequence.matcher)
+        for sequence, count in zip(batch.sequences, batch.logit_counts, strict=True)
+        if sequence.matcher is not None and count
+    ]
 
 
 def _lost(batch: Batch, checks: list[Check]) -> list[LostSequence]:

@@ -67,8 +67,11 @@ class Postprocessor:
                     event = _grammar_failure(sequence, sequence.matcher)
                 # What follows the end of a request was neither delivered nor accepted.
                 choices = result.choices[place] = choices[:taken]
-                # A decoding sequence has computed what plain decoding would have by now.
-                sequence.computed += taken if place < batch.decode_count else count
+                # A decoding sequence has computed what plain decoding would have by now. One
+                # whose first mask is late computes its newest token again.
+                is_late = not choices and batch.logit_counts[place] > 0
+                done = taken if place < batch.decode_count else count - is_late
+                sequence.computed += done
             sequence.skips_drafts = False
             if sequence.drafts:
                 self._settle_drafts(sequence, choices)
@@ -171,7 +174,7 @@ class Postprocessor:
 
 def _grammar_failure(sequence: Sequence, matcher: GrammarMatcher) -> FinishEvent | None:
     """Return the end of a request whose grammar lets nothing follow; None if it goes on."""
-    error = matcher.error
+    error = None if matcher.is_awaited else matcher.error
     return None if error is None else FinishEvent(sequence.key, error=error)
 
 

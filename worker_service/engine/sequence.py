@@ -255,6 +255,8 @@ class Sequence:
             return self.restoring.front_tokens(self.computed)
         if self.paused or not self.restored:
             return 0
+        if self.matcher is not None and self.matcher.is_awaited:
+            return 0
         if self.meeting is not None:
             return self.meeting.front_tokens(self.computed)
         return len(self.tokens) - self.computed

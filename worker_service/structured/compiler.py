@@ -13,24 +13,30 @@ from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import FailedPrecondition, Internal
 from splitpoint.structured.checker import GrammarChecker
 from splitpoint.structured.grammar import GrammarText, has_llguidance, parser_limits
-from worker_service.structured.masks import allowed_ids
+from worker_service.structured.masks import allowed_ids, computed, masks_of, slow_threads
 from worker_service.structured.matcher import GrammarMatcher
 from worker_service.structured.vocabulary import Vocabulary, check_spells_bytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Compiled grammars that are kept for further requests of the same tenant.
+# Compiled grammars that are kept for further requests of the same tenant, and threads that compile.
 _MOST_KEPT = 128
+_THREADS = 4
 
 
 class GrammarCompiler:
-    """Makes matchers. Threads may share it; `matcher` blocks for as long as compiling takes."""
+    """Makes matchers. Threads may share it; `matcher` blocks for as long as compiling takes.
+
+    Attributes:
+        threads: for calls of `matcher`; they give way to other threads.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
         self._tokenizer = tokenizer
         self._size = vocabulary_size
         self._checker = GrammarChecker()
+        self.threads = slow_threads("grammars", _THREADS)
         self._lock = threading.Lock()
         self._known: tuple[Vocabulary, LLTokenizer] | None = None
         self._kept: OrderedDict[tuple[bytes, GrammarText], LLMatcher] = OrderedDict()
@@ -57,6 +63,7 @@ class GrammarCompiler:
     ) -> GrammarMatcher:
         """Return the matcher of an answer that begins with the delivered tokens.
 
+        Its first mask is computed, too. An `error` that this meets is the matcher's.
         `salt`: the tenant's: how long this takes tells nothing of another one's grammars.
         Raises InvalidArgument (the grammar, or the tokens do not fit it), ResourceExhausted.
         """
@@ -74,9 +81,12 @@ class GrammarCompiler:
             found, ends=ends, min_tokens=min_tokens, not_first=vocabulary.not_first
         )
         matcher.replay(delivered)
+        if not matcher.is_complete:
+            matcher.ahead = computed(masks_of(matcher, (), vocabulary.size))
         return matcher
 
     def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
         self._checker.close()
 
     def _kept_one(self, salt: bytes, grammar: GrammarText) -> LLMatcher | None:

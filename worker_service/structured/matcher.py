@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from splitpoint.errors import InvalidArgument, SplitpointError
@@ -11,9 +12,13 @@ from splitpoint.structured.grammar import FIELD
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from worker_service.structured.masks import Masks
+
 
 class GrammarMatcher:
     """Follows the tokens of one answer. Used by one thread at a time.
+
+    While `is_awaited`, that is the one which computes its masks.
 
     Attributes:
         ends: ids that end the answer where it is complete: the model's end of sequence and the
@@ -21,6 +26,8 @@ class GrammarMatcher:
         min_tokens: before so many tokens it does not end where it can go on.
         not_first: ids that may not begin it.
         count: tokens of the answer so far.
+        ahead: the masks behind the present answer, or their computation; None: not begun.
+        is_slow: the latest masks took so long that a step should not wait for the next ones.
     """
 
     def __init__(
@@ -36,7 +43,15 @@ class GrammarMatcher:
         self.min_tokens = min_tokens
         self.not_first = not_first
         self.count = 0
+        self.ahead: Future[Masks] | None = None
+        self.is_slow = False
         self._has_no_token = False
+        self._takes_too_long = False
+
+    @property
+    def is_awaited(self) -> bool:
+        """True while a thread computes its masks: nothing can be chosen yet."""
+        return self.ahead is not None and not self.ahead.done()
 
     @property
     def inner(self) -> LLMatcher:
@@ -51,7 +66,7 @@ class GrammarMatcher:
     @property
     def error(self) -> SplitpointError | None:
         """Why the answer cannot go on; None if it can."""
-        if self._inner.is_error():
+        if self._takes_too_long or self._inner.is_error():
             return InvalidArgument(
                 "the grammar is too complex at this place of the answer",
                 field=FIELD,
@@ -69,6 +84,7 @@ class GrammarMatcher:
         """Add a token of the answer's text, which the last mask allowed."""
         self._inner.consume_token(token_id)
         self.count += 1
+        self.ahead = None
 
     def replay(self, token_ids: Sequence[int]) -> None:
         """Add tokens that an earlier attempt delivered.
@@ -90,6 +106,10 @@ class GrammarMatcher:
         if found:
             self._inner.rollback(found)
         return max(0, int(open_count))
+
+    def takes_too_long(self) -> None:
+        """Note that a mask took more of the processor than one may."""
+        self._takes_too_long = True
 
     def finds_no_token(self) -> None:
         """Note that a mask was empty."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jsonschema
 import pytest
@@ -29,6 +31,11 @@ from worker_service.engine.sampling import Choice, Sampling
 from worker_service.engine.sequence import Admission
 from worker_service.model.decoder import Decoder
 from worker_service.structured.compiler import GrammarCompiler
+from worker_service.structured.masks import MOST_SECONDS
+from worker_service.structured.matcher import GrammarMatcher
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 BUNDLED = Path(__file__).parents[3] / "models" / "stdlib-llama"
 EOS = 1
@@ -117,9 +124,11 @@ def run(
         engine.admit(each, matcher=matcher)
     answers = Answers()
     for _ in range(5000):
-        answers.add(engine.step())
+        answers.add(output := engine.step())
         if engine.is_idle:
             return answers
+        if not engine.can_go_on(output):
+            engine.wait(30)  # for a late mask
     raise AssertionError("not idle")
 
 
@@ -332,6 +341,78 @@ def test_a_grammar_that_fails_ends_its_own_request(
     assert error.reason == "GRAMMAR_TOO_COMPLEX"
     assert "heavy" not in answers.tokens
     assert answers.tokens == wanted.tokens
+
+
+class HeldMatcher:
+    """llguidance's matcher, whose masks wait until they are let go, except for the first ones."""
+
+    def __init__(self, inner: LLMatcher, free: int) -> None:
+        self._inner = inner
+        self._free = free
+        self.let_go = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
+        self._free -= 1
+        assert self._free >= 0 or self.let_go.wait(20), "a step waits for this mask"
+        self._inner.unsafe_compute_mask_ptr(pointer, size)
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_a_mask_that_takes_long_keeps_only_its_own_sequence_out_of_the_steps(
+    model: Decoder, compiler: GrammarCompiler, free: int
+) -> None:
+    """Its first one, behind the prompt, or the next one, behind a token."""
+    slow = asked("slow", GREETING, [5, 6, 7, 8], temperature=0.3)
+    others = [asked("free", None, max_tokens=30), asked("ruled", GREETING, seed=4)]
+    wanted = run(engine_of(model), compiler, [slow, *others])
+    engine, ends = engine_of(model), frozenset([EOS])
+    held = HeldMatcher(compiler.matcher(GREETING, salt=b"", ends=ends).inner, free)
+    engine.admit(slow, matcher=GrammarMatcher(cast("LLMatcher", held), ends=ends))
+    engine.admit(others[0])
+    engine.admit(others[1], matcher=compiler.matcher(GREETING, salt=b"", ends=ends))
+    answers = Answers()
+    while not {"free", "ruled"} <= answers.finishes.keys():
+        answers.add(engine.step())
+    while engine.can_go_on(output := engine.step()):
+        answers.add(output)
+    # No step runs for it alone.
+    assert not output.ran
+    assert len(answers.tokens.get("slow", ())) == free
+    held.let_go.set()
+    while not engine.is_idle:
+        answers.add(output := engine.step())
+        if not engine.can_go_on(output):
+            engine.wait(60)
+    assert answers.tokens == wanted.tokens
+    assert {name: end.reason for name, end in answers.finishes.items()} == {
+        name: end.reason for name, end in wanted.finishes.items()
+    }
+
+
+def test_an_answer_ends_whose_mask_takes_too_much_of_the_processor(
+    model: Decoder, compiler: GrammarCompiler
+) -> None:
+    class Busy(HeldMatcher):
+        def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
+            began = time.thread_time()
+            while time.thread_time() - began <= MOST_SECONDS:
+                pass
+            super().unsafe_compute_mask_ptr(pointer, size)
+
+    inner = Busy(compiler.matcher(GREETING, salt=b"", ends=frozenset([EOS])).inner, 9)
+    engine = engine_of(model)
+    engine.admit(
+        asked("slow", GREETING),
+        matcher=GrammarMatcher(cast("LLMatcher", inner), ends=frozenset([EOS])),
+    )
+    answers = run(engine, compiler, [asked("free", None, max_tokens=9)])
+    assert answers.reason("free") == "length"
+    error = answers.finishes["slow"].error
+    assert error is not None
+    assert error.reason == "GRAMMAR_TOO_COMPLEX"
 
 
 def test_a_request_without_a_grammar_costs_nothing(
