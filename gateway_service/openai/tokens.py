@@ -26,7 +26,8 @@ TOKENIZE_FIELDS = Table(
         Field(
             "add_special_tokens",
             BOOLEAN,
-            "Put the model's special tokens around the prompt. A chat's come from its template.",
+            "Put the model's special tokens around the prompt; default: true. Only false for a "
+            "chat, whose special tokens come from its template.",
         ),
         Field("return_token_strs", BOOLEAN, "Return the tokens' texts, too.", default=False),
         TOOLS,
@@ -76,6 +77,8 @@ def read_tokenize(body: Any) -> TokenizeJob:
         request.text = values["prompt"]
         request.omits_special_tokens = not values.get("add_special_tokens", True)
     else:
+        if values.get("add_special_tokens", False):
+            raise wrong("add_special_tokens", "is for a prompt: a chat's come from its template")
         chat = chat_prompt(values, values["messages"], values.get("tools"))
         request.chat.CopyFrom(chat)
     return TokenizeJob(request, values.get("return_token_strs", False))

@@ -406,9 +406,9 @@ def test_generate_passes_every_option_on(script: Script) -> None:
         logprobs=0,
         keeps_special_tokens=True,
     )
-    # What was set above, and two that the next tests set, are all there is: a field that is
-    # added needs its option.
-    others = {"structured_output", "fills_context"}
+    # What was set above, two that the next tests set, and embeddings' are all there is: a field
+    # that is added needs its option.
+    others = {"structured_output", "fills_context", "returns_hidden_state"}
     assert others | {field.name for field, _ in request.sampling.ListFields()} == {
         field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields
     }

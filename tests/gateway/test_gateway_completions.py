@@ -240,6 +240,10 @@ async def test_tokenize_and_detokenize(front: Front) -> None:
         ({}, "prompt"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
         ({"prompt": "a", "tools": []}, "tools"),
+        (
+            {"messages": [{"role": "user", "content": "b"}], "add_special_tokens": True},
+            "add_special_tokens",
+        ),
         ({"prompt": ""}, "prompt"),
     ]
     for body, parameter in wrong_ones:
