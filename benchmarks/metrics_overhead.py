@@ -44,6 +44,7 @@ from worker_service.account import Account
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.choice import describe_device
 from worker_service.device.memory import divide
+from worker_service.device.populating import Populator
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepEvent, StepOutput
 from worker_service.hardware.monitor import monitor_of
@@ -162,6 +163,7 @@ async def subject(name: str, data_type: DataType, seed: int) -> AsyncIterator[Su
         store=None,
         device_description=description,
         weights="",
+        populator=Populator(),
         weight_lock=None,
         monitor=monitor,
     )

@@ -158,6 +158,7 @@ async def _load_and_run(
     servicer.worker = worker
     await health.set(SERVICE_NAME, True)
     on_ready(address)
+    worker.populator.start()
     failing = asyncio.create_task(worker.runtime.failed.wait())
 
     def registration(link: RedisLink) -> Announcer:
@@ -185,6 +186,7 @@ async def _load_and_run(
         log.warning("%d requests were cancelled after %g s", cancelled, DRAIN_SECONDS)
     servicer.close()
     await worker.runtime.stop()
+    await asyncio.to_thread(worker.populator.close)
     if worker.weight_lock is not None:
         worker.weight_lock.close()
     await asyncio.to_thread(worker.monitor.stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from splitpoint.config import format_size
 from splitpoint.planning.plan import Plan, Residency
 from splitpoint.selection import Selection, SelectionUsage
 from splitpoint.speculation import DraftMethod, Speculation
@@ -168,6 +169,9 @@ def _timed(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
         busy = f"the device was busy {_ms(device)}, the link {_ms(link)}"
     if max(device, link) < _LIMITS * seconds:
         busy = f"{busy}, neither of them most of the time"
+    if report.first_use_bytes:
+        size = format_size(report.first_use_bytes)
+        busy = f"{busy}; {size} of the worker's cache was used for the first time"
     times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
     return replace(
         plan,

@@ -4,10 +4,13 @@ On tmpfs the mount's `huge=` option decides (docs/memory.md); shmem_enabled only
 `deny` or `force`. With `huge=advise` the order matters: posix_fallocate knows no mapping, so
 it makes small pages that stay small. The file must get its size first, be mapped and advised,
 and be populated through that mapping.
+
+`populate` has the kernel find and clear memory before its first use.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import re
@@ -23,7 +26,25 @@ Wish = Literal["auto", "never", "always"]
 WISHES: tuple[Wish, ...] = ("auto", "never", "always")
 
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
+HUGE_PAGE_BYTES = 2 << 20
+# Linux 5.14; the mmap module has no names for them.
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
+# Not by the mmap module, whose madvise keeps other Python threads waiting.
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def populate(address: int, size_bytes: int, *, writes: bool) -> None:
+    """Have the kernel map the memory pages that hold these bytes; other threads run meanwhile.
+
+    `writes`: for a first use that writes, as private memory needs it; else for one that reads.
+    Contents do not change. Raises OSError: EINVAL from a kernel before Linux 5.14.
+    """
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    size = -(-(address + size_bytes - first) // mmap.PAGESIZE) * mmap.PAGESIZE
+    if _madvise(first, size, MADV_POPULATE_WRITE if writes else MADV_POPULATE_READ):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 class NoHugePages(FailedPrecondition):
@@ -113,7 +134,7 @@ class Backing:
         with mmap.mmap(fd, size_bytes) as mapping:
             try:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-                mapping.madvise(_MADV_POPULATE_WRITE)
+                mapping.madvise(MADV_POPULATE_WRITE)
             except OSError as error:
                 # No room, or a kernel older than 5.14; posix_fallocate finds out which.
                 self._settle(0, size_bytes, f"populating failed: {error.strerror}")

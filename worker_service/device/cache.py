@@ -10,15 +10,17 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from splitpoint.errors import ResourceExhausted
+from splitpoint.host.huge_pages import HUGE_PAGE_BYTES
 from splitpoint.shapes import ArenaLayout, DataType
 from worker_service.device.claims import Claims
 from worker_service.device.large_memory import large_zeros
 from worker_service.device.memory import MemoryPlan
+from worker_service.device.populating import PagedMemory
 
 TORCH_TYPES = {
     DataType.FLOAT32: torch.float32,
@@ -38,11 +40,13 @@ class PageAllocator:
 
     Attributes:
         on_evict: called with each page that is evicted; its bytes are still unchanged.
+        on_use: called with each page that is allocated and was free.
     """
 
     def __init__(self, page_count: int) -> None:
         self.page_count = page_count
         self.on_evict: Callable[[int], None] | None = None
+        self.on_use: Callable[[int], None] | None = None
         self._free = list(range(page_count))
         # References of the pages in use.
         self._references: dict[int, int] = {}
@@ -80,6 +84,8 @@ class PageAllocator:
         """Return a page with one reference. Raises ResourceExhausted if all are in use."""
         if self._free:
             page = heapq.heappop(self._free)
+            if self.on_use is not None:
+                self.on_use(page)
         elif self._cached:
             page, _ = self._cached.popitem(last=False)
             self._kept.remove(page)
@@ -149,6 +155,8 @@ class DeviceCache:
     Attributes:
         keys, values: per layer `[device_page_count, n_kv, chunk_tokens, d]`.
         inputs: per layer `[input_page_count, chunk_tokens, h]`; empty without activations.
+        page_memory, input_memory: what of the pages' memory is populated (`populating.py`); None
+            if all is.
         padding_page, padding_input_page: one page more of each, which is never allocated, for
             the padding rows of CUDA graphs; None if the plan has no graphs.
     """
@@ -174,11 +182,19 @@ class DeviceCache:
         self.pages = PageAllocator(plan.device_page_count)
         self.input_pages = PageAllocator(plan.input_page_count)
         self.claims = Claims(self.pages, plan.room_page_count)
+        self.page_memory = _paged([*self.keys, *self.values], self.pages)
+        self.input_memory = _paged(self.inputs, self.input_pages)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages in use, without those of the room."""
         return (self.pages.used_count - self.claims.room_used) * self.plan.page_bytes
+
+    @property
+    def first_use_bytes(self) -> int:
+        """Bytes of pages of K and V that were allocated before their memory was populated."""
+        memory = self.page_memory
+        return 0 if memory is None else memory.first_use_count * memory.page_bytes
 
     def write(
         self,
@@ -210,6 +226,15 @@ class DeviceCache:
     ) -> None:
         """Store X `[N, h]` at `pages[i], rows[i]`."""
         self.inputs[layer][pages, rows] = inputs
+
+
+def _paged(planes: Sequence[torch.Tensor], pages: PageAllocator) -> PagedMemory | None:
+    """Return what is populated of planes with these pages; None if nothing is left to populate."""
+    if not planes or planes[0].device.type != "cpu" or planes[0].nbytes < HUGE_PAGE_BYTES:
+        return None
+    memory = PagedMemory(planes, is_written=True)
+    pages.on_use = memory.use
+    return memory
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

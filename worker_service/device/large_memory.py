@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import torch
 
-HUGE_PAGE_BYTES = 2 << 20
+from splitpoint.host.huge_pages import HUGE_PAGE_BYTES
 
 
 def large_zeros(size_bytes: int) -> torch.Tensor:

@@ -143,6 +143,7 @@ class RestoreEvent:
         loaded_tokens, rebuilt_tokens: tokens brought onto the device: all that are cached,
             or of a streamed request those that stay there.
         device_tokens: leading tokens that were on the device already, of an earlier request.
+        first_use_bytes: of the pages that the restore was the first to use.
     """
 
     key: SequenceKey
@@ -161,6 +162,7 @@ class RestoreEvent:
     loaded_tokens: int = 0
     rebuilt_tokens: int = 0
     device_tokens: int = 0
+    first_use_bytes: int = 0
 
     @property
     def request_id(self) -> str:

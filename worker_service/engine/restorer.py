@@ -108,11 +108,13 @@ class Restorer:
             return RestoreEvent(sequence.key, here, 0, RestoreMethod.NONE, 0.0, device_tokens=here)
         wanted = self._wanted(sequence, sequence.match)
         sequence.transfer = wanted.transfer
+        first_use = self._cache.first_use_bytes
         self._allocate_pages(sequence, wanted)
+        first_use = self._cache.first_use_bytes - first_use
         read, check = self._begin_check(sequence, wanted)
         run = self._run_of(sequence, wanted)
         sequence.restoring = Restoring(
-            run, wanted, read, self._predicted(sequence, wanted, run), check
+            run, wanted, read, self._predicted(sequence, wanted, run), check, first_use
         )
         if self._lanes.overlapping or isinstance(run, BothEndsRestore):
             run.begin()
@@ -421,12 +423,14 @@ class Restorer:
             loaded_tokens=wanted.brought_tokens - rebuilt - recomputed,
             rebuilt_tokens=rebuilt,
             device_tokens=sequence.device_tokens,
+            first_use_bytes=restoring.first_use_bytes,
         )
         costs = self._observers.costs
         if costs is not None:
-            costs.restored(spans)
+            is_first_use = restoring.first_use_bytes > 0
+            costs.restored(spans, is_first_use=is_first_use)
             is_whole = isinstance(run, SplitRestore) and not sequence.is_streamed
-            if is_whole and restoring.is_alone and wanted.missing_tokens:
+            if is_whole and restoring.is_alone and wanted.missing_tokens and not is_first_use:
                 costs.took(event.restore_seconds, spans, self._lanes.schedule)
         if wanted.missing_tokens and sequence.spans is not None:
             sequence.spans.restored(

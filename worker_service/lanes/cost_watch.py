@@ -44,9 +44,16 @@ class CostWatch:
         """The latest profile that was reported."""
         return self._tracker.profile
 
-    def restored(self, spans: Iterable[Span]) -> None:
-        """Learn from a restore."""
-        self._observe(list(spans))
+    def restored(self, spans: Iterable[Span], *, is_first_use: bool = False) -> None:
+        """Learn from a restore.
+
+        `is_first_use`: its copies waited for the memory of their pages, so they do not show the
+        link's rate.
+        """
+        if is_first_use:
+            self.computed(spans)
+        else:
+            self._observe(list(spans))
 
     def took(self, seconds: float, spans: Iterable[Span], schedule: Schedule) -> None:
         """Learn the overhead of a restore from its time in all and its spans on lanes.

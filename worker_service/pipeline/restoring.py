@@ -82,6 +82,7 @@ class Restoring:
         read: the chunks that come onto the device.
         predicted_seconds: 0 if there is no prediction.
         check: compares checksums of what is read; None if nothing is due.
+        first_use_bytes: of its pages that nothing had used or populated before.
         is_alone: no other request used the lanes meanwhile.
         spans: its work on lanes so far.
         front_seconds: seconds of steps that computed its front.
@@ -93,6 +94,7 @@ class Restoring:
     read: tuple[StoredChunk, ...]
     predicted_seconds: float
     check: Check | None
+    first_use_bytes: int = 0
     is_alone: bool = True
     spans: list[Span] = field(default_factory=list)
     front_seconds: float = 0.0

@@ -8,14 +8,20 @@ from splitpoint.checkpoint.resolve import model_fingerprint
 from splitpoint.errors import FailedPrecondition
 from splitpoint.shapes import ArenaLayout, ModelShape, WeightFormat
 from worker_service.device.pinning import Pinning
+from worker_service.device.populating import Populator
 from worker_service.device.registrar import CudaRegistrar
 from worker_service.startup.options import WorkerOptions
 from worker_service.store.client import StoreClient
 from worker_service.store.remote_client import RemoteStoreClient
 
 
-def store_client(options: WorkerOptions, device: torch.device) -> StoreClient | None:
-    """Return a client of the worker's store, not yet connected; None if it has no store."""
+def store_client(
+    options: WorkerOptions, device: torch.device, populator: Populator | None
+) -> StoreClient | None:
+    """Return a client of the worker's store, not yet connected; None if it has no store.
+
+    `populator` populates the mapping of its arena.
+    """
     if options.kvstore_address is None:
         return None
     name, pinning = f"worker-{options.worker_id}", None
@@ -27,7 +33,11 @@ def store_client(options: WorkerOptions, device: torch.device) -> StoreClient | 
         )
     if options.mirror_memory_bytes is None:
         return StoreClient(
-            options.kvstore_address, name, identity=options.identity, pinning=pinning
+            options.kvstore_address,
+            name,
+            identity=options.identity,
+            pinning=pinning,
+            populator=populator,
         )
     return RemoteStoreClient(
         options.kvstore_address,

@@ -18,6 +18,7 @@ from splitpoint.costs.profile import Profile
 from splitpoint.numerics import Numerics
 from splitpoint.shapes import ArenaLayout, ModelShape
 from worker_service.device.choice import choose_device
+from worker_service.device.populating import Populator
 from worker_service.engine.engine import Engine
 from worker_service.hardware.current import make_current
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
@@ -51,6 +52,8 @@ class LoadedWorker:
 
     Attributes:
         weights: which weights are on the host, for people; empty: none.
+        populator: populates memory ahead of its first use; started once the worker is ready, and
+            closed after the runtime.
         weight_lock: page-locks weights on the host for a GPU; closed after the runtime.
         monitor: reads the hardware's counters; stopped at the end.
         speculation: what it drafts by, and for requests that do not say.
@@ -67,6 +70,7 @@ class LoadedWorker:
     store: StoreClient | None
     device_description: str
     weights: str
+    populator: Populator
     weight_lock: WeightLock | None
     monitor: DeviceMonitor
     speculation: WorkerSpeculation = NO_DRAFTS
@@ -103,7 +107,9 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         monitor = await asyncio.to_thread(monitor_of, device)
         monitor.start()
         on_failure.push_async_callback(asyncio.to_thread, monitor.stop)  # it may wait
-        store = store_client(options, device)
+        populator = Populator()
+        # A GPU's driver maps an arena by itself, as it page-locks it.
+        store = store_client(options, device, populator if device.type == "cpu" else None)
         if store is None:
             layout = ArenaLayout.of(shape, chunk_tokens=options.chunk_tokens, has_activations=False)
         else:
@@ -132,6 +138,9 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         if store is not None:
             await store.start(layout)
         on_failure.pop_all()
+    for memory in (engine.cache.page_memory, engine.cache.input_memory):
+        if memory is not None:
+            populator.watch(memory)
     runtime = Runtime(engine, store, _grammars(engine))
     runtime.start()
     return LoadedWorker(
@@ -143,6 +152,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         store=store,
         device_description=description,
         weights=weights,
+        populator=populator,
         weight_lock=lock_weights(options, engine),
         monitor=monitor,
         speculation=speculation,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from splitpoint.arena.mapping import Arena
 from splitpoint.errors import ChunkLost
+from worker_service.device.populating import PagedMemory
 from worker_service.store.codec import ChunkCodec
 
 
@@ -43,6 +44,7 @@ class ArenaTensors:
         keys, values: per layer `[slots, n_kv, chunk_tokens, d]`; encoded: row bytes for d.
         inputs: per layer `[slots, chunk_tokens, h]`; encoded: row bytes for h. Empty without
             activations.
+        memory: what of the mapping is populated (`populating.py`).
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -60,6 +62,11 @@ class ArenaTensors:
         self.keys = views("K")
         self.values = views("V")
         self.inputs = views("X") if layout.has_activations else []
+        self.memory = PagedMemory([*self.keys, *self.values, *self.inputs], is_written=False)
+
+    def note_use(self, slots: Iterable[int]) -> None:
+        """Note that these slots are read or written from now on."""
+        self.memory.use(max(slots, default=-1))
 
     def plane(self, layer: int, tensor: str) -> torch.Tensor:
         """Return all slots of "K", "V" or "X" in one layer."""

@@ -21,6 +21,7 @@ from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 from worker_service.device.pinning import Pinning
+from worker_service.device.populating import Populator
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.session import ArenaAccess, Connection, MappedArena, StoreSession
 
@@ -75,16 +76,19 @@ class StoreClient:
         *,
         identity: Identity = PLAIN,
         pinning: Pinning | None = None,
+        populator: Populator | None = None,
     ) -> None:
+        """`populator` populates the mapping of every arena that is attached."""
         self.address = address
         self.client_name = client_name
         self.identity = identity
         self.pinning = pinning
+        self._populator = populator
         self._session = StoreSession(address, client_name, self._arena_access(), identity)
         self._request_numbers = itertools.count(1)
 
     def _arena_access(self) -> ArenaAccess:
-        return MappedArena(self.pinning)
+        return MappedArena(self.pinning, self._populator)
 
     # -- the session ------------------------------------------------------------
 
@@ -132,6 +136,7 @@ class StoreClient:
             _stored(handle, key)
             for handle, key in zip(answer.chunks, answer.chunk_keys, strict=True)
         )
+        connection.tensors.note_use(chunk.slot for chunk in chunks)
         return Match(
             connection, answer.cached_tokens, chunks, answer.lease_id, storable_tokens(answer)
         )

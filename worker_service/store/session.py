@@ -38,6 +38,7 @@ from splitpoint.transport.tls import Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 from worker_service.device.pinning import Pinning
+from worker_service.device.populating import Populator
 from worker_service.store.arena_tensors import ArenaTensors
 
 log = logging.getLogger(__name__)
@@ -79,10 +80,14 @@ class ArenaAccess(Protocol):
 
 
 class MappedArena:
-    """The store's arena on this host. `pinning` page-locks it. None if nothing is locked."""
+    """The store's arena on this host.
 
-    def __init__(self, pinning: Pinning | None) -> None:
+    `pinning` page-locks it, `populator` populates its mapping; each is None if that is not done.
+    """
+
+    def __init__(self, pinning: Pinning | None, populator: Populator | None = None) -> None:
         self._pinning = pinning
+        self._populator = populator
 
     def attach_request(
         self, client_name: str, layout_hash: bytes, previous_session_id: bytes
@@ -106,7 +111,10 @@ class MappedArena:
         )
         if self._pinning is not None:
             self._pinning.attach(arena)
-        return ArenaTensors(arena)
+        tensors = ArenaTensors(arena)
+        if self._populator is not None:
+            self._populator.watch(tensors.memory)
+        return tensors
 
 
 class StoreSession:

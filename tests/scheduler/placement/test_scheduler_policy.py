@@ -523,6 +523,10 @@ def test_a_restore_unlike_its_prediction_says_what_limited_it(
     assert happened.reason.startswith(f"{plan.reason}; restored in ")
     assert words in happened.reason
     assert ("neither" in happened.reason) == (max(device, link) < restored / 2)
+    assert "first time" not in happened.reason
+    report.first_use_bytes = 24 << 20
+    first = actual_plan(plan, report).reason
+    assert first == f"{happened.reason}; 24 MiB of the worker's cache was used for the first time"
     # Near the prediction, or without one, the reason stays as it is.
     report.predicted_restore_seconds = restored / 1.2
     assert actual_plan(plan, report).reason == plan.reason

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker_service.device.large_memory import HUGE_PAGE_BYTES, large_zeros
+from splitpoint.host.huge_pages import HUGE_PAGE_BYTES
+from worker_service.device.large_memory import large_zeros
 
 MIB = 1 << 20
 

@@ -176,6 +176,34 @@ def test_a_restore_reports_what_was_predicted_and_what_it_moved(
     assert report.predicted_restore_seconds > 0.7 * (report.link_bytes - tail) / FAST
 
 
+def test_copies_into_fresh_memory_do_not_show_the_link(model: Decoder, runner: StoreRunner) -> None:
+    """They wait for the kernel; the next restore uses the same pages."""
+    lanes = ThreadLanes(CPU, EmulatedLink(FAST))
+    # Planes of several huge pages, which the kernel gives when they are first used.
+    engine = make_engine(
+        model, has_activations=True, lanes=lanes, cache_pages=4096, shares_prefixes=False
+    )
+    writer = make_engine(model, has_activations=True)
+    few = Sampling(max_tokens=2, ignore_eos=True)
+    runner.run(writer, [admission("cold", PROMPT, few)])
+    reports: list[RestoreEvent] = []
+    runner.after_step = lambda output: reports.extend(output.restores)
+    rates = []
+    try:
+        engine.watch_costs(PROFILE)
+        for name in ("first", "second"):
+            runner.run(engine, [admission(name, PROMPT, few)])
+            rates.append(engine.profile.link_bytes_per_second)
+    finally:
+        lanes.close()
+    first, second = reports[-2:]
+    chunks = -(-first.cached_tokens // CHUNK)
+    assert first.first_use_bytes == chunks * engine.memory_plan.page_bytes
+    assert second.first_use_bytes == 0
+    assert rates[0] == PROFILE.link_bytes_per_second
+    assert rates[1] == pytest.approx(FAST, rel=0.15)
+
+
 @pytest.mark.parametrize("host_bytes", [0, 1000])
 def test_a_prefill_that_waited_for_weights_says_nothing_of_the_device(host_bytes: int) -> None:
     watch = CostWatch(replace(PROFILE, host_weight_bytes=host_bytes))
