@@ -30,6 +30,9 @@ MIRROR_MEMORY: Option[str | None] = Option(
     "Host memory in bytes for chunks of a remote store; the sequences that run at once must fit.",
     unit=SIZE,
 )
+# Of a GPU's free memory; workers leave the rest to the driver, libraries and fragmentation.
+GPU_MEMORY_SHARE = 0.9
+
 DEVICE: Option[str] = Option(
     "device", str, "auto", "Device of the worker: cpu, cuda, cuda:N or auto.", unit="DEVICE"
 )

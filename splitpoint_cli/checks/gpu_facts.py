@@ -19,6 +19,10 @@ from splitpoint_cli.checks.finding import Places, read_text
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
 _TORCH_SECONDS = 60.0
+_ASK_FREE = (
+    "import json, torch; print(json.dumps([torch.cuda.mem_get_info(index)[0] "
+    "for index in range(torch.cuda.device_count())]))"
+)
 _ASK_TORCH = (
     "import json, torch; print(json.dumps({'version': torch.__version__, "
     "'cuda': torch.version.cuda, 'count': torch.cuda.device_count()}))"
@@ -62,6 +66,14 @@ class TorchBuild:
     version: str = ""
     cuda: str | None = None
     device_count: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Free bytes of each GPU, by torch's numbers; `error`: why they are unknown."""
+
+    bytes_of: tuple[int, ...] = ()
     error: str = ""
 
 
@@ -121,18 +133,33 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 def ask_torch(python: str = sys.executable) -> TorchBuild:
     """Import torch in another process. Does not raise."""
+    told, error = _told(python, _ASK_TORCH)
+    if error:
+        return TorchBuild(error=error)
+    return TorchBuild(told["version"], told["cuda"], told["count"])
+
+
+def ask_free_memory(python: str = sys.executable) -> FreeMemory:
+    """Ask the GPUs by torch in another process, which has a context on each. Does not raise."""
+    told, error = _told(python, _ASK_FREE)
+    if not error and not told:
+        error = "torch sees no GPU"
+    return FreeMemory(error=error) if error else FreeMemory(tuple(told))
+
+
+def _told(python: str, script: str) -> tuple[Any, str]:
+    """Return the JSON that a script prints in a process of its own, or why there is none."""
     try:
         done = subprocess.run(
-            [python, "-c", _ASK_TORCH],
+            [python, "-c", script],
             capture_output=True,
             text=True,
             timeout=_TORCH_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return TorchBuild(error=f"importing it takes more than {_TORCH_SECONDS:g} s")
+        return None, f"importing it takes more than {_TORCH_SECONDS:g} s"
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        return TorchBuild(error=lines[-1] if lines else f"exit code {done.returncode}")
-    told = json.loads(done.stdout)
-    return TorchBuild(told["version"], told["cuda"], told["count"])
+        return None, lines[-1] if lines else f"exit code {done.returncode}"
+    return json.loads(done.stdout), ""

@@ -37,9 +37,9 @@ from splitpoint_cli.checks import (
     software,
 )
 from splitpoint_cli.checks.finding import Check, Finding, Verdict, attempt, run_check
-from splitpoint_cli.devices import choose_devices, visible_gpu_count
 from splitpoint_cli.doctor import arenas, mooncake, own_stack
 from splitpoint_cli.doctor.options import DoctorOptions
+from splitpoint_cli.stack.plan.devices import choose_devices, visible_gpu_count
 from splitpoint_cli.stack.plan.places import arena_bytes, instance_of
 
 

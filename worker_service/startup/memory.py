@@ -9,6 +9,7 @@ import torch
 
 from splitpoint.checkpoint.support import read_decoder
 from splitpoint.host.memory import memory_facts
+from splitpoint.options.worker import GPU_MEMORY_SHARE
 from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
 from splitpoint.shapes import ArenaLayout, ModelShape
 from worker_service.device.cache import TORCH_TYPES
@@ -30,8 +31,6 @@ from worker_service.weights.matrices import weight_sizes
 
 # A CPU worker without --device-memory takes this share of what is available.
 CPU_MEMORY_SHARE = 0.2
-# A GPU worker leaves this share to the driver, libraries and fragmentation.
-GPU_MEMORY_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)

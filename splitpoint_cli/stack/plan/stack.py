@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from splitpoint.options.scheduler import read_served_names
 from splitpoint.options.speculation import read_speculative_config
 from splitpoint.shapes import ModelShape, WeightFormat
 from splitpoint.transport.tls import Identity
-from splitpoint_cli.devices import choose_devices, default_threads, worker_spin_count
+from splitpoint_cli.checks.gpu_facts import FreeMemory, ask_free_memory
 from splitpoint_cli.models import find_draft, model_shape
 from splitpoint_cli.page_tokens import choose_pages
 from splitpoint_cli.stack.child import ServiceCommand, child_environment
@@ -31,6 +31,11 @@ from splitpoint_cli.stack.plan.commands import (
     scheduler_commands,
     store_command,
     worker_commands,
+)
+from splitpoint_cli.stack.plan.devices import (
+    choose_devices,
+    default_threads,
+    worker_spin_count,
 )
 from splitpoint_cli.stack.plan.places import arena_bytes, instance_of, places_of
 
@@ -86,8 +91,12 @@ class Stack:
     weights: WeightFormat = WeightFormat.NATIVE
 
 
-def plan_stack(options: StackOptions) -> Stack:
+def plan_stack(
+    options: StackOptions, free_memory: Callable[[], FreeMemory] = ask_free_memory
+) -> Stack:
     """Decide what is left open and spell out every command. Makes no file and no folder.
+
+    `free_memory` asks the GPUs, if several workers share one.
 
     Raises InvalidArgument for options that cannot be met, MissingExtra, and the errors of
     `resolve_model`.
@@ -113,12 +122,7 @@ def plan_stack(options: StackOptions) -> Stack:
     instance = instance_of(options.listen, options.instance)
     api_key = api_key_of(options, config.runtime_path(instance))
     places = places_of(options, len(devices), has_api_key=api_key is not None)
-    host_memory = (
-        # An arena that exists is adopted with its size, whatever memory is free now.
-        (arena_bytes(places.arena) or default_host_memory())
-        if options.host_memory is None
-        else config.parse_size(options.host_memory, field="host_memory")
-    )
+    host_memory = _host_memory(options, places.arena)
     threads = options.threads or default_threads(devices, devices[0])
     spinning: Mapping[str, str] = {}
     if threads is not None and devices[0] == "cpu":
@@ -156,7 +160,9 @@ def plan_stack(options: StackOptions) -> Stack:
         has_tokens=options.tokens is not None,
         metrics=places.metrics,
         store=store_command(options, model, places, host_memory, pages),
-        workers=worker_commands(options, model, speculation, places, devices, threads, spinning),
+        workers=worker_commands(
+            options, model, speculation, places, devices, threads, spinning, free_memory
+        ),
         schedulers=scheduler_commands(options, model, places),
         gateway=gateway_command(options, places, api_key),
         api_key=api_key,
@@ -165,6 +171,13 @@ def plan_stack(options: StackOptions) -> Stack:
         log_format=LogFormat(options.log_format),
         weights=WeightFormat(options.weights),
     )
+
+
+def _host_memory(options: StackOptions, arena: Path) -> int:
+    if options.host_memory is not None:
+        return config.parse_size(options.host_memory, field="host_memory")
+    # An arena that exists is adopted with its size, whatever memory is free now.
+    return arena_bytes(arena) or default_host_memory()
 
 
 def _tier_disk(options: StackOptions) -> tuple[Path, int] | None:

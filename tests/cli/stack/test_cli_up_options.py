@@ -42,6 +42,7 @@ from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint.transport.access import Caller, Role, find_caller, read_tokens
 from splitpoint_cli.checks import memory
 from splitpoint_cli.checks.finding import Finding, Verdict
+from splitpoint_cli.checks.gpu_facts import Driver, FreeMemory, Gpu
 from splitpoint_cli.checks.ports import metrics_addresses, scheduler_addresses
 from splitpoint_cli.files import KeptFile, share_secret
 from splitpoint_cli.main import app
@@ -50,6 +51,7 @@ from splitpoint_cli.security.authority import make_certificates
 from splitpoint_cli.security.token import add_token
 from splitpoint_cli.stack import up
 from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan.devices import visible_gpu_count
 from splitpoint_cli.stack.plan.stack import Stack, plan_stack
 from splitpoint_cli.stack.preflight import check_machine, check_secret, check_store_arguments
 from worker_service.__main__ import parse_arguments as parse_worker
@@ -210,6 +212,42 @@ def test_choices_and_defaults_are_those_of_the_services() -> None:
     assert worker_options.CHUNK_TOKENS.default == 64
     assert worker_options.PROGRESS_SECONDS.default == 2.0
     assert scheduler_options.QUEUE_CAPACITY.default == Limits().queue_capacity == 256
+
+
+def test_workers_that_share_a_gpu_divide_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each took 0.9 of what was free before any of them had loaded."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    free = FreeMemory((80 << 30, 40 << 30))
+    stack = plan_stack(StackOptions(device="cuda", workers=3), lambda: free)
+    assert stack.devices == ("cuda:0", "cuda:1", "cuda:0")
+    sizes = [parse_worker([*each.arguments[2:]]).device_memory for each in stack.workers]
+    # Two contexts of 0.5 GiB: one is there while torch is asked. The third has a GPU for itself.
+    half = int(0.9 * ((80 << 30) - (512 << 20))) // 2
+    assert sizes == [str(half), None, str(half)]
+    given = StackOptions(device="cuda", workers=3, device_memory="8GiB")
+    for each in plan_stack(given, nothing_is_asked).workers:
+        assert parse_worker([*each.arguments[2:]]).device_memory == "8GiB"
+    plan_stack(StackOptions(device="cuda", workers=2), nothing_is_asked)
+    plan_stack(StackOptions(device="cpu", workers=2), nothing_is_asked)
+    with pytest.raises(InvalidArgument, match=r"unknown \(no driver\).*--device-memory"):
+        plan_stack(StackOptions(device="cuda", workers=3), lambda: FreeMemory(error="no driver"))
+
+
+def nothing_is_asked() -> FreeMemory:
+    raise AssertionError("the GPUs were asked")
+
+
+def test_a_gpu_of_wsl2_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has /dev/dxg instead of a file for each GPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    one = Driver(gpus=(Gpu(0, "NVIDIA", 1 << 30, None),))
+    assert visible_gpu_count(tmp_path, lambda: one) == 0
+    (tmp_path / "dxg").touch()
+    assert visible_gpu_count(tmp_path, lambda: one) == 1
+    assert visible_gpu_count(tmp_path, lambda: Driver(error="no driver")) == 0
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    assert visible_gpu_count(tmp_path, lambda: one) == 2
 
 
 def test_redis_is_for_every_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

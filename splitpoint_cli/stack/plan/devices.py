@@ -1,14 +1,21 @@
-"""Devices of this host for workers, found without loading a driver library or torch."""
+"""Devices of this host for workers, found without loading torch in this process."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import available_cores
 from splitpoint.host.openmp import spin_count
 from splitpoint.host.processor import instruction_sets
+from splitpoint.options.worker import GPU_MEMORY_SHARE
+from splitpoint_cli.checks.gpu_facts import Driver, FreeMemory, ask_free_memory, read_driver
+
+# The driver's own memory for each process on a GPU.
+_CONTEXT_BYTES = 512 << 20
 
 
 def choose_devices(device: str, workers: int | None) -> tuple[str, ...]:
@@ -30,12 +37,49 @@ def choose_devices(device: str, workers: int | None) -> tuple[str, ...]:
     raise InvalidArgument(f"device {device!r} is not one of auto, cpu, cuda", field="device")
 
 
-def visible_gpu_count() -> int:
-    """Return the number of GPUs that this process may use."""
+def memory_shares(
+    devices: Sequence[str], ask: Callable[[], FreeMemory] = ask_free_memory
+) -> tuple[int | None, ...]:
+    """Return the bytes of device memory for each worker; None: it has its device for itself.
+
+    Workers start at once: of a GPU that several use, each would take what is free before any
+    other has loaded. `ask` says what is free; it is not asked if no GPU is shared.
+
+    Raises InvalidArgument if that cannot be found out.
+    """
+    counts = Counter(device for device in devices if device != "cpu")
+    if all(count == 1 for count in counts.values()):
+        return (None,) * len(devices)
+    found = ask()
+    if found.error:
+        raise InvalidArgument(
+            f"several workers share a GPU, and its free memory is unknown ({found.error}); "
+            "give each its part by --device-memory",
+            field="device_memory",
+        )
+
+    def share(device: str) -> int | None:
+        count = counts[device]
+        if count < 2:
+            return None
+        free = found.bytes_of[int(device.removeprefix("cuda:"))] - (count - 1) * _CONTEXT_BYTES
+        return max(0, int(GPU_MEMORY_SHARE * free) // count)
+
+    return tuple(share(device) for device in devices)
+
+
+def visible_gpu_count(
+    folder: Path = Path("/dev"), driver: Callable[[], Driver] = read_driver
+) -> int:
+    """Return the number of GPUs that this process may use.
+
+    WSL2 has one device file for all GPUs of any vendor; there the driver is asked.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    count = len(list(folder.glob("nvidia[0-9]*")))
+    return count or (len(driver().gpus) if (folder / "dxg").exists() else 0)
 
 
 def _torch_has_cuda() -> bool:
