@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from splitpoint.errors import SplitpointError
@@ -104,7 +105,7 @@ class RequestPrefixes:
             turn = loader.wait_turn(key, admission.salt, tokens)
             await self._finish(key, turn, f"turn {key[0]}")
         match = await self._match(
-            key, admission.salt, tokens, streamed=streamed, span=span, meets=loader is not None
+            key, admission.salt, tokens, streamed=streamed, span=span, loader=loader
         )
         meeting = None
         if loader is not None and source is not None and match is not None:
@@ -205,11 +206,11 @@ class RequestPrefixes:
         *,
         streamed: bool,
         span: tracing.Span,
-        meets: bool = False,
+        loader: TierLoader | None = None,
     ) -> Match | None:
         """Lease the prefix and open its write-back chain; None if the store is away.
 
-        `meets`: what a tier brings will follow what it stores.
+        `loader`: brings what will follow what the chain stores.
         """
         if streamed:
             # The cache of a streamed request lives in the store: worth a wait.
@@ -234,7 +235,8 @@ class RequestPrefixes:
             salt,
             match,
             cached,
-            must_store=streamed or meets,
+            must_store=streamed,
+            make_way=partial(loader.give_way, key) if loader is not None else None,
             spans=WriteBackSpans.of(span),
         )
         return match

@@ -129,6 +129,13 @@ class Meeting:
                 self._queue.give_back(range(self._queue.back, max(begin, self._queue.back)))
                 self._back_ended = True
 
+    def give_back(self) -> None:
+        """Let the front compute all chunks; no piece is under way."""
+        with self._lock:
+            count = self._ends.chunk_count - self._ends.first_chunk
+            self._queue.give_back(range(count, count))
+            self._back_ended = True
+
     def end_back(self) -> None:
         """Claim nothing more of the back; no piece is under way."""
         with self._lock:

@@ -154,6 +154,24 @@ class TierLoader:
         finally:
             await self._cleanups.finish(self._give_up(load, lease_ids))
 
+    async def give_way(self, key: SequenceKey) -> bool:
+        """End a load and free its slots: its front, which computes everything then, needs them.
+
+        Return False if it held none.
+        """
+        load = self._loads.get(key)
+        if load is None:
+            return False
+        held = bool(load.filled) or not load.task.done()
+        await self._stop(load)
+        load.meeting.give_back()
+        await self._free_computed(load)
+        size = self._layout.chunk_tokens
+        load.result.tokens = 0
+        load.result.recomputed_tokens = (len(load.keys) - load.first_chunk) * size
+        self._on_change()
+        return held
+
     def drop(self, key: SequenceKey) -> None:
         """End the load of a request that ended; unknown keys are ignored."""
         load = self._loads.pop(key, None)
@@ -179,7 +197,6 @@ class TierLoader:
                     group.create_task(self._load_pieces(load, chunks))
         except TimeoutError:
             log.warning("loading from %s took too long", load.place)
-            load.result.bytes = len(load.filled) * self._layout.chunk_bytes
             load.result.is_late()
         except Exception:
             # The front can compute everything.
@@ -201,6 +218,7 @@ class TierLoader:
             finally:
                 load.meeting.loaded(chunks, begin)
                 self._on_change()
+            await self._free_computed(load)
             chunks = load.meeting.claim_back()
 
     def _end(self, load: _Load, seconds: float) -> None:
@@ -209,9 +227,8 @@ class TierLoader:
         begin = load.meeting.first_loaded_chunk
         result.seconds = seconds
         result.tokens = sum(index >= begin for index in load.filled) * size
-        result.bytes = len(load.filled) * self._layout.chunk_bytes
         result.recomputed_tokens = (begin - load.first_chunk) * size
-        if load.filled:
+        if result.bytes:
             # Pieces overlap: only all of them together have a rate.
             result.rate = measured_rate(result.bytes, seconds, seconds - ROUND_TRIP_SECONDS)
         self._measured(load.place, result)
@@ -238,12 +255,21 @@ class TierLoader:
                     slot, generation, parent, load.pieces[index], checksum
                 )
                 begin = index
+                load.result.bytes += self._layout.chunk_bytes
         finally:
             # The store keeps a slot until its own copy into it has ended.
             unused = granted[: begin - chunks.start]
             if unused:
                 await self._cleanups.finish(self._store.release(connection, slots=unused))
         return begin
+
+    async def _free_computed(self, load: _Load) -> None:
+        """Free the slots of chunks that the front computes, too: write-back needs as many."""
+        begin = load.meeting.first_loaded_chunk
+        computed = [load.filled.pop(index) for index in sorted(load.filled) if index < begin]
+        if computed:
+            slots = [(chunk.slot, chunk.generation) for chunk in computed]
+            await self._cleanups.finish(self._store.release(load.connection, slots=slots))
 
     async def _seal(self, load: _Load, lease_ids: list[int]) -> None:
         """Seal what was loaded behind the front in sequence order, batch by batch."""

@@ -14,7 +14,7 @@ import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 BATCH_CHUNKS = 32
 # How long chunks of a streamed request wait for slots while leases fill the arena.
 RESERVE_SECONDS = 30.0
+# How long a chain waits for slots that were given up for it: a tier may still write into them.
+GIVEN_UP_SECONDS = 2.0
 # Time to store what is queued when the worker stops.
 CLOSE_SECONDS = 5.0
 
@@ -140,6 +142,8 @@ class _Chain:
     must_store: bool
     # The store does not accept chunks from here on. None if it accepts all.
     first_unwanted_chunk: int | None
+    # See `WriteBack.open`; None, too, once it was called.
+    make_way: Callable[[], Awaitable[bool]] | None = None
     jobs: deque[WriteJob] = field(default_factory=deque)
     writer: asyncio.Task[None] | None = None
     # The result of all further chunks, if the chain failed or reached the store's limit.
@@ -197,13 +201,18 @@ class WriteBack:
         cached_tokens: int,
         *,
         must_store: bool,
+        make_way: Callable[[], Awaitable[bool]] | None = None,
         spans: WriteBackSpans | None = None,
     ) -> None:
-        """Begin a chain after the first `cached_tokens`, which the match has leased."""
+        """Begin a chain after the first `cached_tokens`, which the match has leased.
+
+        `make_way` gives up slots with what would follow the chain's chunks, which are all stored
+        for that. It is called once, if the store is full, and returns False if there are none.
+        """
         chunk_tokens = self._cache.layout.chunk_tokens
         full = cached_tokens // chunk_tokens
-        # A streamed request needs all its chunks stored, also those past the limit.
-        limit = None if must_store else match.storable_tokens
+        # Streamed requests, and what follows, need all chunks stored, also those past the limit.
+        limit = None if must_store or make_way is not None else match.storable_tokens
         self._chains[key] = _Chain(
             key=key,
             salt=salt,
@@ -212,6 +221,7 @@ class WriteBack:
             lease_ids=[match.lease_id],
             must_store=must_store,
             first_unwanted_chunk=None if limit is None else limit // chunk_tokens,
+            make_way=make_way,
             spans=spans,
         )
 
@@ -372,15 +382,23 @@ class WriteBack:
             raise FailedPrecondition("the KV store session changed", reason="STORE_LOST")
 
     async def _reserve(self, chain: _Chain, slot_count: int) -> list[tuple[int, int]]:
-        """Reserve slots. Retry while the arena is full, until RESERVE_SECONDS have passed."""
-        deadline = time.monotonic() + RESERVE_SECONDS
+        """Reserve slots. Raises ResourceExhausted if the arena is full.
+
+        A chain that must store retries for RESERVE_SECONDS, one for which slots were given up for
+        GIVEN_UP_SECONDS.
+        """
+        deadline = time.monotonic() + (RESERVE_SECONDS if chain.must_store else 0.0)
         while True:
             self._check_session(chain)
             try:
                 return await self._store.reserve(chain.connection, chain.salt, slot_count)
             except ResourceExhausted as error:
                 wait = error.retry_after_seconds
-                if not chain.must_store or wait is None or time.monotonic() + wait > deadline:
+                make_way, chain.make_way = chain.make_way, None
+                if make_way is not None and await make_way():
+                    deadline = max(deadline, time.monotonic() + GIVEN_UP_SECONDS)
+                    wait = 0.0
+                if wait is None or time.monotonic() + wait > deadline:
                     raise
             await asyncio.sleep(wait)
 

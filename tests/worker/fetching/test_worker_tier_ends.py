@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from local_stack import StackShape
 from tier_store import CHUNK, TierStack, tier_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
+from kvstore_service.calls.reserver import places
+from kvstore_service.sessions import ProcessIdentity
 from splitpoint.v1 import types_pb2, worker_pb2
 
 SHARED = 400  # tokens of the prefix: 25 chunks
@@ -144,6 +147,32 @@ async def test_a_damaged_chunk_is_computed_and_dropped(case: Case) -> None:
         report = await meet(stack)
         assert report.recomputed_tokens == 24 * CHUNK
         assert stack.tier.stats.damaged_chunks == 1
+
+
+async def test_a_damaged_chunk_leaves_the_slots_of_what_was_loaded_before_it_to_the_front(
+    case: Case,
+) -> None:
+    """The arena has room for the prefix once, and the last chunk is damaged."""
+    async with case.stack(slot_count=26) as stack:
+        stack.tier.damage(stack.keys(PREFIX)[-1])
+        report = await meet(stack)
+        assert (report.fetched_tokens, report.recomputed_tokens) == (0, SHARED)
+        assert stack.tier.stats.read_chunks > 1
+        assert stack.cached_tokens(PREFIX) == SHARED
+
+
+async def test_a_front_that_finds_the_arena_full_takes_the_slots_of_its_own_back(
+    case: Case,
+) -> None:
+    async with case.stack(slot_count=44) as stack:
+        # 24 remain: both ends do not fit beside what another client writes.
+        sessions, client = stack.store.sessions, ProcessIdentity(os.getpid(), 0)
+        other = sessions.attach("other", client).session_id
+        taken = stack.store.grant(other, stack.store.prepare(other, 20, b""))
+        report = await meet(stack)
+        assert stack.tier.stats.read_chunks > 0
+        assert report.fetched_tokens == 0
+        sessions.give_up_writing(other, places(taken))
 
 
 async def test_a_tier_that_goes_away_costs_only_time(case: Case) -> None:
