@@ -38,6 +38,7 @@ from benchmarks.gpu_claims import (
     NUMERICS,
     OPT_LONG,
     OPT_SHORT,
+    REQUIRED_TESTS,
     RESTORE,
     SELECT_LLAMA,
     SELECT_OPT,
@@ -121,7 +122,9 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
                 python,
                 "-m",
                 "pytest",
-                "-q",
+                # A line for each test: what was done counts, also if time runs out.
+                "-v",
+                "-rs",
                 "-m",
                 "gpu",
                 "-p",
@@ -178,10 +181,10 @@ def run_part(part: Part, seconds: float, environment: Mapping[str, str]) -> Outc
         errors.seek(0)
         lines, complaints = output.read().splitlines(), errors.read().splitlines()
         reported = report.read()
-    if code is None:
-        return Outcome(took, problem=f"not done after {seconds:.0f} s")
     if part.name == TESTS:
         return tests_outcome(took, code, lines)
+    if code is None:
+        return Outcome(took, problem=f"not done after {seconds:.0f} s")
     if code:
         return Outcome(took, problem=f"exit code {code}: {' | '.join(complaints[-3:])}")
     for line in lines:
@@ -208,16 +211,29 @@ def exit_by_signal(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def tests_outcome(seconds: float, code: int, lines: Sequence[str]) -> Outcome:
-    """Read pytest's last line, and the lines about failed and skipped tests."""
-    counts = {
-        name: sum(int(count) for count in re.findall(rf"(\d+) {name}", lines[-1] if lines else ""))
-        for name in ("passed", "failed", "error", "skipped")
-    }
-    told = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
-    if code not in (0, 1):
+def tests_outcome(seconds: float, code: int | None, lines: Sequence[str]) -> Outcome:
+    """Read pytest's line for each test, and those about failed and skipped ones at its end.
+
+    `code`: None if its time was over. `unproved` are the required tests of which none passed, or
+    one did not.
+    """
+    if code not in (None, 0, 1):
         return Outcome(seconds, problem=f"pytest ended with {code}: {' | '.join(lines[-3:])}")
-    return Outcome(seconds, {**counts, "lines": told})
+    verdicts: dict[str, set[str]] = {}
+    counts = dict.fromkeys(("passed", "failed", "error", "skipped"), 0)
+    for line in lines:
+        found = re.match(r"\S+::(\w+)(?:\[.*\])? (PASSED|FAILED|ERROR|SKIPPED)\b", line)
+        if found:
+            verdicts.setdefault(found[1], set()).add(found[2])
+            counts[found[2].lower()] += 1
+    told = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
+    unproved = [
+        name
+        for name in REQUIRED_TESTS
+        if "PASSED" not in verdicts.get(name, ()) or verdicts[name] - {"PASSED", "SKIPPED"}
+    ]
+    problem = "" if code is not None else f"not done after {seconds:.0f} s"
+    return Outcome(seconds, {**counts, "lines": told, "unproved": unproved}, problem)
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from benchmarks.gpu_claims import (
     NUMERICS,
     OPT_LONG,
     OPT_SHORT,
+    REQUIRED_TESTS,
     SELECT_LLAMA,
     SELECT_OPT,
     TESTS,
@@ -151,15 +152,25 @@ def test_what_is_missing_is_not_measured() -> None:
 
 
 def test_pytest_is_understood() -> None:
-    lines = ["FAILED tests/a.py::b - x", "1 failed, 20 passed, 3 skipped, 1 error in 5.0s"]
-    report = tests_outcome(5.0, 1, lines).report
-    assert report == {
-        "passed": 20,
-        "failed": 1,
-        "skipped": 3,
-        "error": 1,
-        "lines": ["FAILED tests/a.py::b - x"],
-    }
+    first, second, *others = REQUIRED_TESTS
+    lines = [
+        f"tests/a.py::{first}[bf16-a b] PASSED [ 10%]",
+        f"tests/a.py::{first}[fp16-a b] SKIPPED (no card) [ 20%]",
+        f"tests/a.py::{second}[1] PASSED [ 30%]",
+        f"tests/a.py::{second}[2] FAILED [ 40%]",
+        "tests/b.py::test_c ERROR [ 50%]",
+    ]
+    end = [f"FAILED tests/a.py::{second}[2] - x", "1 failed, 2 passed, 1 skipped, 1 error in 5.0s"]
+    counts = {"passed": 2, "failed": 1, "skipped": 1, "error": 1}
+    done = tests_outcome(5.0, 1, [*lines, *end])
+    assert done.report == {**counts, "lines": [end[0]], "unproved": [second, *others]}
+    assert done.problem == ""
+    # What was done counts, also if the time is over.
+    late = tests_outcome(220.0, None, lines)
+    assert late.report == {**counts, "lines": [], "unproved": [second, *others]}
+    assert late.problem == "not done after 220 s"
+    held = {claim.text: claim for claim in claims_of({TESTS: late})}
+    assert held["required CUDA tests that did not pass"].holds is False
     assert "pytest ended with 4" in tests_outcome(5.0, 4, ["usage: ..."]).problem
 
 
@@ -205,6 +216,12 @@ def test_its_parts_are_real_commands() -> None:
     assert "tests/worker/device/test_worker_gpu.py" in real[0].command
     assert sum(each.least for each in real) < 540
     assert json.dumps([each.command for each in real])
+
+
+def test_required_tests_are_tests_that_a_gpu_runs() -> None:
+    command = parts_of("cuda", is_tiny=False)[0].command
+    text = "".join(Path(each).read_text() for each in command if each.endswith(".py"))
+    assert [name for name in REQUIRED_TESTS if f"def {name}(" not in text] == []
 
 
 def test_here_nothing_is_missing(tmp_path: Path) -> None:

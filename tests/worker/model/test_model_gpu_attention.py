@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from worker_service.model.attention import decode_partial, has_fused_kernel, prefill
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.library_attention import library_of
-from worker_service.model.span_attention import SpanView, kernels_of
+from worker_service.model.span_attention import SpanView, Variant, kernels_of, try_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,6 +101,19 @@ def test_a_grouped_prefill_over_a_long_prefix_makes_no_scores(
     cache = 2 * kv_heads * (prefix + new) * 128 * dtype.itemsize
     assert peak < 0.5 * scores + 3 * cache
     assert peak < 4 * cache + (200 << 20)
+
+
+@pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
+@pytest.mark.parametrize("has_cap", [False, True])
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32), (28, 4)])
+def test_the_kernels_of_usual_models_are_built(
+    heads: tuple[int, int], has_cap: bool, device: int
+) -> None:
+    """On each card, by a thread that begins with the first one."""
+    card = torch.device("cuda", device)
+    variant = Variant(torch.bfloat16, 64, 128, *heads, has_cap=has_cap)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(try_kernels, card, [variant]).result() is not None
 
 
 @pytest.mark.parametrize("kind", ["spans", "library"])
