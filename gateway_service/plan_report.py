@@ -43,6 +43,7 @@ def _plan(message: types_pb2.Plan) -> dict[str, object]:
         "method": plan.method.value,
         "schedule": plan.schedule.value,
         "reason": plan.reason,
+        "reason_details": list(plan.reason_details),
         "cached_tokens": plan.cached_tokens,
         "new_tokens": plan.new_tokens,
         "split_tokens": plan.split_tokens,
@@ -55,6 +56,7 @@ def _plan(message: types_pb2.Plan) -> dict[str, object]:
         "footprint_bytes": plan.footprint_bytes,
         "predicted_restore_seconds": plan.predicted_restore_seconds,
         "predicted_load_seconds": plan.predicted_load_seconds,
+        "predicted_recompute_seconds": plan.predicted_recompute_seconds,
         "predicted_ttft_seconds": plan.predicted_ttft_seconds,
         "predicted_step_seconds": plan.predicted_step_seconds,
     }

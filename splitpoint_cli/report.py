@@ -14,11 +14,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from splitpoint.planning.plan import Plan
 from splitpoint_cli.files import check_output
-from splitpoint_cli.output import out, print_json
+from splitpoint_cli.output import err, out, print_json
 
 FLAG_HELP = "Print one JSON object and nothing else."
 FILE_HELP = "Also write the JSON object to this file."
@@ -69,16 +71,26 @@ def print_table(table: Table, to: Console = out) -> None:
     """Print title, table and caption; to standard output unless `to` is another console.
 
     A terminal gets lines of its width at most. Anything else gets each row in one line,
-    however long: a pipe has no width.
+    however long, without blanks at its end: a pipe has no width.
     """
     title, caption = table.title, table.caption
     table.title = table.caption = None
-    console = to
-    if not to.is_terminal:
-        width = Measurement.get(to, to.options.update(max_width=_ANY_WIDTH), table).maximum
-        console = Console(highlight=False, width=width, stderr=to.stderr)
     if title:
         to.print(title, style="bold")
-    console.print(table, soft_wrap=False)
+    if to.is_terminal:
+        to.print(table, soft_wrap=False)
+    else:
+        width = Measurement.get(to, to.options.update(max_width=_ANY_WIDTH), table).maximum
+        console = Console(highlight=False, width=width, stderr=to.stderr)
+        with console.capture() as captured:
+            console.print(table, soft_wrap=False)
+        to.out("\n".join(map(str.rstrip, captured.get().splitlines())), highlight=False)
     if caption:
         to.print(caption)
+
+
+def show_reason(plan: Plan) -> None:
+    """Print the headline of a plan on stderr, and a line for each detail."""
+    err.print(f"why: {escape(plan.reason)}")
+    for detail in plan.reason_details:
+        err.print(f"[dim]  {escape(detail)}[/dim]")

@@ -17,7 +17,10 @@ _WANTING = {
         "no ready worker can draft by itself: that needs a KV store, and a worker whose own method "
         "(--speculative-config) is self or auto"
     ),
-    DraftMethod.SUFFIX: ("no ready worker can draft by suffix: start it with --speculative-config"),
+    DraftMethod.SUFFIX: (
+        "no ready worker can draft by suffix: start it with --speculative-config "
+        """'{"method": "suffix"}'"""
+    ),
 }
 
 

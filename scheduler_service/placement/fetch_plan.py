@@ -27,6 +27,7 @@ from splitpoint.costs.fetching import rate_of
 from splitpoint.costs.meeting import TierEnds
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
+from splitpoint.planning.reasons import explained
 from splitpoint.shapes import ModelShape
 from splitpoint.tiers import Transfer
 from splitpoint.words import counted
@@ -113,8 +114,7 @@ def best_fetch(
         best = meeting
     if best.saved_seconds > LEAST_SAVED * plan.predicted_ttft_seconds:
         return best.attempt
-    reason = f"{plan.reason}; not {whole.verb}ed: {whole.words}"
-    return PlannedAttempt(replace(plan, reason=reason))
+    return PlannedAttempt(explained(plan, f"not {whole.verb}ed: {whole.words}"))
 
 
 def _saved(option: _Option) -> float:
@@ -165,9 +165,9 @@ def _option(
         f"at {rate}: "
         f"{_seconds(max(takes, 0.0))}, recomputing them: {_seconds(takes + saved)}"
     )
-    with_fetch = replace(
+    with_fetch = explained(
         longer,
-        reason=f"{longer.reason}; {words}",
+        words,
         predicted_ttft_seconds=ttft,
         fetched_tokens=fetched,
         predicted_fetch_seconds=seconds,
@@ -221,15 +221,16 @@ def _meeting(
         f"while {counted(point.tokens - plan.cached_tokens, 'token')} before them are computed: "
         f"{_seconds(takes)}, recomputing all: {_seconds(takes + saved)}"
     )
-    with_fetch = replace(
-        longer,
+    with_fetch = explained(
+        # What was compared for the longer prefix is not what is done.
+        replace(longer, reason_details=plan.reason_details),
+        words,
         method=RestoreMethod.TOKENS,
         split_tokens=0,
         split_slope=0.0,
         split_intercept=0.0,
         split_cap=0,
         recomputed_tokens=point.tokens,
-        reason=f"{plan.reason}; {words}",
         predicted_restore_seconds=own_restore + restore,
         predicted_ttft_seconds=ttft,
         fetched_tokens=loaded,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from splitpoint.config import format_size
 from splitpoint.planning.plan import Plan, Residency
+from splitpoint.planning.reasons import explained
 from splitpoint.selection import Selection, SelectionUsage
 from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint.tiers import Transfer
@@ -23,7 +22,7 @@ _LIMITS = 0.5
 
 
 def actual_plan(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
-    """Return the plan with what the worker found and did; its reason names the differences."""
+    """Return the plan with what the worker found and did; its details name the differences."""
     if report is None or report.method == 0:
         return plan
     method = method_from_proto(report.method)
@@ -33,36 +32,39 @@ def actual_plan(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
     if found == (plan.cached_tokens, plan.split_tokens, plan.method):
         return plan
     total = plan.cached_tokens + plan.new_tokens
-    actual = replace(
-        plan,
-        cached_tokens=report.cached_tokens,
-        new_tokens=max(1, total - report.cached_tokens),
-        split_tokens=report.split_tokens,
-        method=method,
-    )
-    if 0 < report.cached_tokens == report.device_tokens:
-        # Nothing was left to restore, as the reason says.
-        return actual
+    details: list[str] = []
     used = f"used method {method.value} with split {report.split_tokens:,}"
     if report.cached_tokens != plan.cached_tokens:
         found_tokens = counted(report.cached_tokens, "token")
         used = f"found {found_tokens} cached instead of {plan.cached_tokens:,} and {used}"
-    return replace(actual, reason=f"{plan.reason}; the worker {used}")
+    if not 0 < report.cached_tokens == report.device_tokens:
+        # Else nothing was left to restore, as the headline says.
+        details.append(f"the worker {used}")
+    is_as_long = report.cached_tokens == plan.cached_tokens
+    return explained(
+        plan,
+        *details,
+        cached_tokens=report.cached_tokens,
+        new_tokens=max(1, total - report.cached_tokens),
+        split_tokens=report.split_tokens,
+        method=method,
+        predicted_recompute_seconds=plan.predicted_recompute_seconds if is_as_long else 0.0,
+    )
 
 
 def with_drafts(
     plan: Plan, asked: Speculation, usage: types_pb2.SpeculationUsage, *, can_draft: bool
 ) -> Plan:
-    """Return the plan with a reason that says what was drafted, or why nothing was.
+    """Return the plan with a detail that says what was drafted, or why nothing was.
 
     `asked`: what the last worker was asked to draft. `can_draft`: it has that method.
     """
     if usage.draft_token_count:
         share = usage.accepted_token_count / usage.draft_token_count
         method = draft_method_from_proto(usage.method).value
-        return replace(
+        return explained(
             plan,
-            reason=f"{plan.reason}; {method} drafted {counted(usage.draft_token_count, 'token')} "
+            f"{method} drafted {counted(usage.draft_token_count, 'token')} "
             f"in {counted(usage.draft_count, 'step')}, {usage.accepted_token_count:,} "
             f"({share:.0%}) were accepted",
         )
@@ -73,61 +75,65 @@ def with_drafts(
         why = "the worker has no such drafter"
     elif asked.method is DraftMethod.SELF and plan.residency is Residency.RESIDENT:
         why = "drafts of this kind pay only while the cache is streamed"
-    return replace(plan, reason=f"{plan.reason}; {asked.method.value} drafted nothing: {why}")
+    return explained(plan, f"{asked.method.value} drafted nothing: {why}")
 
 
 def with_selection(
     plan: Plan, asked: Selection, usage: SelectionUsage, *, drafts_give_way: bool = False
 ) -> Plan:
-    """Return the plan with a reason that says what was selected, or why everything was read.
+    """Return the plan with details that say what was selected, or why everything was read.
 
     `drafts_give_way`: the worker drafts by default, but not beside this selection.
     """
     if asked.is_full:
         return plan
-    reason = f"{plan.reason}; {asked} was not used"
+    detail = f"{asked} was not used"
     if usage.step_count:
         rows = usage.fetched_row_count + usage.reused_row_count
         kind = "drafted tokens" if asked.verify else "steps"
-        reason = (
-            f"{plan.reason}; {asked} read {usage.read_ratio:.1%} of the tokens in "
+        detail = (
+            f"{asked} read {usage.read_ratio:.1%} of the tokens in "
             f"{usage.step_count:,} {kind} and fetched {usage.fetched_row_count:,} of "
             f"{counted(rows, 'row')}"
         )
     if usage.off_reason:
         others = "; other steps read every token" if usage.step_count else ""
-        reason += f"{others}: {usage.off_reason}"
+        detail += f"{others}: {usage.off_reason}"
+    details = [detail]
     if drafts_give_way:
-        reason += "; the worker's drafts are off beside it"
-    return replace(plan, reason=reason)
+        details.append("the worker's drafts are off beside it")
+    return explained(plan, *details)
 
 
 def _fetched(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
-    """Set the fetched tokens and how they came; the reason tells how long that took."""
+    """Set the fetched tokens and how they came; a detail tells how long that took."""
     if not plan.fetched_tokens and not report.fetched_tokens:
         return plan
     by = report.fetch_transfer.split(", ") if report.fetch_transfer else []
     ways = f" by {' and '.join(_TRANSFER_NAMES.get(way, way) for way in by)}" if by else ""
     fetched = f"{counted(report.fetched_tokens, 'token')}{ways} in {report.fetch_seconds:.2g} s"
-    return replace(
+    return explained(
         plan,
+        f"fetched {fetched if report.fetched_tokens else 'nothing'}",
         fetched_tokens=report.fetched_tokens,
         fetch_source=plan.fetch_source if report.fetched_tokens else "",
         fetch_transfer=report.fetch_transfer if report.fetched_tokens else "",
-        reason=f"{plan.reason}; fetched {fetched if report.fetched_tokens else 'nothing'}",
     )
 
 
 def _on_device(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
-    """Set the tokens that were on the device already; the reason says how many."""
-    if plan.device_tokens == report.device_tokens:
+    """Set the tokens that were on the device already; a detail says how many."""
+    found, expected = report.device_tokens, plan.device_tokens
+    if expected == found:
         return plan
-    reason = f"{counted(report.device_tokens, 'token was', 'tokens were')} on the device already"
-    if plan.device_tokens:
-        # The reason names those that were expected there.
-        used = f"{report.device_tokens:,}" if report.device_tokens else "none"
-        reason = f"{used} of them could be used"
-    return replace(plan, device_tokens=report.device_tokens, reason=f"{plan.reason}; {reason}")
+    if not expected:
+        detail = f"{counted(found, 'token was', 'tokens were')} on the device already"
+    elif not found:
+        left = counted(expected, "token that was", "tokens that were")
+        detail = f"the {left} expected on the device had left it"
+    else:
+        detail = f"{found:,} of the {expected:,} tokens expected on the device were there"
+    return explained(plan, detail, device_tokens=found)
 
 
 def _predicted(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
@@ -136,7 +142,7 @@ def _predicted(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
     if not predicted:
         return plan
     later = predicted - plan.predicted_restore_seconds
-    return replace(
+    return explained(
         plan,
         predicted_restore_seconds=predicted,
         predicted_ttft_seconds=plan.predicted_ttft_seconds + later,
@@ -147,12 +153,13 @@ def _recomputed(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
     """Set the tokens recomputed from ids before they met the chunks loaded from the back."""
     if report.recomputed_tokens == plan.recomputed_tokens:
         return plan
-    reason = plan.reason
+    details: list[str] = []
     if report.recomputed_tokens:
-        reason = f"{reason}; they met at {report.recomputed_tokens:,}"
-        if plan.recomputed_tokens:
-            reason = f"{reason} where {plan.recomputed_tokens:,} was expected"
-    return replace(plan, recomputed_tokens=report.recomputed_tokens, reason=reason)
+        expected = f" where {plan.recomputed_tokens:,} was expected"
+        details.append(
+            f"they met at {report.recomputed_tokens:,}{expected if plan.recomputed_tokens else ''}"
+        )
+    return explained(plan, *details, recomputed_tokens=report.recomputed_tokens)
 
 
 def _timed(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
@@ -173,10 +180,7 @@ def _timed(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
         size = format_size(report.first_use_bytes)
         busy = f"{busy}; {size} of the worker's cache was used for the first time"
     times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
-    return replace(
-        plan,
-        reason=f"{plan.reason}; restored in {_ms(seconds)}, {times} x the prediction: {busy}",
-    )
+    return explained(plan, f"restored in {_ms(seconds)}, {times} x the prediction: {busy}")
 
 
 def _ms(seconds: float) -> str:

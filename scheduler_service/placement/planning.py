@@ -6,7 +6,7 @@ Pure, on top of `splitpoint.planning.planner`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scheduler_service.placement.fetch_plan import ChunkSizes, PlannedAttempt, best_fetch
 from scheduler_service.placement.footprint import Grant, NeverFits, footprint_of, grant_of
@@ -16,6 +16,8 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
 from splitpoint.planning.planner import plan_request
+from splitpoint.planning.reasons import explained
+from splitpoint.planning.split_costs import tiles_of
 from splitpoint.words import counted
 
 
@@ -66,7 +68,11 @@ def plan_attempt(
             return whole
         missing = cached - device_tokens
         part = _plan(worker, grant, options, missing, token_count - cached)
-        return _with_device_tokens(whole, part, device_tokens)
+        recompute_seconds = worker.profile.prefill_seconds(
+            worker.shape.fill_flops(missing, device_tokens),
+            tiles_of(missing, worker.max_batched_tokens),
+        )
+        return _with_device_tokens(whole, part, device_tokens, recompute_seconds)
 
     own = plan(min(cached_tokens, most))
     if not sources or not worker.kvstore_address or not worker.slot_bytes:
@@ -159,8 +165,7 @@ def _plan(
     if not worker.encoding.is_lossy:
         plan = _with_numerics(plan, worker.numerics)
     if worker.weight_format.is_lossy:
-        note = f"weights are {worker.weight_format.value}: answers are approximate"
-        plan = replace(plan, reason=f"{plan.reason}; {note}")
+        plan = explained(plan, f"weights are {worker.weight_format.value}: answers are approximate")
     return plan
 
 
@@ -175,24 +180,27 @@ def _with_numerics(plan: Plan, numerics: Numerics) -> Plan:
         compared = "equal the stored ones"
     else:
         compared = "may in their last bits differ from the stored ones"
-    note = f"numerics are {numerics.value}: rebuilt rows {compared}"
-    return replace(plan, reason=f"{plan.reason}; {note}")
+    return explained(plan, f"numerics are {numerics.value}: rebuilt rows {compared}")
 
 
-def _with_device_tokens(whole: Plan, part: Plan, device_tokens: int) -> Plan:
+def _with_device_tokens(
+    whole: Plan, part: Plan, device_tokens: int, recompute_seconds: float
+) -> Plan:
     """Return the plan of a prefix of which the device holds the leading tokens.
 
-    `part` is the plan of the rest of the prefix. The worker rebuilds the share of the rest that
-    `whole` rebuilds of all.
+    `part` is the plan of the rest of the prefix, which takes `recompute_seconds` to compute. The
+    worker rebuilds the share of the rest that `whole` rebuilds of all.
     """
     computed = whole.predicted_ttft_seconds - whole.predicted_restore_seconds
-    return replace(
+    here = counted(device_tokens, "token is", "tokens are")
+    return explained(
         whole,
+        f"{here} on the device already",
         device_tokens=device_tokens,
         predicted_restore_seconds=part.predicted_restore_seconds,
         predicted_load_seconds=part.predicted_load_seconds,
         predicted_ttft_seconds=computed + part.predicted_restore_seconds,
-        reason=f"{whole.reason}; {counted(device_tokens, 'token')} are on the device already",
+        predicted_recompute_seconds=recompute_seconds,
     )
 
 

@@ -56,6 +56,7 @@ from splitpoint.observe.logs import for_request
 from splitpoint.observe.tracing import NO_SPAN, Span
 from splitpoint.options.scheduler import AnswerCharge
 from splitpoint.v1 import types_pb2, worker_pb2
+from splitpoint.words import counted
 
 _log = logging.getLogger(__name__)
 
@@ -222,7 +223,9 @@ class RequestManager:
         self.sharing.forget(worker.worker_id)
         lost = self.attempts.on(worker.worker_id)
         if lost:
-            _log.warning("worker %s was lost with %d requests", worker.worker_id, len(lost))
+            _log.warning(
+                "worker %s was lost with %s", worker.worker_id, counted(len(lost), "request")
+            )
         # A worker that ended its stream by itself has not failed, and one that hangs or is cut off
         # is still there: no request ended it.
         has_died = worker.was_lost and not worker.is_silent

@@ -124,6 +124,24 @@ class Chooser:
         return self.profile.prefill_seconds(flops, pieces)
 
     @property
+    def token_recompute(self) -> TokenRecompute:
+        request = self.request
+        return TokenRecompute(
+            self.shape,
+            self.profile,
+            self.costs,
+            request.cached_tokens,
+            request.chunk_tokens,
+            request.prefill_tokens,
+            self.options.extra_operations,
+        )
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Seconds of computing all cached tokens from their ids; 0 if there are none."""
+        return self.token_recompute.alone_seconds() if self.request.cached_tokens else 0.0
+
+    @property
     def compute_seconds(self) -> float:
         """The request's other work on the device: in each step if streamed, else in total."""
         if self.request.is_streamed:
@@ -193,15 +211,8 @@ class Chooser:
     def _recompute_tokens(self) -> Candidate:
         """Return the restore that prefills the front while the back is loaded."""
         request = self.request
-        estimate = TokenRecompute(
-            self.shape,
-            self.profile,
-            self.costs,
-            request.cached_tokens,
-            request.chunk_tokens,
-            request.prefill_tokens,
-            self.options.extra_operations,
-        ).estimate(overlapped=request.schedule is Schedule.PIPELINED)
+        overlapped = request.schedule is Schedule.PIPELINED
+        estimate = self.token_recompute.estimate(overlapped=overlapped)
         busier = max(estimate.link_seconds, estimate.compute_seconds + self.compute_seconds)
         return Candidate(
             RestoreMethod.TOKENS,

@@ -58,7 +58,7 @@ class PlanInput:
     residency: Residency = Residency.RESIDENT
     footprint_bytes: int = 0
     forced_split_tokens: int | None = None
-    # Why this residency; appended to the split's reason.
+    # Why this residency; a detail of the plan's reason.
     residency_reason: str = ""
     objective: Objective = Objective.LATENCY
     # One of FORCED_METHODS. None: the planner chooses.
@@ -131,7 +131,10 @@ def check_forced_method(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The planner's answer; the fields of types.proto's Plan."""
+    """The planner's answer; the fields of types.proto's Plan.
+
+    `reasons.explained` writes `reason` from the other values whenever they change.
+    """
 
     residency: Residency
     method: RestoreMethod
@@ -169,6 +172,15 @@ class Plan:
     # How they come from another store: "mooncake" or "grpc"; after the request, how they came,
     # which may be "mooncake, grpc". Empty: they come from a tier, or there are none.
     fetch_transfer: str = ""
+    # Predicted seconds of computing what is restored from token ids. 0: nothing, or unknown.
+    predicted_recompute_seconds: float = 0.0
+    # What led to the headline `reason`, one clause each.
+    reason_details: tuple[str, ...] = ()
+
+    @property
+    def explanation(self) -> str:
+        """The headline and all details, in one line."""
+        return "; ".join((self.reason, *self.reason_details))
 
     @property
     def kappa_ratio(self) -> float:

@@ -19,7 +19,7 @@ from splitpoint.planning.plan import (
     PlanInput,
     Residency,
 )
-from splitpoint.planning.reasons import reason_of
+from splitpoint.planning.reasons import details_of, explained
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import Encoding, ModelShape
@@ -35,14 +35,11 @@ def plan_request(shape: ModelShape, profile: Profile, request: PlanInput) -> Pla
     comparison = chooser.choose()
     best, cached = comparison.best, request.cached_tokens
     load_seconds = chooser.costs.seconds(0, cached, chooser.options)
-    reason = reason_of(chooser, comparison, load_seconds)
-    if request.residency_reason:
-        reason = f"{reason}; {request.residency_reason}"
-    return Plan(
+    plan = Plan(
         residency=request.residency,
         method=best.method,
         split_tokens=best.now,
-        reason=reason,
+        reason="",
         cached_tokens=cached,
         new_tokens=request.new_tokens,
         footprint_bytes=request.footprint_bytes,
@@ -58,7 +55,9 @@ def plan_request(shape: ModelShape, profile: Profile, request: PlanInput) -> Pla
         tile_tokens=best.tile if chooser.length else 0,
         predicted_step_seconds=best.step_seconds,
         objective=request.objective,
+        predicted_recompute_seconds=chooser.recompute_seconds,
     )
+    return explained(plan, *details_of(chooser, comparison, load_seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,7 @@ class BatchPlan:
 
     Attributes:
         line: the split as a function of the length of one sequence.
+        reason: why, in one line.
         step_seconds: predicted seconds of one decode step of the whole batch.
     """
 
@@ -122,4 +122,4 @@ def plan_batch(
     # The sum over all n of slope * s_i + intercept / n is the line of the sum.
     cap = shape.context_length if plan.split_cap else 0
     line = SplitLine(plan.split_slope, plan.split_intercept / count, cap)
-    return BatchPlan(line, plan.reason, plan.predicted_step_seconds)
+    return BatchPlan(line, plan.explanation, plan.predicted_step_seconds)

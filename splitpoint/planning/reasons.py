@@ -1,42 +1,134 @@
-"""The reason of a plan: one sentence with its numbers. It decides nothing."""
+"""The words of a plan: a headline with its figures, and what led to it. They decide nothing.
+
+`explained` writes the headline from the plan's values. Code that changes a plan does so by this
+function, and gives what it found out as details, one clause each.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from splitpoint.config import format_size
 from splitpoint.planning.choices import Candidate, Chooser, Comparison
-from splitpoint.planning.plan import Objective, PlanInput, RestoreMethod
+from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
+from splitpoint.tiers import Tier
 from splitpoint.words import counted
 
 # Link and device count as equally busy within this share.
 _BALANCED = 0.9
 
 
-def reason_of(chooser: Chooser, comparison: Comparison, load_seconds: float) -> str:
+def explained(plan: Plan, *details: str, **changes: Any) -> Plan:
+    """Return the plan with these changes and further details, and the headline that fits it.
+
+    `changes`: new values of the plan's fields.
+    """
+    plan = replace(plan, **changes, reason_details=(*plan.reason_details, *details))
+    return replace(plan, reason=_headline(plan))
+
+
+# -- the headline ----------------------------------------------------------------
+
+
+def _headline(plan: Plan) -> str:
+    if plan.residency is Residency.STREAMED:
+        return _streamed_headline(plan)
+    if not plan.cached_tokens:
+        return _cold(plan.new_tokens)
+    if plan.device_tokens >= plan.cached_tokens:
+        return f"nothing is restored: {_cached(plan)} on the device"
+    seconds = plan.predicted_restore_seconds + plan.predicted_fetch_seconds
+    words = f"{_restored(plan)}: {_time(seconds)} predicted"
+    if plan.device_tokens:
+        words = f"{plan.device_tokens:,} of {_cached(plan)} on the device, the others {words}"
+    instead = _alternatives(plan)
+    return f"{words}; {instead}" if instead else words
+
+
+def _streamed_headline(plan: Plan) -> str:
+    step = "streamed from host memory in each step"
+    if plan.predicted_step_seconds:
+        step = f"{step}: {_time(plan.predicted_step_seconds)} predicted"
+    return step if plan.cached_tokens else f"{_cold(plan.new_tokens)}, then {step}"
+
+
+def _restored(plan: Plan) -> str:
+    """Return what is done with the cached tokens that are not on the device."""
+    found = ""
+    if plan.fetched_tokens:
+        place = plan.fetch_source
+        place = f"the {place} tier" if place in list(Tier) else place or "another store"
+        found = f"{counted(plan.fetched_tokens, 'token')} fetched from {place}, "
+    rest = plan.cached_tokens - plan.device_tokens
+    if plan.method is RestoreMethod.TOKENS:
+        if plan.recomputed_tokens >= rest:
+            return f"{found}recomputed from token ids"
+        if plan.recomputed_tokens:
+            return f"{found}{plan.recomputed_tokens:,} of {rest:,} recomputed, the others loaded"
+    elif plan.method is RestoreMethod.RECOMPUTE:
+        return f"{found}rebuilt from stored activations"
+    elif plan.method is RestoreMethod.SPLIT:
+        return (
+            f"{found}{plan.split_tokens:,} of {plan.cached_tokens:,} rebuilt from stored "
+            "activations, the others loaded"
+        )
+    return f"{found}loaded from host memory"
+
+
+def _alternatives(plan: Plan) -> str:
+    """Return what the other methods would take, as far as that is known."""
+    loads = plan.method in (RestoreMethod.NONE, RestoreMethod.LOAD)
+    instead = ""
+    if plan.predicted_load_seconds and not loads and not plan.fetched_tokens:
+        instead = f"loading everything would take {_time(plan.predicted_load_seconds)}"
+    recomputes_all = plan.recomputed_tokens >= plan.cached_tokens - plan.device_tokens
+    if plan.predicted_recompute_seconds and not recomputes_all:
+        seconds = _time(plan.predicted_recompute_seconds)
+        instead += f", recomputing {seconds}" if instead else f"recomputing would take {seconds}"
+    return instead
+
+
+def _cached(plan: Plan) -> str:
+    return counted(plan.cached_tokens, "cached token is", "cached tokens are")
+
+
+def _cold(new_tokens: int) -> str:
+    return f"nothing is cached: {_tokens(new_tokens)} prefilled"
+
+
+# -- the details -----------------------------------------------------------------
+
+
+def details_of(chooser: Chooser, comparison: Comparison, load_seconds: float) -> tuple[str, ...]:
     """Return why `comparison.best` was chosen. `load_seconds`: of loading everything."""
-    return _why(chooser, comparison, load_seconds) + _host_weights(chooser)
+    request = chooser.request
+    details = [
+        *_why(chooser, comparison, load_seconds),
+        _host_weights(chooser),
+        request.residency_reason,
+    ]
+    return tuple(detail for detail in details if detail)
 
 
-def _why(chooser: Chooser, comparison: Comparison, load_seconds: float) -> str:
+def _why(chooser: Chooser, comparison: Comparison, load_seconds: float) -> list[str]:
     request, best = chooser.request, comparison.best
-    cold = f"nothing is cached: {_tokens(request.new_tokens)} prefilled"
     if not chooser.length:
-        return f"{cold}{_split_of_nothing(request)}"
+        return [_split_of_nothing(request)]
+    each_step = "" if request.cached_tokens else "in each step, "
     if request.forced_split_tokens is not None or request.forced_method is not None:
-        wish = _wish(chooser, best)
-        if request.cached_tokens:
-            return f"{wish}{_against(best, best.seconds, load_seconds)}"
-        step = _against(best, best.step_seconds, comparison.load.step_seconds)
-        return f"{cold}; in each step, {wish}{step}"
+        seconds, loading = best.seconds, load_seconds
+        if each_step:
+            seconds, loading = best.step_seconds, comparison.load.step_seconds
+        return [f"{each_step}{_wish(chooser, best)}{_against(best, seconds, loading)}"]
     if best.method is RestoreMethod.TOKENS:
-        why = _why_tokens(chooser, comparison, load_seconds)
+        first, *more = _why_tokens(chooser, comparison, load_seconds)
     elif best.split:
-        why = _why_split(chooser, comparison, load_seconds)
+        first, *more = _why_split(chooser, comparison, load_seconds)
     else:
-        why = _why_load(chooser, comparison)
-    if not request.cached_tokens:
-        why = f"{cold}; in each step, {why}"
-    return why + _throughput(comparison, request.objective)
+        first, *more = _why_load(chooser, comparison)
+    return [each_step + first, *more, _throughput(comparison, request.objective)]
 
 
 # -- what the client asked for ---------------------------------------------------
@@ -46,7 +138,7 @@ def _split_of_nothing(request: PlanInput) -> str:
     if not request.forced_split_tokens:
         return ""
     return (
-        f"; split {request.forced_split_tokens:,} was asked for and capped at 0, since only "
+        f"split {request.forced_split_tokens:,} was asked for and capped at 0, since only "
         "cached tokens can be rebuilt"
     )
 
@@ -72,7 +164,7 @@ def _against(best: Candidate, seconds: float, load_seconds: float) -> str:
 # -- recomputing from token ids --------------------------------------------------
 
 
-def _why_tokens(chooser: Chooser, comparison: Comparison, load_seconds: float) -> str:
+def _why_tokens(chooser: Chooser, comparison: Comparison, load_seconds: float) -> list[str]:
     best = comparison.best
     if not chooser.shape.activations_can_pay:
         instead = f"sending activations could not pay (rho {chooser.shape.rho:.2f} >= 1)"
@@ -80,7 +172,7 @@ def _why_tokens(chooser: Chooser, comparison: Comparison, load_seconds: float) -
         instead = "the store holds no activations"
     else:
         instead = f"the best split with activations would take {_time(comparison.split.score)}"
-    return f"tokens: {_recomputed(chooser, best)}{_share(best, load_seconds)}; {instead}"
+    return [f"tokens: {_recomputed(chooser, best)}{_share(best, load_seconds)}", instead]
 
 
 def _recomputed(chooser: Chooser, best: Candidate) -> str:
@@ -107,9 +199,14 @@ def _why_no_tokens(chooser: Chooser, tokens: Candidate, load: Candidate) -> str:
             which = f"{tokens.recomputed:,} from their ids"
         return f"also recomputing the first {which} would take {_instead(tokens, load)}{little}"
     first = min(request.chunk_tokens, request.cached_tokens)
-    seconds = chooser.profile.prefill_seconds(chooser.shape.prefill_flops(first))
+    if first == request.cached_tokens:
+        return ""  # the headline says what that would take
+    seconds = chooser.token_recompute.block_seconds(0, first)
     many = f"even {first:,} tokens from their ids" if first > 1 else "a token from its id"
-    return f"recomputing {many} takes {_time(seconds)}, loading everything {_time(load.seconds)}"
+    return (
+        f"recomputing {many} keeps the device busy for {_time(seconds)}, loading everything the "
+        f"link for {_time(load.link_seconds)}"
+    )
 
 
 def _not_considered(chooser: Chooser) -> str:
@@ -120,13 +217,13 @@ def _not_considered(chooser: Chooser) -> str:
     why = f"schedule {request.schedule.value} cannot restore from both ends"
     if request.schedule is Schedule.SERIAL:
         why = "nothing overlaps with schedule serial"
-    return f"; recomputing from token ids was not considered: {why}"
+    return f"recomputing from token ids was not considered: {why}"
 
 
 # -- rebuilding from activations -------------------------------------------------
 
 
-def _why_split(chooser: Chooser, comparison: Comparison, load_seconds: float) -> str:
+def _why_split(chooser: Chooser, comparison: Comparison, load_seconds: float) -> list[str]:
     best, length = comparison.best, chooser.length
     first = _at_first(chooser, best)
     if best.split == length:
@@ -141,14 +238,15 @@ def _why_split(chooser: Chooser, comparison: Comparison, load_seconds: float) ->
             "loaded"
         )
     if chooser.request.is_streamed:
-        return (
+        return [
             f"{what}{_stays(chooser, best)}: a step takes {_time(best.step_seconds)}, "
-            f"{_time(comparison.load.step_seconds)} without rebuilding: {_limit(chooser, best)}"
-        )
+            f"{_time(comparison.load.step_seconds)} without rebuilding",
+            _limit(chooser, best),
+        ]
     what = f"{what}, {_share(best, load_seconds)}"
     if best.schedule is Schedule.SERIAL:
-        return what + _not_considered(chooser)
-    return f"{what}: {_limit(chooser, best)}"
+        return [what, _not_considered(chooser)]
+    return [what, _limit(chooser, best)]
 
 
 def _share(best: Candidate, load_seconds: float) -> str:
@@ -202,16 +300,16 @@ def _stays(chooser: Chooser, best: Candidate) -> str:
 # -- loading ---------------------------------------------------------------------
 
 
-def _why_load(chooser: Chooser, comparison: Comparison) -> str:
+def _why_load(chooser: Chooser, comparison: Comparison) -> list[str]:
     best = comparison.best
     if best.resident == chooser.length:
-        return f"split 0: nothing is loaded{_stays(chooser, best)}"
+        return [f"split 0: nothing is loaded{_stays(chooser, best)}"]
     loaded, kind = chooser.length - best.resident, "other" if best.resident else "cached"
     which = f"all {loaded:,} {kind} tokens are" if loaded > 1 else f"the one {kind} token is"
     why = f"split 0: {which} loaded{_stays(chooser, best)}, {_why_no_split(chooser, comparison)}"
     if comparison.tokens is None:
-        return why + _not_considered(chooser)
-    return f"{why}; {_why_no_tokens(chooser, comparison.tokens, comparison.load)}"
+        return [why, _not_considered(chooser)]
+    return [why, _why_no_tokens(chooser, comparison.tokens, comparison.load)]
 
 
 def _why_no_split(chooser: Chooser, comparison: Comparison) -> str:
@@ -238,19 +336,22 @@ def _why_no_split(chooser: Chooser, comparison: Comparison) -> str:
         )
     if chooser.compute_seconds >= load.link_seconds:
         return (
-            f"since compute is the limit: the link takes {_time(load.link_seconds)}, the "
-            f"device {_time(chooser.compute_seconds)} without rebuilding"
+            "since the device is busier than the link already: it computes for "
+            f"{_time(chooser.compute_seconds)} without rebuilding, the link copies for "
+            f"{_time(load.link_seconds)}"
         )
     if costs.rebuild > 8 * costs.load:
         return (
-            f"since compute is the limit: rebuilding a token takes {_us(costs.rebuild)} a layer, "
-            f"loading it {_us(costs.load)}"
+            f"since rebuilding a token takes {_us(costs.rebuild)} a layer, loading it "
+            f"{_us(costs.load)}"
         )
     chunks = -(-chooser.length // request.chunk_tokens)
     few = f" ({counted(chunks, 'chunk')})" if request.chunk_tokens > 1 else ""
-    if chooser.length == 1:
-        return f"since one token{few} is too little to pay for a second operation"
-    return f"since {chooser.length:,} tokens{few} are too few to pay for a second operation"
+    which = "one token" if chooser.length == 1 else f"some of {chooser.length:,} tokens"
+    return (
+        f"since rebuilding {which}{few} would take longer: every copy and every product has an "
+        "overhead"
+    )
 
 
 # -- parts -----------------------------------------------------------------------
@@ -262,7 +363,7 @@ def _host_weights(chooser: Chooser) -> str:
         return ""
     size = format_size(chooser.profile.host_weight_bytes)
     return (
-        f"; weights that come from the host take {_time(chooser.costs.weights)} of each step "
+        f"weights that come from the host take {_time(chooser.costs.weights)} of each step "
         f"({size}; --device-memory)"
     )
 
@@ -271,7 +372,7 @@ def _throughput(comparison: Comparison, objective: Objective) -> str:
     if objective is Objective.LATENCY:
         return ""
     return (
-        f"; for throughput: the busier of link and device works for "
+        f"for throughput: the busier of link and device works for "
         f"{_time(comparison.best.score)}, with loading for {_time(comparison.load.score)}"
     )
 

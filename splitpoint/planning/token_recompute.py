@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.bidirectional import BidirectionalQueue, piece_sizes
+from splitpoint.planning.bidirectional import BidirectionalQueue, PieceSize, piece_sizes
 from splitpoint.planning.split_costs import SplitCosts
 from splitpoint.shapes import ModelShape, chunks_of
 
@@ -80,14 +80,49 @@ class TokenRecompute:
         return min(both, key=lambda tokens: (self._in_one_piece(tokens), tokens))
 
     def estimate(self, *, overlapped: bool = True) -> RecomputeEstimate:
-        """Return where the sides meet, and when; loading ends first unless `overlapped`."""
-        front, back = piece_sizes(self.chunk_tokens, self.prefill_tokens or self.cached)
+        """Return where the sides meet, and when; loading ends first unless `overlapped`.
+
+        `expected_point` leaves out the overheads of operations. If computing everything takes
+        less because of them, nothing is loaded, except by the serial twin.
+        """
         count = chunks_of(self.cached, self.chunk_tokens)
         share = chunks_of(self.expected_point(), self.chunk_tokens) / count
+        meeting = self._from_both_ends(share, overlapped=overlapped)
+        seconds = meeting.seconds
+        if not meeting.recomputed:  # then a plan loads, and each copy is handed to its lane
+            loading = self.load_seconds(count * self.chunk_tokens)
+            seconds = loading + self._overhead_seconds(self.costs.layer_count)
+        if not overlapped or share == 1 or self.alone_seconds() >= seconds:
+            return meeting
+        computing = self._from_both_ends(1.0, overlapped=True)
+        return computing if computing.seconds < seconds else meeting
+
+    def alone_seconds(self) -> float:
+        """Return the seconds of a restore that computes everything and loads nothing."""
+        front, _ = self._piece_sizes()
+        blocks = chunks_of(self.cached, front.most * self.chunk_tokens)
+        flops = self.shape.fill_flops(self.cached, 0)
+        return self.profile.prefill_seconds(flops, blocks) + self._overhead_seconds(blocks)
+
+    def _piece_sizes(self) -> tuple[PieceSize, PieceSize]:
+        all_chunks = chunks_of(self.cached, self.chunk_tokens) * self.chunk_tokens
+        return piece_sizes(self.chunk_tokens, self.prefill_tokens or all_chunks)
+
+    def _overhead_seconds(self, operations: float) -> float:
+        """Return the overheads of a restore, X of a partial last chunk included."""
+        extra = self.extra_operations
+        return self.costs.overhead_seconds(operations + extra) + extra * self.costs.send_seconds(
+            self.chunk_tokens
+        )
+
+    def _from_both_ends(self, share: float, *, overlapped: bool) -> RecomputeEstimate:
+        """Return the estimate if the front is expected to compute this share of the chunks."""
+        front, back = self._piece_sizes()
+        count = chunks_of(self.cached, self.chunk_tokens)
         queue = BidirectionalQueue(count, front=front, back=back, expected_share=share)
         pop_back = queue.pop_back if overlapped else queue.pop_back_in_turn
         recomputed, computing, loading = 0, 0.0, 0.0
-        operations: float = self.extra_operations
+        operations = 0.0
         front_ended = back_ended = False
         while not (front_ended and back_ended):
             # The side that is free first asks first.
@@ -108,8 +143,7 @@ class TokenRecompute:
                 operations += 1
                 recomputed = last
         seconds = max(computing, loading) if overlapped else computing + loading
-        seconds += self.costs.overhead_seconds(operations)
-        seconds += self.extra_operations * self.costs.send_seconds(self.chunk_tokens)
+        seconds += self._overhead_seconds(operations)
         return RecomputeEstimate(recomputed, seconds, loading, computing)
 
     def _in_one_piece(self, tokens: int) -> float:

@@ -228,7 +228,7 @@ def why_not_selected(
     if selection.exact_layers >= shape.layer_count:
         return f"all {shape.layer_count} layers read everything"
     if not stored_tokens:
-        return "no chunk leaves the device"
+        return "the prompt is short: its whole cache stays on the device"
     pages = selection_pages(shape, selection, stored_tokens, chunk_tokens)
     stored_pages = chunks_of(stored_tokens, chunk_tokens)
     if pages.count >= stored_pages:

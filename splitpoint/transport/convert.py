@@ -146,6 +146,8 @@ def from_message(kind: type[_Dataclass], message: Message, **given: Any) -> _Dat
             found = _ENUMERATIONS[descriptor.enum_type.name].from_proto(found)
         elif descriptor.message_type is not None:  # a map: the only kind that is read here
             found = dict(found)
+        elif descriptor.is_repeated:
+            found = tuple(found)
         given[field.name] = found
     return kind(**given)
 

@@ -19,7 +19,7 @@ from splitpoint.words import counted
 from splitpoint_cli.chat.conversation import Turn, totals
 from splitpoint_cli.chat.lines import HELP
 from splitpoint_cli.output import err, seconds_text
-from splitpoint_cli.report import print_table
+from splitpoint_cli.report import print_table, show_reason
 from splitpoint_cli.request.generate_output import approximation, summary
 
 _PROMPT, _INSIDE = "> ", ". "
@@ -102,7 +102,7 @@ def show_figures(completion: Completion) -> None:
         err.print(escape(remark))
     err.print(f"[dim]{escape(summary(completion))}[/dim]")
     if completion.plan is not None:
-        err.print(f"[dim]why: {escape(completion.plan.reason)}[/dim]")
+        show_reason(completion.plan)
 
 
 def say(text: str) -> None:

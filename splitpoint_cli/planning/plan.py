@@ -72,6 +72,7 @@ def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = Non
         report |= weights_report(weights, step)
         rows += weights_rows(weights, step)
     rows += [("objective", answer.objective.value), ("reason", answer.reason)]
+    rows += [("", detail) for detail in answer.reason_details]
     hand_over(report, lambda: print_table(facts_table(rows)), as_json=as_json, output=output)
 
 

@@ -18,7 +18,7 @@ from splitpoint.transport.tls import client_identity
 from splitpoint_cli.identity import Address, CaFile, TokenFile
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, err, plain_reason
-from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
+from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table, show_reason
 from splitpoint_cli.request import options
 from splitpoint_cli.request.generate_output import (
     approximation,
@@ -106,7 +106,7 @@ def _report(
     if with_reason or (sys.stderr.isatty() and not as_json):
         err.print(f"[dim]{escape(summary(completion))}[/dim]")
     if with_reason and completion.plan is not None:
-        err.print(f"why: {escape(completion.plan.reason)}")
+        show_reason(completion.plan)
 
 
 def _collect_until_interrupted(generation: Generation, *, stream: bool) -> Completion:

@@ -181,6 +181,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "method": plan.method.value,
         "schedule": plan.schedule.value,
         "reason": plan.reason,
+        "reason_details": list(plan.reason_details),
         "fetched_tokens": plan.fetched_tokens,
         "fetch_source": plan.fetch_source,
         "fetch_transfer": plan.fetch_transfer,
@@ -189,5 +190,6 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "resident_tokens": plan.resident_tokens,
         "predicted_restore_seconds": plan.predicted_restore_seconds,
         "predicted_load_seconds": plan.predicted_load_seconds,
+        "predicted_recompute_seconds": plan.predicted_recompute_seconds,
         "predicted_step_seconds": plan.predicted_step_seconds,
     }

@@ -221,11 +221,13 @@ async def test_the_better_store_of_another_worker_is_named_as_a_source() -> None
         command = poor.admits[0]
         assert (command.source_store_address, command.source_cached_tokens) == (there, 64)
         assert (command.plan.fetched_tokens, command.plan.cached_tokens) == (64, 64)
-        assert f"fetching 64 tokens from {there} at 1 GB/s (assumed)" in command.plan.reason
+        assert f"fetching 64 tokens from {there} at 1 GB/s (assumed)" in str(
+            command.plan.reason_details
+        )
         assert command.plan.predicted_ttft_seconds > command.plan.predicted_fetch_seconds > 0
         # The double fetched nothing, and says so.
         assert result.done.plan.fetched_tokens == 0
-        assert "fetched nothing" in result.done.plan.reason
+        assert "fetched nothing" in str(result.done.plan.reason_details)
         assert result.token_ids == answer(prompt, 4)
     await empty.stop()
     await full.stop()

@@ -94,8 +94,8 @@ def test_a_fast_way_is_taken_and_counted() -> None:
         without.predicted_ttft_seconds + expected
     )
     assert fetch.plan.predicted_ttft_seconds < alone.predicted_ttft_seconds
-    assert f"fetching 80 tokens from {B} at 1e+03 GB/s: " in fetch.plan.reason
-    assert "assumed" not in fetch.plan.reason
+    assert f"fetching 80 tokens from {B} at 1e+03 GB/s: " in fetch.plan.explanation
+    assert "assumed" not in fetch.plan.explanation
     assert plan_from_proto(plan_to_proto(fetch.plan)) == fetch.plan
 
 
@@ -103,13 +103,13 @@ def test_a_slow_way_is_not_taken() -> None:
     slow = replace(PROFILE, remote_bytes_per_second={B: 1e4})
     plan = attempt(FetchSource(B, 100), profile=slow).plan
     assert plan.fetched_tokens == plan.cached_tokens == 0
-    assert f"not fetched: fetching 96 tokens from {B} at 1e-05 GB/s: " in plan.reason
+    assert f"not fetched: fetching 96 tokens from {B} at 1e-05 GB/s: " in plan.explanation
 
 
 def test_an_unmeasured_way_is_assumed_and_said_so() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
     fetch = attempt(FetchSource(B, 100), profile=slow)
-    assert "at 1 GB/s (assumed)" in fetch.plan.reason
+    assert "at 1 GB/s (assumed)" in fetch.plan.explanation
 
 
 def test_a_rate_that_has_aged_back_is_assumed_again() -> None:
@@ -117,12 +117,14 @@ def test_a_rate_that_has_aged_back_is_assumed_again() -> None:
     rates = {key: ASSUMED_BYTES_PER_SECOND}
     slow = replace(PROFILE, prefill_flops_per_second=1e6, remote_bytes_per_second=rates)
     fetch = attempt(FetchSource(B, 100), profile=slow)
-    assert "by Mooncake at 1 GB/s (assumed): " in fetch.plan.reason
+    assert "by Mooncake at 1 GB/s (assumed): " in fetch.plan.explanation
     measured = replace(slow, remote_bytes_per_second={key: 1.001e9})
-    assert "by Mooncake at 1 GB/s: " in attempt(FetchSource(B, 100), profile=measured).plan.reason
+    assert (
+        "by Mooncake at 1 GB/s: " in attempt(FetchSource(B, 100), profile=measured).plan.explanation
+    )
     # On its way back it is neither.
     aged = replace(slow, remote_bytes_per_second={key: 8e8}, aged_sources=(key,))
-    reason = attempt(FetchSource(B, 100), profile=aged).plan.reason
+    reason = attempt(FetchSource(B, 100), profile=aged).plan.explanation
     assert "by Mooncake at 0.8 GB/s (aged): " in reason
 
 
@@ -152,7 +154,7 @@ def test_the_last_token_is_computed_and_partial_tails_do_not_travel() -> None:
     assert (whole.plan.cached_tokens, whole.plan.fetched_tokens) == (159, 159)
     for tokens, own in ((15, 0), (40, 32), (40, 39)):
         nothing = attempt(FetchSource(B, tokens), own=own, profile=slow)
-        assert "fetch" not in nothing.plan.reason
+        assert "fetch" not in nothing.plan.explanation
 
 
 def test_what_was_fetched_corrects_the_plan() -> None:
@@ -166,7 +168,7 @@ def test_what_was_fetched_corrects_the_plan() -> None:
     )
     happened = actual_plan(fetch.plan, report)
     assert (happened.cached_tokens, happened.fetched_tokens) == (96, 96)
-    assert happened.reason.endswith("fetched 96 tokens in 0.31 s")
+    assert happened.explanation.endswith("fetched 96 tokens in 0.31 s")
     # By whatever it was planned.
     fast = replace(slow, remote_bytes_per_second={f"{B} mooncake": 2e9})
     planned = attempt(FetchSource(B, 100), profile=fast).plan
@@ -179,14 +181,14 @@ def test_what_was_fetched_corrects_the_plan() -> None:
         report.fetch_transfer = told
         happened = actual_plan(planned, report)
         assert (happened.fetch_transfer, happened.fetch_source) == (told, B)
-        assert happened.reason.endswith(words)
+        assert happened.explanation.endswith(words)
     report.cached_tokens = report.fetched_tokens = 0
     report.method = types_pb2.RESTORE_METHOD_NONE
     nothing = actual_plan(fetch.plan, report)
     assert (nothing.cached_tokens, nothing.fetched_tokens, nothing.new_tokens) == (0, 0, 160)
     assert (happened.fetch_source, nothing.fetch_source) == (B, "")
     assert nothing.fetch_transfer == ""
-    assert "fetched nothing" in nothing.reason
+    assert "fetched nothing" in nothing.explanation
 
 
 def test_remote_rates_travel_and_are_checked() -> None:
@@ -215,11 +217,13 @@ def test_a_tier_continues_what_the_arena_holds() -> None:
     assert fetch.plan.fetch_transfer == ""
     seconds = ROUND_TRIP_SECONDS + 5 * LAYOUT.chunk_bytes / 8e8
     assert fetch.plan.predicted_fetch_seconds == pytest.approx(seconds)
-    assert "loading 80 tokens from the disk tier at 0.8 GB/s: " in fetch.plan.reason
+    assert "loading 80 tokens from the disk tier at 0.8 GB/s: " in fetch.plan.explanation
     slow = replace(PROFILE, remote_bytes_per_second={"disk": 1e4})
     nothing = attempt(on_disk(100), own=20, profile=slow)
     assert nothing.source is None
-    assert "not loaded: loading 80 tokens from the disk tier at 1e-05 GB/s" in nothing.plan.reason
+    assert (
+        "not loaded: loading 80 tokens from the disk tier at 1e-05 GB/s" in nothing.plan.explanation
+    )
 
 
 def test_what_is_loaded_back_may_be_on_the_device_already() -> None:
@@ -235,7 +239,7 @@ def test_what_is_loaded_back_may_be_on_the_device_already() -> None:
     assert fetch.source == on_disk(96)
     assert (fetch.plan.cached_tokens, fetch.plan.device_tokens) == (96, 96)
     assert fetch.plan.predicted_restore_seconds == 0
-    assert "96 tokens are on the device already" in fetch.plan.reason
+    assert "96 tokens are on the device already" in fetch.plan.explanation
 
 
 def test_the_best_of_all_sources_and_transfers() -> None:
@@ -244,7 +248,7 @@ def test_the_best_of_all_sources_and_transfers() -> None:
     rates = {B: 1e9, f"{B} mooncake": 3e9, "disk": 2e9, "mooncake": 1e9}
     fetch = attempt(*sources, profile=replace(slow, remote_bytes_per_second=rates))
     assert fetch.source == sources[0]
-    assert f"from {B} by Mooncake at 3 GB/s" in fetch.plan.reason
+    assert f"from {B} by Mooncake at 3 GB/s" in fetch.plan.explanation
     # Without Mooncake's rate its gRPC stream counts, which the disk beats.
     del rates[f"{B} mooncake"]
     fetch = attempt(*sources, profile=replace(slow, remote_bytes_per_second=rates))
@@ -312,8 +316,8 @@ def test_what_a_tier_brings_meets_what_is_computed_meanwhile() -> None:
     assert (plan.method, plan.recomputed_tokens) == (RestoreMethod.TOKENS, both.meeting_tokens)
     assert (plan.cached_tokens, plan.fetched_tokens) == (768, 768 - both.meeting_tokens)
     words = f"while {both.meeting_tokens} tokens before them are computed: "
-    assert f"loading {plan.fetched_tokens} tokens from the disk tier at " in plan.reason
-    assert words in plan.reason
+    assert f"loading {plan.fetched_tokens} tokens from the disk tier at " in plan.explanation
+    assert words in plan.explanation
     assert plan_from_proto(plan_to_proto(plan)) == plan
 
 

@@ -25,7 +25,8 @@ from splitpoint.v1 import scheduler_pb2_grpc, types_pb2
 PLAN = types_pb2.Plan(
     residency=types_pb2.RESIDENCY_RESIDENT,
     method=types_pb2.RESTORE_METHOD_LOAD,
-    reason="split 0: because this is a test",
+    reason="loaded: because this is a test",
+    reason_details=["split 0: [nothing] is rebuilt", "resident: it fits"],
     cached_tokens=2,
     new_tokens=1,
     schedule=types_pb2.SCHEDULE_PIPELINED,

@@ -61,7 +61,7 @@ def test_plan_answers_zero_for_grouped_queries_and_says_why() -> None:
     assert answer["split_tokens"] == 0
     assert answer["method"] == "load"
     assert answer["rho"] == 2.0
-    assert "rho >= 1" in str(answer["reason"])
+    assert "rho >= 1" in str(answer["reason_details"])
 
 
 @pytest.mark.parametrize("schedule", ["serial", "column", "row", "pipelined"])
@@ -143,7 +143,7 @@ def test_plan_reads_folders_and_profile_files(bundled_model: Path, tmp_path: Pat
 def test_plan_without_activations() -> None:
     answer = plan("--model", "opt-6.7b", "--no-activations", *H100)
     assert answer["split_tokens"] == 0
-    assert "holds no activations" in str(answer["reason"])
+    assert "holds no activations" in str(answer["reason_details"])
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,8 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
             "split_tokens": 0,
             "method": "load",
             "schedule": "pipelined",
-            "reason": "split 0: because this is a test",
+            "reason": "loaded: because this is a test",
+            "reason_details": ["split 0: [nothing] is rebuilt", "resident: it fits"],
             "fetched_tokens": 0,
             "fetch_source": "",
             "fetch_transfer": "",
@@ -220,6 +221,7 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
             "resident_tokens": 0,
             "predicted_restore_seconds": 0.125,
             "predicted_load_seconds": 0.125,
+            "predicted_recompute_seconds": 0.0,
             "predicted_step_seconds": 0.0,
         },
         "restore_seconds": 0.0625,
@@ -232,10 +234,11 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
 def test_generate_explains_itself_on_stderr_when_asked(script: Script) -> None:
     done = splitpoint("generate", "abc", "--address", script.address, "--explain")
     assert (done.returncode, done.stdout) == (0, "abc\n")
-    summary, why = done.stderr.splitlines()
+    summary, why, *details = done.stderr.splitlines()
     assert "2 of 3 prompt tokens cached" in summary
     assert "restored in 62.5 ms (load, 125 ms predicted), worker 0" in summary
-    assert why == "why: split 0: because this is a test"
+    assert why == "why: loaded: because this is a test"
+    assert details == ["  split 0: [nothing] is rebuilt", "  resident: it fits"]
     piped = splitpoint("generate", "abc", "--address", script.address, "--explain", "--json")
     assert json.loads(piped.stdout)["plan"]["reason"] in piped.stderr
     assert splitpoint("generate", "abc", "--address", script.address).stderr == ""

@@ -87,8 +87,8 @@ async def test_a_prefix_is_reused_from_an_encoded_store(encoding: Encoding, tmp_
             assert len(warm.token_ids) == 8
             assert 0 < distance(warm, exact) < ALLOWED[encoding], (residency, split)
             assert warm.plan is not None
-            assert f"keeps {encoding.value}" in warm.plan.reason
-            assert "approximate" in warm.plan.reason
+            assert f"keeps {encoding.value}" in warm.plan.explanation
+            assert "approximate" in warm.plan.explanation
         assert (await stack.client.get_model()).kv_encoding is encoding
         assert (await asyncio.to_thread(described, stack))["kv_encoding"] == encoding.value
         arena = Arena.attach_read_only(stack.arena)

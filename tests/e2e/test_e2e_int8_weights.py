@@ -41,7 +41,7 @@ def test_an_int8_stack_answers_and_keeps_its_cache_to_itself() -> None:
         assert cold.usage.cached_tokens == 0 < warm.usage.cached_tokens
         assert warm.token_ids == cold.token_ids
         assert warm.plan is not None
-        assert "weights are int8: answers are approximate" in warm.plan.reason
+        assert "weights are int8: answers are approximate" in warm.plan.explanation
         assert [each["weight_format"] for each in status["workers"]] == ["int8"]
         assert [each["weight_format"] for each in status["models"]] == ["int8"]
 

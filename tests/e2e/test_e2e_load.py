@@ -116,7 +116,7 @@ async def test_a_front_of_what_must_stream_stays_where_memory_is_free(
             plan = answer.plan
             assert plan is not None
             assert plan.residency is Residency.STREAMED
-            assert "stays on the device" in plan.reason
+            assert "stays on the device" in plan.explanation
             assert plan.footprint_bytes == (least + spare) * probe.page_bytes
             # K and V of a chunk in each page, or X of two.
             assert plan.resident_tokens == spare * shape.chunk_tokens * (

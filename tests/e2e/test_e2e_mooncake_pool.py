@@ -69,7 +69,7 @@ async def test_a_host_finds_what_a_stopped_host_computed(
         found = await generate(second, PROMPT)
         assert found.token_ids == right.token_ids
         assert found.plan is not None
-        assert found.plan.fetch_source == "mooncake", found.plan.reason
+        assert found.plan.fetch_source == "mooncake", found.plan.explanation
         assert found.plan.fetched_tokens >= FULL_TOKENS
         assert found.usage.cached_tokens >= FULL_TOKENS
         pool = await pool_of(second)
@@ -104,5 +104,5 @@ async def test_a_killed_master_costs_the_tier_until_it_is_back(
         found = await generate(second, OTHER)
         assert found.token_ids == other.token_ids
         assert found.plan is not None
-        assert found.plan.fetch_source == "mooncake", found.plan.reason
+        assert found.plan.fetch_source == "mooncake", found.plan.explanation
         await second.assert_clean()

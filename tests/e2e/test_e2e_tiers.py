@@ -91,7 +91,7 @@ async def test_a_prefix_comes_back_from_disk_and_the_plan_says_so(
             rf"loading {plan.fetched_tokens - 1:,} tokens from the disk tier at 2 GB/s: \S+ ms, "
             rf"recomputing them: \S+ s; fetched {plan.fetched_tokens:,} tokens in "
         )
-        assert re.search(reason, plan.reason), plan.reason
+        assert re.search(reason, plan.explanation), plan.explanation
         assert stack.workers[0].runtime.account.fetched.tokens == plan.fetched_tokens
         stats = (await stack.store_stats()).tiers[0]
         assert stats.read_chunk_count * CHUNK_TOKENS == plan.fetched_tokens
@@ -109,7 +109,7 @@ async def test_a_tier_that_is_too_slow_is_not_read(tmp_path: Path, tiny: Path) -
         answer = await ask(stack, 0)
         assert answer.plan is not None
         assert answer.plan.fetch_source == ""
-        assert "not loaded: loading " in answer.plan.reason
+        assert "not loaded: loading " in answer.plan.explanation
         assert (await stack.store_stats()).tiers[0].read_chunk_count == 0
         await stack.assert_clean()
 
@@ -127,7 +127,7 @@ async def test_a_damaged_tier_costs_reuse_only(tmp_path: Path, tiny: Path) -> No
         answer = await ask(stack, 0)
         assert answer.plan is not None
         assert (answer.plan.fetched_tokens, answer.plan.fetch_source) == (0, "")
-        assert "fetched nothing" in answer.plan.reason
+        assert "fetched nothing" in answer.plan.explanation
         await stack.assert_clean()
 
 

@@ -34,9 +34,9 @@ async def test_a_prefix_is_fetched_from_another_host(
             if fetched.plan.fetched_tokens:
                 break
         assert fetched.plan is not None
-        assert fetched.plan.fetched_tokens >= len(PROMPT) // 16 * 16, fetched.plan.reason
+        assert fetched.plan.fetched_tokens >= len(PROMPT) // 16 * 16, fetched.plan.explanation
         assert fetched.usage.cached_tokens >= len(PROMPT) // 16 * 16
-        assert "fetch" in fetched.plan.reason
+        assert "fetch" in fetched.plan.explanation
 
         again = await hosts.generate("b", PROMPT, salt)
         assert again.token_ids == first.token_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.words import counted
 
 
 def choose_device(text: str) -> torch.device:
@@ -24,7 +25,7 @@ def choose_device(text: str) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise InvalidArgument(
-                f"device {text!r} does not exist: PyTorch sees {count} CUDA devices",
+                f"device {text!r} does not exist: PyTorch sees {counted(count, 'CUDA device')}",
                 field="device",
             )
         return torch.device("cuda", device.index or 0)

@@ -127,6 +127,9 @@ function details(report) {
         ["loading all would take", seconds(plan.predicted_load_seconds)],
       );
     }
+    if (plan.predicted_recompute_seconds) {
+      rows.push(["recomputing would take", seconds(plan.predicted_recompute_seconds)]);
+    }
     rows.push(
       ["first token", beside(report.ttft_seconds - report.queue_seconds, plan.predicted_ttft_seconds)],
       ["device memory", bytes(plan.footprint_bytes)],
@@ -139,7 +142,9 @@ function details(report) {
   }
   const list = el("dl", { class: "table" });
   for (const [name, value] of rows) list.append(el("dt", {}, name), el("dd", {}, value));
-  return el("details", {}, el("summary", {}, "All figures"), list);
+  const why = el("ul", { class: "reason", "aria-label": "What led to the plan" });
+  for (const clause of plan ? plan.reason_details : []) why.append(el("li", {}, clause));
+  return el("details", {}, el("summary", {}, "All figures"), list, plan ? why : null);
 }
 
 const beside = (measured, predicted) => `${seconds(Math.max(0, measured))} (${seconds(predicted)} predicted)`;

@@ -93,11 +93,11 @@ def test_figures_and_the_plan_of_each_turn_are_told_when_asked_for(script: Scrip
     done = chat(script, "a\nb\n", "--explain")
     assert done.stdout == "a\nb\n"
     told = done.stderr.splitlines()
-    assert len(told) == 4
-    for line in told[::2]:
+    assert len(told) == 8
+    for line in told[::4]:
         assert "2 of 3 prompt tokens cached" in line
         assert "first token after 250 ms" in line
-    assert told[1::2] == ["why: split 0: because this is a test"] * 2
+    assert told[1::4] == ["why: loaded: because this is a test"] * 2
 
 
 def test_commands(script: Script, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_terminal_is_greeted_and_told_the_plan(terminal: Terminal, script: Scr
     greeting = terminal.wait_for("> ")
     assert "tiny, context 64 tokens" in greeting
     terminal.type("hello\n")
-    told = terminal.wait_for("why: split 0: because this is a test")
+    told = terminal.wait_for("why: loaded: because this is a test")
     assert "hello\r\nhello\r\n" in told
     assert "2 of 3 prompt tokens cached" in told
     terminal.wait_for("> ")

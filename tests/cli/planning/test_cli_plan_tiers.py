@@ -47,10 +47,12 @@ def test_a_slow_tier_is_not_and_why() -> None:
     alone, report = planned(), planned("--tier-tokens", "3800")
     assert report["fetched_tokens"] == 0
     assert report["predicted_ttft_seconds"] == alone["predicted_ttft_seconds"]
-    reason = report["reason"].removeprefix(alone["reason"])
-    assert reason.startswith("; not loaded: loading 2,816 tokens from the disk tier at 1 GB/s")
+    assert report["reason"] == alone["reason"]
+    *details, why = report["reason_details"]
+    assert details == alone["reason_details"]
+    assert why.startswith("not loaded: loading 2,816 tokens from the disk tier at 1 GB/s")
     # What the arena has already is no more.
-    assert planned("--tier-tokens", "1000")["reason"] == alone["reason"]
+    assert planned("--tier-tokens", "1000")["reason_details"] == alone["reason_details"]
 
 
 def test_a_tier_holds_no_more_than_the_prompt() -> None:

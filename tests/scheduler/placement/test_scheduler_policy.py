@@ -398,7 +398,7 @@ def test_plans_leave_the_last_token_to_compute() -> None:
     plan = planned(cached_tokens=32)
     assert (plan.cached_tokens, plan.new_tokens) == (31, 1)
     assert plan.footprint_bytes == 2 * PAGE_BYTES
-    assert "resident: it fits" in plan.reason
+    assert "resident: it fits" in plan.explanation
 
 
 def test_tokens_on_the_device_take_no_restore() -> None:
@@ -417,7 +417,7 @@ def test_tokens_on_the_device_take_no_restore() -> None:
         assert plan.cached_tokens == cached
         saved = none.predicted_restore_seconds - plan.predicted_restore_seconds
         assert plan.predicted_ttft_seconds == pytest.approx(none.predicted_ttft_seconds - saved)
-    assert "96 tokens are on the device already" in part.reason
+    assert "96 tokens are on the device already" in part.explanation
     # Beyond the store's tokens they count only if no layer inputs have to be stored with them.
     assert with_device(cached, 16).cached_tokens == 16
     bare = with_device(cached, 16, replace(FACTS, has_activations=False))
@@ -462,8 +462,9 @@ def test_reports_correct_the_plan() -> None:
     happened = actual_plan(plan, nothing)
     assert (happened.cached_tokens, happened.new_tokens) == (0, 32)
     assert happened.method is RestoreMethod.NONE
-    assert happened.reason.startswith(plan.reason)
-    assert "0 tokens cached instead of 16" in happened.reason
+    assert happened.reason == "nothing is cached: 32 tokens are prefilled"
+    assert happened.reason_details[:-1] == plan.reason_details
+    assert "0 tokens cached instead of 16" in happened.explanation
 
 
 def test_a_report_says_what_was_on_the_device() -> None:
@@ -474,12 +475,16 @@ def test_a_report_says_what_was_on_the_device() -> None:
     )
     happened = actual_plan(plan, report)
     assert (happened.method, happened.device_tokens) == (RestoreMethod.NONE, 16)
-    assert happened.reason == plan.reason
+    assert happened.explanation == plan.explanation
     surprised = actual_plan(planned(), report)
-    assert surprised.reason == f"{planned().reason}; 16 tokens were on the device already"
+    assert surprised.reason == "nothing is restored: 16 cached tokens are on the device"
+    details = planned().reason_details
+    assert surprised.reason_details == (*details, "16 tokens were on the device already")
     report.device_tokens = report.cached_tokens = 0
     evicted = actual_plan(plan, report)
-    assert "; none of them could be used; the worker found 0 tokens cached" in evicted.reason
+    expected, found = evicted.reason_details[-2:]
+    assert expected == "the 16 tokens that were expected on the device had left it"
+    assert found.startswith("the worker found 0 tokens cached instead of 16")
 
 
 def test_a_report_brings_the_workers_own_prediction() -> None:
@@ -494,7 +499,8 @@ def test_a_report_brings_the_workers_own_prediction() -> None:
     assert happened.predicted_restore_seconds == 0.5
     rest = plan.predicted_ttft_seconds - plan.predicted_restore_seconds
     assert happened.predicted_ttft_seconds == pytest.approx(0.5 + rest)
-    assert happened.reason == plan.reason
+    assert happened.reason.startswith("loaded from host memory: 500 ms predicted; ")
+    assert happened.reason_details == plan.reason_details
 
 
 @pytest.mark.parametrize(
@@ -520,21 +526,23 @@ def test_a_restore_unlike_its_prediction_says_what_limited_it(
         compute_busy_seconds=device,
     )
     happened = actual_plan(plan, report)
-    assert happened.reason.startswith(f"{plan.reason}; restored in ")
-    assert words in happened.reason
-    assert ("neither" in happened.reason) == (max(device, link) < restored / 2)
-    assert "first time" not in happened.reason
+    assert happened.reason_details[:-1] == plan.reason_details
+    assert happened.reason_details[-1].startswith("restored in ")
+    assert words in happened.reason_details[-1]
+    assert ("neither" in happened.explanation) == (max(device, link) < restored / 2)
+    assert "first time" not in happened.explanation
     report.first_use_bytes = 24 << 20
-    first = actual_plan(plan, report).reason
-    assert first == f"{happened.reason}; 24 MiB of the worker's cache was used for the first time"
+    first = actual_plan(plan, report).explanation
+    new = "24 MiB of the worker's cache was used for the first time"
+    assert first == f"{happened.explanation}; {new}"
     # Near the prediction, or without one, the reason stays as it is.
     report.predicted_restore_seconds = restored / 1.2
-    assert actual_plan(plan, report).reason == plan.reason
+    assert actual_plan(plan, report).reason_details == plan.reason_details
     report.predicted_restore_seconds = 0
-    assert actual_plan(plan, report).reason == plan.reason
+    assert actual_plan(plan, report).reason_details == plan.reason_details
     # Five times the prediction, and yet a matter of milliseconds.
     report.restore_seconds, report.predicted_restore_seconds = 0.01, 0.002
-    assert actual_plan(plan, report).reason == plan.reason
+    assert actual_plan(plan, report).reason_details == plan.reason_details
 
 
 def test_both_ends_that_meet_elsewhere_say_where_it_was_expected() -> None:
@@ -544,9 +552,11 @@ def test_both_ends_that_meet_elsewhere_say_where_it_was_expected() -> None:
     )
     happened = actual_plan(plan, report)
     assert happened.recomputed_tokens == 896
-    assert happened.reason == f"{plan.reason}; they met at 896 where 1,472 was expected"
+    assert happened.reason.startswith("896 of 2,000 recomputed, the others loaded: ")
+    met = "they met at 896 where 1,472 was expected"
+    assert happened.reason_details == (*plan.reason_details, met)
     report.recomputed_tokens = 1472
-    assert actual_plan(plan, report).reason == plan.reason
+    assert actual_plan(plan, report).reason_details == plan.reason_details
 
 
 def explained_tokens() -> Plan:
@@ -571,19 +581,19 @@ def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
     assert plan.split_tokens % 64 == 0 or plan.split_tokens == 1900
     assert 0 < plan.tile_tokens <= 512
     assert plan.predicted_restore_seconds < 0.6 * serial.predicted_restore_seconds
-    assert "numerics are fast: rebuilt rows may in their last bits differ" in plan.reason
+    assert "numerics are fast: rebuilt rows may in their last bits differ" in plan.explanation
     invariant = replace(facts, numerics=Numerics.INVARIANT)
     exact = planned(invariant, token_count=2000, cached_tokens=1900)
-    assert "rebuilt rows equal the stored ones" in exact.reason
+    assert "rebuilt rows equal the stored ones" in exact.explanation
     assert exact.split_tokens == plan.split_tokens > 0
     int8_worker = replace(facts, encoding=Encoding.INT8)
     int8 = planned(int8_worker, token_count=2000, cached_tokens=1900)
     assert int8.predicted_load_seconds < 0.53 * plan.predicted_load_seconds
-    assert "cached tokens are approximate" in int8.reason
+    assert "cached tokens are approximate" in int8.explanation
     # A resident request reads the store only at its start, and nothing is cached.
     cold = planned(int8_worker, token_count=2000, cached_tokens=0)
-    assert "approximate" not in cold.reason
-    assert "numerics" not in cold.reason
+    assert "approximate" not in cold.explanation
+    assert "numerics" not in cold.explanation
     # Four pieces of prefill have four overheads.
     long = replace(facts, max_batched_tokens=25)
     pieces = planned(long, token_count=2000, cached_tokens=1900)

@@ -40,7 +40,7 @@ async def test_the_tier_that_holds_most_is_named_and_its_rate_with_it() -> None:
         assert (command.plan.fetched_tokens, command.plan.cached_tokens) == (48, 80)
         assert command.plan.fetch_source == "mooncake"
         wanted = "loading 48 tokens from the mooncake tier at 1 GB/s (assumed)"
-        assert wanted in command.plan.reason
+        assert wanted in str(command.plan.reason_details)
         assert result.token_ids == answer(PROMPT, 4)
         # The double loaded nothing, and says so.
         assert (result.done.plan.fetched_tokens, result.done.plan.fetch_source) == (0, "")

@@ -51,7 +51,9 @@ async def test_params_reach_the_worker_and_counts_come_back() -> None:
         assert done.usage.speculation == types_pb2.SpeculationUsage(
             method=SUFFIX, draft_count=4, draft_token_count=12, accepted_token_count=8
         )
-        assert "suffix drafted 12 tokens in 4 steps, 8 (67%) were accepted" in done.plan.reason
+        assert "suffix drafted 12 tokens in 4 steps, 8 (67%) were accepted" in str(
+            done.plan.reason_details
+        )
         # Nothing asked for: the worker fills it in.
         assert (await running.generate(ids_request(PROMPT, 2))).done.usage.speculation.draft_count
         assert worker.admits[1].speculation == types_pb2.SpeculativeParams()
@@ -75,11 +77,11 @@ async def test_why_nothing_was_drafted_is_said() -> None:
             request = asking(2, method=asked)
             request.worker_id = worker_id
             done = (await running.generate(request)).done
-            assert said in done.plan.reason
+            assert said in str(done.plan.reason_details)
             assert done.usage.speculation.method == types_pb2.DRAFT_METHOD_OFF
         for request in (asking(2, method=types_pb2.DRAFT_METHOD_OFF), ids_request(PROMPT, 2)):
             request.worker_id = "1"
-            assert "drafted" not in (await running.generate(request)).done.plan.reason
+            assert "drafted" not in str((await running.generate(request)).done.plan.reason_details)
 
 
 async def test_a_method_that_no_worker_has_is_refused() -> None:

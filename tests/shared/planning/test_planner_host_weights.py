@@ -235,9 +235,9 @@ def test_every_reason_names_what_weights_from_the_host_take(
     said = (
         f"weights that come from the host take {STREAMED.weight_seconds * 1e3:.3g} ms of each step"
     )
-    assert f"{said} (12" in plan.reason
-    assert "--device-memory" in plan.reason
-    assert "from the host" not in plan_request(OPT, A100, request).reason
+    assert f"{said} (12" in plan.explanation
+    assert "--device-memory" in plan.explanation
+    assert "from the host" not in plan_request(OPT, A100, request).explanation
 
 
 def test_a_steps_link_counts_its_weights() -> None:
@@ -250,10 +250,10 @@ def test_a_steps_link_counts_its_weights() -> None:
         residency=Residency.STREAMED,
     )
     busy = replace(STREAMED, step_compute_seconds=0.1)
-    reason = plan_request(OPT, busy, request).reason
-    assert "compute is the limit" not in reason, reason
+    reason = plan_request(OPT, busy, request).explanation
+    assert "device is busier than the link" not in reason, reason
     without = replace(busy, host_weight_bytes=0, host_kv_weight_bytes=0)
-    assert "compute is the limit" in plan_request(OPT, without, request).reason
+    assert "device is busier than the link" in plan_request(OPT, without, request).explanation
 
 
 def test_prefill_beside_weights_takes_as_long_as_the_weights() -> None:

@@ -69,7 +69,7 @@ def test_the_split_is_the_best_of_a_step_not_of_a_restore() -> None:
     assert splits[0] > splits[2] > 0
     assert splits[-1] == 0
     slow = replace(A100, step_compute_seconds=0.05)
-    assert "compute is the limit" in plan_request(OPT, slow, request).reason
+    assert "device is busier than the link" in plan_request(OPT, slow, request).explanation
     # What does not fit the staging memory cannot come while the device computes.
     assert plan_request(OPT, slow, replace(request, staging_tokens=512)).split_tokens > 512
 
@@ -84,8 +84,8 @@ def test_a_prompt_that_is_not_cached_yet_has_a_line_for_its_steps() -> None:
     assert plan.predicted_step_seconds == pytest.approx(
         step_of(OPT, A100, request, round(split)), rel=1e-9
     )
-    assert "nothing is cached" in plan.reason
-    assert "in each step, split" in plan.reason
+    assert "nothing is cached" in plan.explanation
+    assert "in each step, split" in plan.explanation
 
 
 @pytest.mark.parametrize(
@@ -102,17 +102,17 @@ def test_a_wish_for_what_is_not_cached_yet_is_about_the_steps(
     request = replace(STREAMED, cached_tokens=0, new_tokens=2048, **wish)
     plan = plan_request(OPT, A100, request)
     assert plan.method is RestoreMethod.NONE
-    cold = "nothing is cached: 2,048 tokens are prefilled; in each step, "
-    assert plan.reason.startswith(f"{cold}{said}: predicted ")
-    assert " 0 ms" not in plan.reason
-    assert ("against" in plan.reason) == (wish.get("forced_split_tokens") == 640)
+    assert plan.reason.startswith("nothing is cached: 2,048 tokens are prefilled, then streamed")
+    assert plan.reason_details[0].startswith(f"in each step, {said}: predicted ")
+    assert " 0 ms" not in plan.explanation
+    assert ("against" in plan.explanation) == (wish.get("forced_split_tokens") == 640)
 
 
 def test_a_growing_prefix_has_two_splits_and_the_reason_tells_them_apart() -> None:
     plan = plan_request(OPT, A100, replace(STREAMED, cached_tokens=1408, new_tokens=640))
-    [at_first] = re.findall(r"\(at first ([0-9,]+) of 1,408\)", plan.reason)
+    [at_first] = re.findall(r"\(at first ([0-9,]+) of 1,408\)", plan.explanation)
     assert int(at_first.replace(",", "")) == plan.split_tokens
-    assert "of 2,048 once the new tokens are stored" in plan.reason
+    assert "of 2,048 once the new tokens are stored" in plan.explanation
 
 
 def test_the_request_may_know_its_step_better_than_the_profile() -> None:
@@ -137,12 +137,12 @@ def test_spare_memory_keeps_the_front_on_the_device() -> None:
     assert plan.resident_tokens < plan.split_tokens < plan.cached_tokens
     assert plan.predicted_step_seconds < 0.8 * without.predicted_step_seconds
     assert plan.predicted_load_seconds == without.predicted_load_seconds
-    assert "first 640 stay on the device" in plan.reason
+    assert "first 640 stay on the device" in plan.explanation
     everything = replace(STREAMED, spare_bytes=2048 * OPT.kv_bytes_per_token)
     plan = plan_request(OPT, profile, everything)
     assert (plan.resident_tokens, plan.split_tokens) == (2048, 0)
     assert plan.predicted_step_seconds == 0.012
-    assert "nothing is loaded" in plan.reason
+    assert "nothing is loaded" in plan.explanation
 
 
 def least_step_seconds(
@@ -223,7 +223,7 @@ def test_activations_stay_where_the_device_would_wait_for_the_link() -> None:
     assert plan.schedule is Schedule.ROW
     assert plan.resident_tokens == plan.split_tokens > 900
     assert plan.method is RestoreMethod.SPLIT
-    assert "X that stays on the device" in plan.reason
+    assert "X that stays on the device" in plan.explanation
     plain = replace(STREAMED, spare_bytes=spare, keeps_activations=False)
     assert plan_request(shape, profile, plain).schedule is Schedule.PIPELINED
     # The serial twin loads, rebuilds and decodes in turn: nothing waits for the link alone.

@@ -69,7 +69,7 @@ def test_those_that_are_always_read_have_rows() -> None:
 
 def test_a_short_prompt_says_that_it_never_leaves_the_device() -> None:
     reason = why_not_selected(SHAPE, Selection.parsed("columns:0.1"), 0, 64)
-    assert reason == "no chunk leaves the device"
+    assert reason == "the prompt is short: its whole cache stays on the device"
 
 
 def test_pages_hold_what_the_bytes_say() -> None:

@@ -38,6 +38,8 @@ PLAN = Plan(
     predicted_step_seconds=0.0625,
     objective=Objective.THROUGHPUT,
     device_tokens=16,
+    predicted_recompute_seconds=1.5,
+    reason_details=("one", "two"),
 )
 
 
