@@ -56,7 +56,8 @@ def admission_from(
         numerics_digest: the worker's, which its chunk keys depend on.
         stream: number of the Run stream that the command came through.
     """
-    sampling = Sampling.from_proto(command.sampling)
+    bad_words = tuple(tuple(each.token_ids) for each in command.bad_words)
+    sampling = Sampling.from_proto(command.sampling, bad_words)
     _check_tokens(command, sampling, shape)
     plan = plan_from_proto(command.plan)
     is_forced = command.HasField("forced_split_tokens")

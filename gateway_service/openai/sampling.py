@@ -29,6 +29,7 @@ MOST_LOGPROBS = 20
 _MOST_STOPS = 16
 _MOST_CONSTRAINT_BYTES = 64 * 1024
 _MOST_ALTERNATIVES = 1024
+_MOST_ALLOWED = 1 << 18
 
 _CONSTRAINT = text_of(least=1, most=_MOST_CONSTRAINT_BYTES)
 _ALTERNATIVES = array(text_of(least=1), least=1, most=_MOST_ALTERNATIVES)
@@ -228,17 +229,34 @@ _EXTENSIONS = (
         False,
     ),
     _extra("skip_special_tokens", BOOLEAN, "Leave special tokens out of the text.", True),
+    _extra(
+        "include_stop_str_in_output",
+        BOOLEAN,
+        "The text has the stop string or stop token that ended it.",
+        False,
+    ),
+    _extra(
+        "truncate_prompt_tokens",
+        integer(-1),
+        "Keep only so many of the prompt's last tokens; -1: as many as leave room for the answer.",
+    ),
+    _extra(
+        "allowed_token_ids",
+        array(integer(0), least=1, most=_MOST_ALLOWED),
+        "Only these tokens may be chosen; not with a constraint of the text.",
+    ),
+    _extra(
+        "bad_words",
+        array(text_of(least=1, most=256), most=128),
+        "Texts that the answer does not have.",
+    ),
     _ignored_extra("spaces_between_special_tokens", "Tokens are put together as they are.", True),
     _refused_extra("logits_processors", "use logit_bias or structured_outputs", []),
     _refused_extra("return_token_ids", "answers have texts", False),
     _refused_extra("return_tokens_as_token_ids", "answers have texts", False),
-    _refused_extra("include_stop_str_in_output", "the text never has what ended it", False),
     _refused_extra("use_beam_search", "there is no beam search", False),
     _refused_extra("length_penalty", "there is no beam search", 1, 1.0),
     _refused_extra("prompt_logprobs", "prompts have no log-probabilities"),
-    _refused_extra("truncate_prompt_tokens", "prompts are not truncated"),
-    _refused_extra("allowed_token_ids", "use structured_outputs or logit_bias"),
-    _refused_extra("bad_words", "use logit_bias", []),
 )
 # The tables of endpoints begin with these.
 COMMON_FIELDS = (*_OPENAI, *_EXTENSIONS)
@@ -248,6 +266,7 @@ TEXT_FIELDS = (*COMMON_FIELDS, *_OPENAI_TEXT)
 _SAME_NAME = (
     *("temperature", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
+    *("include_stop_str_in_output", "allowed_token_ids", "bad_words"),
 )
 # What OpenAI takes where a client says nothing; the scheduler is greedy.
 _DEFAULT_TEMPERATURE = 1.0
@@ -325,6 +344,8 @@ def generate_request(values: Mapping[str, Any]) -> pb.GenerateRequest:
     request = pb.GenerateRequest(model=values["model"], sampling=sampling_of(values))
     # vLLM's smaller ones start first, the scheduler's larger ones.
     request.priority = -values.get("priority", 0)
+    if "truncate_prompt_tokens" in values:
+        request.truncate_prompt_tokens = values["truncate_prompt_tokens"]
     if "cache_salt" in values:
         request.cache_salt = values["cache_salt"].encode()
     return request

@@ -37,7 +37,8 @@ class Output:
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             self._stop_token_ids |= eos_token_ids
-        # Trailing stop tokens. They are no text if the request ends with them.
+        # Trailing stop tokens. They are no text if the request ends with them, unless it asks so.
+        self._keeps_stop = sampling.include_stop_str_in_output
         self._withheld: list[int] = []
         self._tokenizer = tokenizer
         self._stream: TextStream | None = None
@@ -47,6 +48,7 @@ class Output:
                 tuple(sampling.stop),
                 min_tokens=sampling.min_tokens,
                 keeps_special=sampling.keeps_special_tokens,
+                keeps_stop=sampling.include_stop_str_in_output,
             )
 
     def __len__(self) -> int:
@@ -106,7 +108,7 @@ class Output:
         if self._stream is None:
             return ""
         withheld, self._withheld = self._withheld, []
-        text = "" if stopped else self._stream.push(withheld)
+        text = "" if stopped and not self._keeps_stop else self._stream.push(withheld)
         return text + self._stream.finish()
 
     def chunk(self, start: int) -> scheduler_pb2.GenerateChunk:

@@ -9,6 +9,7 @@ from splitpoint.chat.messages import Chat
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import ModelShape
+from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2
 
 # Converts a chat to text by the model's template. Raises InvalidArgument for what that refuses.
@@ -31,24 +32,40 @@ def prompt_of(
 ) -> tuple[int, ...]:
     """Return the prompt's tokens. They are counted before they are copied."""
     most = model.context_length - 1
+    kept = _kept_tokens(request, model)
     if request.WhichOneof("prompt") == "token_ids":
         ids, field = request.token_ids.ids, "token_ids.ids"
-        if len(ids) > most:
+        if len(ids) > most and kept is None:
             too_many = TooManyTokens(len(ids), is_exact=True)
             raise prompt_exceeds(too_many, field, model.context_length)
         if not ids:
             raise InvalidArgument("the prompt is empty", field=field)
         check_tokens(ids, field, model)
-        return tuple(ids)
+        return tuple(ids if kept is None else ids[-kept:])
     field = "chat.messages" if request.HasField("chat") else "text"
     try:
-        found = encoded_prompt(request, encode, render, most)
+        found = encoded_prompt(
+            request, encode, render, most if kept is None else MESSAGE_LIMIT_BYTES
+        )
     except TooManyTokens as error:
         raise prompt_exceeds(error, field, model.context_length) from None
     # A tokenizer may know more tokens than the checkpoint has rows for.
     if max(found) >= model.vocabulary_size:
         raise InvalidArgument("the text holds a token that the model lacks", field=field)
-    return tuple(found)
+    return tuple(found if kept is None else found[-kept:])
+
+
+def _kept_tokens(request: scheduler_pb2.GenerateRequest, model: ModelShape) -> int | None:
+    """Return how many of the prompt's last tokens are kept at most; None: all or an error."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return None
+    kept, most = request.truncate_prompt_tokens, model.context_length - 1
+    if kept == -1:
+        new = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else 1
+        return max(1, model.context_length - new)
+    if not 1 <= kept <= most:
+        raise InvalidArgument(f"must be -1, or from 1 to {most:,}", field="truncate_prompt_tokens")
+    return kept
 
 
 def encoded_prompt(
@@ -80,6 +97,24 @@ def encoded_prompt(
     if not ids:
         raise InvalidArgument("the prompt is empty", field=field)
     return ids
+
+
+def bad_word_tokens(texts: Sequence[str], encode: Encode | None) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each text, and those behind a space if they are as many others."""
+    found: list[tuple[int, ...]] = []
+    for index, text in enumerate(texts):
+        if encode is None:
+            continue  # was refused
+        alone, spaced = (
+            tuple(encode(each, MESSAGE_LIMIT_BYTES, adds_special_tokens=False))
+            for each in (text, " " + text.lstrip())
+        )
+        if not alone:
+            raise InvalidArgument("it has no tokens", field=f"sampling.bad_words[{index}]")
+        found.append(alone)
+        if spaced[:1] != alone[:1] and len(spaced) == len(alone):
+            found.append(spaced)
+    return tuple(dict.fromkeys(found))
 
 
 def check_tokens(ids: Sequence[int], field: str, model: ModelShape) -> None:

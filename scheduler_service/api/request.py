@@ -84,6 +84,8 @@ class Request:
     prompt: tuple[int, ...]
     # As sent, with max_tokens and seed filled in.
     sampling: types_pb2.SamplingParams
+    # The tokens of sampling.bad_words, each at least one.
+    bad_words: tuple[tuple[int, ...], ...] = ()
     cache_salt: bytes = b""
     # Larger first within its tenant.
     priority: int = 0

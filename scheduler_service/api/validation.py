@@ -11,7 +11,13 @@ import math
 import secrets
 from collections.abc import Sequence
 
-from scheduler_service.api.prompts import Encode, Render, check_tokens, prompt_of
+from scheduler_service.api.prompts import (
+    Encode,
+    Render,
+    bad_word_tokens,
+    check_tokens,
+    prompt_of,
+)
 from scheduler_service.api.request import FROM_THE_START, Request, Resume
 from scheduler_service.policy.waiting import LEAST_PRIORITY, MOST_PRIORITY
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
@@ -34,6 +40,7 @@ DEFAULT_MAX_TOKENS = 128
 STOP_LIMIT = 16
 STOP_BYTES_LIMIT = 256
 STOP_TOKEN_LIMIT = 64
+BAD_WORD_LIMIT = 128
 LOGIT_BIAS_LIMIT = 1024
 LOGPROBS_LIMIT = 20
 # Beyond these logits may overflow.
@@ -78,6 +85,7 @@ def validate_generate(
         body_digest=_digest_of(request),
         prompt=prompt,
         sampling=sampling,
+        bad_words=bad_word_tokens(sampling.bad_words, encode),
         cache_salt=request.cache_salt,
         worker_id=request.worker_id,
         split_tokens=split,
@@ -222,15 +230,26 @@ def _check_sampling(
             raise InvalidArgument(
                 "biases must be in [-100, 100]", field=f"sampling.logit_bias[{token_id}]"
             )
-    _check_count(len(sampling.stop), "stop", STOP_LIMIT)
-    for index, stop in enumerate(sampling.stop):
-        if not 1 <= len(stop.encode()) <= STOP_BYTES_LIMIT:
-            raise InvalidArgument(
-                f"a stop string has 1 to {STOP_BYTES_LIMIT} bytes", field=f"sampling.stop[{index}]"
+    for name, texts, limit in (
+        ("stop", sampling.stop, STOP_LIMIT),
+        ("bad_words", sampling.bad_words, BAD_WORD_LIMIT),
+    ):
+        _check_count(len(texts), name, limit)
+        for index, text in enumerate(texts):
+            if not 1 <= len(text.encode()) <= STOP_BYTES_LIMIT:
+                raise InvalidArgument(
+                    f"a text here has 1 to {STOP_BYTES_LIMIT} bytes",
+                    field=f"sampling.{name}[{index}]",
+                )
+        if texts and not has_tokenizer:
+            raise FailedPrecondition(
+                f"the model has no tokenizer: {name} cannot be found", reason="NO_TOKENIZER"
             )
-    if sampling.stop and not has_tokenizer:
-        raise FailedPrecondition(
-            "the model has no tokenizer: stop strings cannot be found", reason="NO_TOKENIZER"
+    _check_count(len(sampling.allowed_token_ids), "allowed_token_ids", model.vocabulary_size)
+    check_tokens(sampling.allowed_token_ids, "sampling.allowed_token_ids", model)
+    if sampling.allowed_token_ids and sampling.HasField("structured_output"):
+        raise InvalidArgument(
+            "cannot come with structured_output", field="sampling.allowed_token_ids"
         )
     _check_count(len(sampling.stop_token_ids), "stop_token_ids", STOP_TOKEN_LIMIT)
     check_tokens(sampling.stop_token_ids, "sampling.stop_token_ids", model)

@@ -205,6 +205,7 @@ def _admit_command(attempt: Attempt, planned: PlannedAttempt) -> worker_pb2.Admi
         tenant_salt=request.tenant_salt,
         traceparent=attempt.span.traceparent,
         speculation=request.speculation,
+        bad_words=[worker_pb2.BadWord(token_ids=each) for each in request.bad_words],
     )
     if not attempt.selection.is_full:
         command.selection.CopyFrom(selection_to_proto(attempt.selection))

@@ -212,6 +212,7 @@ class TextStream:
         stops: strings that end the text; none may be empty.
         min_tokens: matches that complete before this many tokens are ignored.
         keeps_special: special tokens are text.
+        keeps_stop: the text ends with the match instead of before it.
     """
 
     def __init__(
@@ -221,6 +222,7 @@ class TextStream:
         *,
         min_tokens: int = 0,
         keeps_special: bool = False,
+        keeps_stop: bool = False,
     ) -> None:
         if not all(stops):
             raise InvalidArgument("a stop string must not be empty", field="sampling.stop")
@@ -228,6 +230,7 @@ class TextStream:
         self._stops = tuple(stops)
         self._min_tokens = min_tokens
         self._keeps_special = keeps_special
+        self._keeps_stop = keeps_stop
         self._token_count = 0
         self._segment: list[int] = []  # tokens whose text is not final
         self._first = True  # no text was returned yet
@@ -295,7 +298,7 @@ class TextStream:
             if match is not None:
                 begin, self.matched_stop = match
                 self._held = ""
-                return text[:begin]
+                return text[: begin + len(self.matched_stop) * self._keeps_stop]
         held = max(_overlap(text, stop) for stop in self._stops)
         certain = len(text) - held
         self._held = text[certain:]

@@ -53,6 +53,12 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool | None
     # Special tokens are part of the text.
     keeps_special_tokens: bool | None
+    # What ended the answer, a stop string or a stop token, is part of the text.
+    include_stop_str_in_output: bool | None
+    # Only these tokens may be chosen.
+    allowed_token_ids: Iterable[int] | None
+    # Texts that the answer does not have.
+    bad_words: Iterable[str] | None
     logprobs: int | None
     # Without max_tokens: generate until the context is full.
     fills_context: bool | None
@@ -66,6 +72,8 @@ class GenerateOptions(TypedDict, total=False):
     choice: Iterable[str] | None
     # Tokenize a text without the model's special tokens around it.
     omits_special_tokens: bool | None
+    # Keep only so many of the prompt's last tokens; -1: as many as fit.
+    truncate_prompt_tokens: int | None
     # Served model; needed only when there are several.
     model: str | None
     # Random if absent. The same id with the same body attaches to one generation.

@@ -92,6 +92,52 @@ async def test_without_options_a_stream_has_no_usage(front: Front) -> None:
     assert not any("usage" in each for each in events)
 
 
+async def test_the_text_has_what_ended_it_if_asked(front: Front) -> None:
+    tokens = answer(IDS, 16)
+    text, ending = text_of(tokens), text_of(tokens[6:7])
+    stop: dict[str, Any] = {"stop": ending, "max_tokens": 16}
+    kept = {"include_stop_str_in_output": True}
+    [before] = (await front.http.complete(**stop)).json["choices"]
+    [whole] = (await front.http.complete(**stop, **kept)).json["choices"]
+    assert (before["text"], whole["text"]) == (
+        text[: text.index(ending)],
+        text[: text.index(ending)] + ending,
+    )
+    events = (await front.http.complete(**stop, **kept, stream=True)).events
+    assert "".join(each["choices"][0]["text"] for each in events) == whole["text"]
+    ids = {"stop_token_ids": [tokens[6]], "max_tokens": 16}
+    [before] = (await front.http.complete(**ids)).json["choices"]
+    [whole] = (await front.http.complete(**ids, **kept)).json["choices"]
+    assert whole["finish_reason"] == "stop"
+    assert whole["text"] == before["text"] + ending
+
+
+async def test_a_prompt_is_cut_at_its_front(front: Front) -> None:
+    long = IDS * (SHAPE.context_length // len(IDS) + 1)
+    spelled = TOKENIZER.encode(text_of(long), 1 << 20)
+    assert len(spelled) > SHAPE.context_length
+    for prompt, count, wanted in (
+        (PROMPT, 2, IDS[-2:]),
+        (IDS, 2, IDS[-2:]),
+        (PROMPT, 50, IDS),
+        (text_of(long), 20, spelled[-20:]),
+        (long, 20, long[-20:]),
+    ):
+        found = await front.http.complete(prompt=prompt, truncate_prompt_tokens=count, max_tokens=4)
+        assert found.status == 200, found.json
+        assert list(front.stack.workers[0].admits[-1].prompt_token_ids) == wanted
+
+
+async def test_bad_words_and_allowed_tokens_reach_the_worker(front: Front) -> None:
+    await front.http.complete(bad_words=["main", " def"], allowed_token_ids=[5, 6], max_tokens=1)
+    command = front.stack.workers[0].admits[-1]
+    assert list(command.sampling.allowed_token_ids) == [5, 6]
+    words = [list(each.token_ids) for each in command.bad_words]
+    assert TOKENIZER.encode("main", 9, adds_special_tokens=False) in words
+    texts = {text_of(each).strip() for each in words}
+    assert texts == {"main", "def"}
+
+
 async def test_several_prompts_and_answers(front: Front) -> None:
     body: dict[str, Any] = {"prompt": [PROMPT, IDS[:2]], "n": 2, "max_tokens": 4, "seed": 7}
     whole = (await front.http.complete(**body)).json
@@ -289,7 +335,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": "{}", "guided_regex": "a"}, "guided_regex"),
     ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": SHAPE.context_length}, "truncate_prompt_tokens"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [SHAPE.vocabulary_size]}, "allowed_token_ids[0]"),
+    ({"allowed_token_ids": [1], "guided_regex": "a"}, "allowed_token_ids"),
+    ({"bad_words": ["a", ""]}, "bad_words[1]"),
     ({"no_such_field": 1}, "no_such_field"),
     ({"cache_salt": "s" * 129}, "cache_salt"),
     ({"priority": 11}, "priority"),

@@ -33,7 +33,13 @@ from worker_service.pipeline.prefetch import Prefetcher, compute
 from worker_service.pipeline.staging import Staging
 from worker_service.store.verifier import Check, Verifier
 from worker_service.store.write_back import SequenceKey
-from worker_service.structured.masks import PATIENCE_SECONDS, Mask, MaskFiller, MaskTotals
+from worker_service.structured.masks import (
+    PATIENCE_SECONDS,
+    Mask,
+    MaskFiller,
+    MaskTotals,
+    mask_with,
+)
 from worker_service.structured.matcher import GrammarMatcher
 
 # By the key of each sequence that a grammar rules: masks behind its newest token and each draft.
@@ -305,6 +311,10 @@ class ModelRunner:
         if sequence.matcher is not None:
             # Of a row that has none, nothing will be chosen.
             mask = next(islice(masks.get(sequence.key, ()), draft_count, None), None)
+        elif ids := admission.sampling.allowed_token_ids:
+            if sequence.allowed is None:
+                sequence.allowed = mask_with(ids, self._model.shape.vocabulary_size)
+            mask = sequence.allowed
         return SamplingRow(
             admission.sampling,
             sequence.tokens,

@@ -31,6 +31,8 @@ class Sampling:
         top_k: 0 keeps all tokens.
         logprobs: alternatives to report; None reports no log-probabilities.
         returns_hidden_state: report the hidden state from which the token is chosen.
+        allowed_token_ids: the only ids that may be chosen; empty: all.
+        bad_words: ids that the answer does not have in a row, each at least one.
     """
 
     temperature: float = 0.0
@@ -50,12 +52,21 @@ class Sampling:
     logprobs: int | None = None
     keeps_special_tokens: bool = False
     returns_hidden_state: bool = False
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def from_proto(cls, message: types_pb2.SamplingParams) -> Sampling:
+    def from_proto(
+        cls, message: types_pb2.SamplingParams, bad_words: tuple[tuple[int, ...], ...] = ()
+    ) -> Sampling:
         """Return the message's values; absent fields keep the defaults of types.proto."""
         return from_message(
-            cls, message, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids)
+            cls,
+            message,
+            stop=tuple(message.stop),
+            stop_token_ids=tuple(message.stop_token_ids),
+            allowed_token_ids=tuple(message.allowed_token_ids),
+            bad_words=bad_words,
         )
 
     @property
@@ -106,13 +117,42 @@ class SamplingRow:
     def forbidden(self) -> tuple[int, ...]:
         """Ids that may not be chosen yet: those that end the text before min_tokens.
 
-        A mask says that of its own.
+        The mask of a grammar says that of its own.
         """
         sampling = self.sampling
-        if self.mask is not None or self.position - self.prompt_length >= sampling.min_tokens:
+        is_ruled = self.mask is not None and not sampling.allowed_token_ids
+        if is_ruled or self.position - self.prompt_length >= sampling.min_tokens:
             return ()
         ends = () if sampling.ignore_eos else self.eos_token_ids
         return (*ends, *sampling.stop_token_ids)
+
+    @property
+    def unwanted(self) -> tuple[int, ...]:
+        """Ids that would complete a bad word."""
+        bad_words = self.sampling.bad_words
+        if not bad_words:
+            return ()
+        newest = self.generated[-max(map(len, bad_words)) :]
+        return tuple(
+            word[-1]
+            for word in bad_words
+            if len(word) == 1 or tuple(newest[1 - len(word) :]) == word[:-1]
+        )
+
+    def excluded(self, vocabulary: int) -> list[int]:
+        """Return the ids that may not be chosen: bad words, then all others, give way if nothing
+        else is left.
+        """
+        unwanted, forbidden = self.unwanted, self.forbidden
+        for ids in ({*forbidden, *unwanted}, {*forbidden}):
+            if not ids:
+                break
+            left = vocabulary - len(ids)
+            if self.mask is not None:
+                left = len(set(allowed_ids(self.mask, vocabulary).tolist()) - ids)
+            if left:
+                return sorted(ids)
+        return []
 
     @property
     def is_plain(self) -> bool:
@@ -124,6 +164,7 @@ class SamplingRow:
             and not sampling.uses_history
             and not sampling.logit_bias
             and not self.forbidden
+            and not self.sampling.bad_words
         )
 
 
@@ -241,7 +282,7 @@ def _parameters(row: SamplingRow, vocabulary: int) -> RowParameters | None:
     """Return what the draw of a row depends on; None if it is plain."""
     if row.is_plain:
         return None
-    sampling, forbidden = row.sampling, sorted(set(row.forbidden))
+    sampling = row.sampling
     penalty = sampling.repetition_penalty
     repeated = sorted(set(row.history)) if penalty != 1 else []
     return RowParameters(
@@ -254,9 +295,7 @@ def _parameters(row: SamplingRow, vocabulary: int) -> RowParameters | None:
         repeated=[(token, penalty, 0.0) for token in repeated],
         counted=_counted(row),
         biased=[(token, bias, 0.0) for token, bias in sampling.logit_bias.items()],
-        forbidden=[(token, -math.inf, 0.0) for token in forbidden]
-        if len(forbidden) < vocabulary
-        else [],
+        forbidden=[(token, -math.inf, 0.0) for token in row.excluded(vocabulary)],
     )
 
 
@@ -339,9 +378,8 @@ def _adjusted(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias))
         scores[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype)
-    forbidden = row.forbidden
-    if forbidden and len(set(forbidden)) < vocabulary:
-        scores[torch.tensor(forbidden)] = -math.inf
+    if excluded := row.excluded(vocabulary):
+        scores[torch.tensor(excluded)] = -math.inf
     return scores
 
 

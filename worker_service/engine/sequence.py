@@ -26,6 +26,7 @@ from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Match
 from worker_service.store.session import Connection
 from worker_service.store.write_back import SequenceKey
+from worker_service.structured.masks import Mask
 from worker_service.structured.matcher import GrammarMatcher
 
 
@@ -139,6 +140,8 @@ class Sequence:
     spans: RequestSpans | None = None
     # Follows its answer; None: any text.
     matcher: GrammarMatcher | None = None
+    # A bit for each of the only ids that may be chosen, once a step chose; None: no such list.
+    allowed: Mask | None = field(default=None, init=False)
     # Its back comes from a tier while steps compute its front; None: nothing comes.
     meeting: Meeting | None = None
     tokens: list[int] = field(init=False)

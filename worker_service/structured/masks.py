@@ -193,3 +193,10 @@ def allowed_ids(mask: Mask, vocabulary_size: int) -> npt.NDArray[np.int64]:
     """Return the ids that a mask allows, in order."""
     bits = np.unpackbits(mask.view(np.uint8), count=vocabulary_size, bitorder="little")
     return np.flatnonzero(bits)
+
+
+def mask_with(ids: Sequence[int], vocabulary_size: int) -> Mask:
+    """Return the mask that allows these ids."""
+    bits = np.zeros(32 * (vocabulary_size // 32 + 1), np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -111,6 +111,14 @@ BAD: list[tuple[str, Callable[[scheduler_pb2.GenerateRequest], Any]]] = [
     ("sampling.stop[1]", sampling(stop=["x", "y" * 257])),
     ("sampling.stop[0]", sampling(stop=["ü" * 129])),
     ("sampling.stop[0]", sampling(stop=[""])),
+    ("sampling.bad_words", sampling(bad_words=["x"] * 129)),
+    ("sampling.bad_words[1]", sampling(bad_words=["x", "y" * 257])),
+    ("sampling.bad_words[0]", sampling(bad_words=[""])),
+    ("sampling.allowed_token_ids[1]", sampling(allowed_token_ids=[1, 1 << 20])),
+    ("sampling.allowed_token_ids", sampling(allowed_token_ids=[1] * 10_000)),
+    ("truncate_prompt_tokens", fields(truncate_prompt_tokens=0)),
+    ("truncate_prompt_tokens", fields(truncate_prompt_tokens=-2)),
+    ("truncate_prompt_tokens", fields(truncate_prompt_tokens=1 << 20)),
     ("sampling.stop_token_ids", sampling(stop_token_ids=[1] * 65)),
     ("sampling.stop_token_ids[1]", sampling(stop_token_ids=[1, 100])),
     ("sampling.min_tokens", sampling(min_tokens=-1)),
@@ -263,6 +271,24 @@ def test_what_was_left_open_is_filled_in() -> None:
     assert checked.residency is Residency.STREAMED
     assert checked.sampling == given_all.sampling
     assert check(fields_request(text="hello")).prompt == tuple(ord(c) % 100 for c in "hello")
+
+
+def test_a_prompt_is_cut_so_that_its_answer_fits() -> None:
+    long = [1, *range(2, 90)]
+    for change, wanted in (
+        (sampling(max_tokens=10), long[-40:]),
+        (sampling(fills_context=True), long[-49:]),
+        (sampling(max_tokens=50), long[-1:]),
+    ):
+        request = ids_request(long)
+        request.sampling.ClearField("max_tokens")
+        change(request)
+        request.truncate_prompt_tokens = -1
+        if request.sampling.max_tokens == 50:  # then not even one prompt token has room
+            with pytest.raises(InvalidArgument):
+                check(request)
+        else:
+            assert list(check(request).prompt) == wanted
 
 
 def test_token_ids_are_recomputed_into_device_memory_only() -> None:

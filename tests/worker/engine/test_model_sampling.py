@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from splitpoint.v1 import types_pb2
 from worker_service.engine.sampling import (
     Choice,
     NonFiniteLogits,
+    PendingChoices,
     Sampling,
     SamplingRow,
     accepted,
     choose,
     uniform,
 )
+from worker_service.structured.masks import mask_with
 
 VOCABULARY = 50
 
@@ -219,6 +222,46 @@ def test_non_finite_logits_fail_their_row_only(bad: float, temperature: float) -
     assert isinstance(choices[1], NonFiniteLogits)
     assert isinstance(choices[0], Choice)
     assert isinstance(choices[2], Choice)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_words_and_lists_of_allowed_tokens(temperature: float) -> None:
+    logits = logits_of(1)
+    first, second, third = logits[0].argsort(descending=True)[:3].tolist()
+
+    def chosen(tokens: list[int], *drafts: int, **values: Any) -> int:
+        allowed = values.get("allowed_token_ids", ())
+        row = SamplingRow(
+            Sampling(temperature=temperature / 1000, **values),
+            tokens,
+            1,
+            drafts=drafts,
+            mask=mask_with(allowed, VOCABULARY) if allowed else None,
+        )
+        [on_host], [on_device] = choose(logits, [row]), read(logits, row)
+        assert on_host == on_device
+        return ids([on_host])[0]
+
+    assert chosen([9], bad_words=((first,),)) == second
+    assert chosen([9], bad_words=((first,), (second,))) == third
+    # Only behind its other tokens, and those of the prompt do not count.
+    pair = ((7, 8, first),)
+    assert [chosen(begin, bad_words=pair) for begin in ([9], [9, 8], [7, 8], [9, 8, 7])] == [
+        first
+    ] * 4
+    assert chosen([9, 7, 8], bad_words=pair) == chosen([9, 7], 8, bad_words=pair) == second
+    assert chosen([9], allowed_token_ids=(third,)) == third
+    assert chosen([9], allowed_token_ids=(second, third), bad_words=((second,),)) == third
+    # Ends are still too early, and a bad word gives way where nothing else is left.
+    both = {"allowed_token_ids": (first, third), "stop_token_ids": (first,), "min_tokens": 5}
+    assert chosen([9], **both) == third
+    assert chosen([9], bad_words=((third,),), **both) == third
+    assert chosen([9], allowed_token_ids=(third,), bad_words=((third,),)) == third
+
+
+def read(logits: torch.Tensor, row: SamplingRow) -> list[Choice | NonFiniteLogits]:
+    """Return the choice of the twin that a GPU has."""
+    return PendingChoices(logits.clone(), torch.ones(1, dtype=torch.bool), [row]).read()[1]
 
 
 def test_defaults_of_the_message() -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -341,6 +342,27 @@ def test_a_grammar_that_fails_ends_its_own_request(
     assert error.reason == "GRAMMAR_TOO_COMPLEX"
     assert "heavy" not in answers.tokens
     assert answers.tokens == wanted.tokens
+
+
+def test_drafts_keep_to_allowed_tokens_and_off_bad_words(
+    model: Decoder, compiler: GrammarCompiler
+) -> None:
+    few: dict[str, Any] = {"allowed_token_ids": (11, 12, 13), "seed": 2, "temperature": 1.0}
+    few |= {"bad_words": ((11, 12), (13, 13, 13)), "max_tokens": 40}
+    plain = run(engine_of(model), compiler, [asked("r", None, [5, 11], **few)])
+    tokens = plain.tokens["r"]
+    assert set(tokens) == {11, 12, 13}
+    assert not {(11, 12)} & set(pairwise(tokens))
+    assert (13, 13, 13) not in zip(tokens, tokens[1:], tokens[2:], strict=False)
+    drafter = KnowingDrafter(plain.tokens, sometimes_wrong(VOCABULARY, 5))
+    engine = engine_of(model, drafters={DraftMethod.MODEL: drafter})
+    speculation = Speculation(DraftMethod.MODEL, 4)
+    drafted = run(engine, compiler, [asked("r", None, [5, 11], speculation=speculation, **few)])
+    assert drafted.tokens == plain.tokens
+    assert sum(event.accepted for event in drafted.drafts) > 5
+    # An answer that an earlier attempt began goes on as it would have.
+    rest = run(engine_of(model), compiler, [asked("r", None, [5, 11], delivered=tokens[:9], **few)])
+    assert rest.tokens["r"] == tokens[9:]
 
 
 class HeldMatcher:
