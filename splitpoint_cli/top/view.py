@@ -204,7 +204,7 @@ def _worker(readings: Readings, worker: Worker, width: int, glyphs: Glyphs) -> l
         cell("cached tokens", NOTHING if rates.loaded_share is None else ways, 53),
         cell("split", split, 11),
         cell("measured/predicted", amount(rates.measured_over_predicted), 23),
-        cell("kappa", _kappa(worker), 22),
+        cell("cached/new", _kappa(worker), 37),
         cell(
             "cache",
             _of_bar(
@@ -256,7 +256,7 @@ def _kappa(worker: Worker) -> str:
     """Return the ratio of its latest requests beside the one above which the link is the limit."""
     if worker.kappa_crit is None:
         return NOTHING
-    return f"{amount(worker.recent_kappa_ratio)}, crit {amount(worker.kappa_crit)}"
+    return f"{amount(worker.recent_kappa_ratio)} (link-bound above {amount(worker.kappa_crit)})"
 
 
 def _power(worker: Worker, told: Telemetry, host_cpu_watts: float | None, glyphs: Glyphs) -> Text:

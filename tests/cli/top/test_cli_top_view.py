@@ -92,7 +92,7 @@ PARTS = (
     "60% loaded, 30% rebuilt, 10% recomputed",
     "split 2,240",
     "measured/predicted 1.1",
-    "kappa 12, crit 1.35",
+    "cached/new 12 (link-bound above 1.35)",
     "tokens/step 103",
     "oldest waits 75 s",
     "resumed 3",
