@@ -30,7 +30,8 @@ METHODS = [DraftMethod.SUFFIX, DraftMethod.MODEL, DraftMethod.AUTO]
 _Peers = Annotated[
     str,
     typer.Option(
-        help="Peers, separated by commas: transformers, ctranslate2, openvino, llama.cpp; or none.",
+        help="Peers, separated by commas: transformers, ctranslate2, openvino, llama.cpp, "
+        "vllm; or none.",
         metavar="PEER,...|none",
     ),
 ]

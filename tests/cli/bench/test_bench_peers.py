@@ -23,6 +23,7 @@ from splitpoint_cli.bench.decode.peers.checkpoint import Checkpoint, rope_base
 from splitpoint_cli.bench.decode.peers.gguf import write_llama
 from splitpoint_cli.bench.decode.peers.messages import Load, Timing, Unsupported, Work
 from splitpoint_cli.bench.decode.peers.process import PeerProcess, interpreters_of, start_peer
+from splitpoint_cli.bench.decode.peers.vllm_model import cache_bytes
 
 # Interpreters that have peers, separated by colons: with it, their tokens are compared, too.
 PEER_PYTHONS = [Path(path) for path in os.environ.get("SPLITPOINT_PEER_PYTHONS", "").split(":")]
@@ -47,9 +48,9 @@ def interpreter(tmp_path: Path, text: str) -> str:
 def test_peers_are_named_once_and_must_exist() -> None:
     assert parse_peers("llama.cpp, transformers,llama.cpp") == ("llama.cpp", "transformers")
     assert parse_peers("none") == ()
-    for text in ("vllm", "", " ,"):
+    for text in ("abacus", "", " ,"):
         with pytest.raises(
-            InvalidArgument, match=r"transformers, ctranslate2, openvino, llama\.cpp"
+            InvalidArgument, match=r"transformers, ctranslate2, openvino, llama\.cpp, vllm"
         ):
             parse_peers(text)
 
@@ -134,6 +135,76 @@ def test_a_peer_that_dies_or_hangs_is_an_error_with_its_last_words(tmp_path: Pat
     hanging = interpreter(tmp_path, "#!/bin/sh\nwhile read line; do :; done\n")
     with pytest.raises(Unavailable, match="has not answered for 0 s"):
         PeerProcess("ctranslate2", hanging, load(), load_seconds=0.1)
+
+
+# vLLM as far as the peer uses it: it tells its settings and answers with the prompts' first tokens,
+# one more with each step, the second request a step later.
+VLLM = """
+import os
+from types import SimpleNamespace as Facts
+
+names = ("OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING")
+__version__ = " ".join(os.environ[name] for name in names)  # read when it is imported
+
+
+class SamplingParams:
+    def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
+        assert (temperature, ignore_eos, detokenize) == (0.0, True, False)
+        self.count = max_tokens
+
+
+class LLM:
+    def __init__(self, folder, *, dtype, max_model_len, max_num_seqs, skip_tokenizer_init,
+                 enable_prefix_caching):
+        assert os.path.exists(folder + "/config.json") and skip_tokenizer_init
+        assert (dtype, max_model_len, max_num_seqs, enable_prefix_caching) == (
+            "float32", 32, 2, False)
+        self.llm_engine, self.known, self.open = self, set(), {}
+
+    def add_request(self, name, prompt, sampling):
+        assert name not in self.known
+        self.known.add(name)
+        self.open[name] = (prompt["prompt_token_ids"][0], sampling.count, [-1] * len(self.open))
+
+    def has_unfinished_requests(self):
+        return bool(self.open)
+
+    def step(self):
+        outputs = []
+        for name, (token, count, tokens) in [*self.open.items()]:
+            if tokens[:1] == [-1]:
+                tokens.clear()
+                continue
+            tokens.append(token)
+            if len(tokens) == count:
+                del self.open[name]
+            outputs.append(Facts(request_id=name, outputs=[Facts(token_ids=tuple(tokens))]))
+        return outputs
+"""
+
+
+def test_vllm_is_stepped_with_room_for_the_whole_workload(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text(VLLM)
+    python = interpreter(
+        tmp_path, f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n'
+    )
+    folder = write_tiny("llama", tmp_path / "model")
+    peer = PeerProcess("vllm", python, load("vllm", checkpoint=str(folder), threads=3))
+    try:
+        assert (peer.variants, peer.version) == (("",), "vllm 3 1 0")
+        for _ in range(2):  # each request of an engine has a name of its own
+            timing = peer.run(Work("", [[7, 8], [9, 9]], 3))
+            assert timing.tokens == [[7, 7, 7], [9, 9, 9]]
+            # The second request has its first token in the second step.
+            assert timing.tokens_before == 3
+            assert 0 < timing.first_token_seconds < timing.seconds
+    finally:
+        peer.close()
+    # 12 layers of K and V, 4 heads of 64, fp32: 24 KiB a token. 64 x 8,192 tokens and a block.
+    long = load("vllm", checkpoint=str(tmp_path), batch=64, tokens=8192)
+    config = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 12}))
+    assert cache_bytes(long) == (64 * 8192 + 128) * 24 << 10
 
 
 # -- formats ----------------------------------------------------------------------------

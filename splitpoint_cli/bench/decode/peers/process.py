@@ -24,8 +24,8 @@ from splitpoint.host.openmp import SPIN_COUNT, WAIT_POLICY
 from splitpoint_cli.bench.decode.peers.catalog import missing
 from splitpoint_cli.bench.decode.peers.messages import Load, Timing, Work, line_of
 
-# Loading converts a checkpoint; a run of a large workload takes minutes.
-LOAD_SECONDS = 600.0
+# Loading converts a checkpoint, and vLLM compiles it; a run of a large workload takes minutes.
+LOAD_SECONDS = 1800.0
 RUN_SECONDS = 1800.0
 _ENDING_SECONDS = 5.0
 _SHOWN_LINES = 5
