@@ -13,11 +13,10 @@ Token and certificates come from the arguments, else from the environment
 (SPLITPOINT_TOKEN or SPLITPOINT_TOKEN_FILE, SPLITPOINT_CA, SPLITPOINT_CERT,
 SPLITPOINT_KEY); see docs/security.md.
 
-Retries: gRPC repeats a call that failed with UNAVAILABLE before its first answer, at most
-twice, with back-off (`splitpoint.transport.channels`). With several addresses the clients do that
-themselves: the next call goes to the next address. A generation whose scheduler is lost goes on
-from its last token, at another address or, once it is back, at the same one
-(`splitpoint.client.tries`). Nothing else is ever repeated.
+Retries: with several addresses a call that failed with UNAVAILABLE goes to the next one. A
+generation whose scheduler is lost goes on from its last token, at another address or, once it is
+back, at the same one (`splitpoint.client.tries`); before its first token a single address is asked
+again at most twice. Nothing else is ever repeated.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ OnRetry = Callable[[Retryable, str], None]
 class Schedulers:
     """One or several schedulers, by index. Threads may share them.
 
-    Calls go to the one that answered last. gRPC repeats the calls to a single one; several are
-    tried in turn instead.
+    Calls go to the one that answered last; several are tried in turn.
 
     Args:
         retry_seconds: how long a generation tries to go on. 0: no call is ever repeated elsewhere.
@@ -63,8 +62,7 @@ class Schedulers:
         # Of several, one that hangs is left within 3 s.
         has_others = len(self.addresses) > 1
         self._channels = [
-            open_channel(each, identity, has_retries=not has_others, is_watched=has_others)
-            for each in self.addresses
+            open_channel(each, identity, is_watched=has_others) for each in self.addresses
         ]
         self._stubs = [
             {stub: stub(channel) for stub in (INFERENCE, ADMIN, HEALTH)}

@@ -26,8 +26,12 @@ DEFAULT_RETRY_SECONDS = 10.0
 # Pauses between rounds over all addresses: the first, and the longest.
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 1.0
+# How often a single address that has not answered yet is asked again.
+_FIRST_REPEATS = 2
 # After so many rounds a pause is the longest.
 _DOUBLINGS = 10
+# The reason of an UNAVAILABLE that no scheduler sent.
+_NO_ANSWER = Unavailable("").reason
 # UNAVAILABLE for these reasons is about the request: other schedulers would find the same.
 _FINAL_REASONS = frozenset({"TOO_MANY_MOVES"})
 
@@ -122,7 +126,7 @@ class Tries:
         """Start the next call. Raises Cancelled after `close`, DeadlineExceeded."""
         if self._is_closed:
             raise Cancelled("the generation was closed")
-        remaining = None if self._deadline is None else self._deadline - time.monotonic()
+        remaining = self._remaining()
         if remaining is not None and remaining <= 0:
             raise self._too_late()
         request = requests.resumed(self._request, self._received.token_ids)
@@ -145,7 +149,7 @@ class Tries:
         if self._received.is_complete:
             self.is_over = True  # only the end of the call was lost
             return
-        if self._is_closed or not self._may_retry():
+        if self._is_closed or not self._may_retry(result):
             raise result from error
         now = time.monotonic()
         if self._give_up_at is None:
@@ -153,9 +157,13 @@ class Tries:
         self.pause_seconds = self._pause(result)
         if now + self.pause_seconds >= self._give_up_at:
             raise self._given_up(result) from error
+        if (remaining := self._remaining()) is not None:
+            self.pause_seconds = min(self.pause_seconds, max(0.0, remaining))
         self._index = self._schedulers.leave(self._index)
-        self._goes_on = True
         self._failures += 1
+        if not self._is_known:
+            return
+        self._goes_on = True
         if self._schedulers.on_retry is not None:
             self._schedulers.on_retry(result, self._schedulers.addresses[self._index])
 
@@ -170,16 +178,21 @@ class Tries:
         is_taken = self._goes_on or bool(self._received.token_ids)
         return is_taken and error.retry_after_seconds is not None
 
-    def _may_retry(self) -> bool:
+    @property
+    def _is_known(self) -> bool:
+        """True if a scheduler has answered, or there are others."""
+        return len(self._schedulers.addresses) > 1 or bool(self._received.token_ids)
+
+    def _may_retry(self, error: Retryable) -> bool:
         """Return True if another call may help.
 
-        A single address that never answered has been tried by gRPC as often as makes sense.
+        A single address that never answered may be a wrong one: it is asked again only a few
+        times, and not if a scheduler refused without a time to come again.
         """
-        schedulers = self._schedulers
-        is_known = len(schedulers.addresses) > 1 or bool(self._received.token_ids)
+        is_final = error.reason != _NO_ANSWER and error.retry_after_seconds is None
         return (
-            schedulers.retry_seconds > 0
-            and is_known
+            self._schedulers.retry_seconds > 0
+            and (self._is_known or (self._failures < _FIRST_REPEATS and not is_final))
             and requests.fits(requests.resumed(self._request, self._received.token_ids))
         )
 
@@ -188,9 +201,13 @@ class Tries:
         rounds, place = divmod(self._failures + 1, len(self._schedulers.addresses))
         if place or not rounds:
             return 0.0
-        # That of a scheduler which is away says nothing of when it is back.
-        is_full = not isinstance(error, Unavailable)
-        return pause_after(rounds, (error.retry_after_seconds or 0.0) if is_full else 0.0)
+        # Of several, the hint of one that is away says nothing of when another is back.
+        is_heeded = not isinstance(error, Unavailable) or len(self._schedulers.addresses) == 1
+        return pause_after(rounds, (error.retry_after_seconds or 0.0) if is_heeded else 0.0)
+
+    def _remaining(self) -> float | None:
+        """Return the seconds until the deadline; None if there is none."""
+        return None if self._deadline is None else self._deadline - time.monotonic()
 
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the generation did not end within {self._timeout or 0:g} s")

@@ -1,14 +1,12 @@
 """Channels to servers of this project, with TLS and a token if the identity has them.
 
-Retries: gRPC repeats a call to InferenceService or AdminService that failed with
-UNAVAILABLE before its first answer, at most twice. Response headers stop the retries, so a
-generation is never repeated after its first token. A server that sends "-1" as push-back
-(see `splitpoint.transport.statuses`) is not asked again.
+gRPC repeats no call. With a retry policy, a stream whose server is killed before its first answer
+never ends: neither its deadline nor a cancellation reaches the reader (grpcio 1.85). Callers repeat
+what may be repeated (`splitpoint.client.tries`).
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any, cast
 
 import grpc
@@ -25,21 +23,6 @@ from splitpoint.transport.limits import (
 )
 from splitpoint.transport.tls import PLAIN, Identity
 
-_RETRYING_SERVICES = ("splitpoint.v1.InferenceService", "splitpoint.v1.AdminService")
-_SERVICE_CONFIG = {
-    "methodConfig": [
-        {
-            "name": [{"service": service} for service in _RETRYING_SERVICES],
-            "retryPolicy": {
-                "maxAttempts": 3,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "1s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
-}
 _CHANNEL_OPTIONS: Options = [
     *SHARED_OPTIONS,
     ("grpc.keepalive_time_ms", 20_000),
@@ -48,7 +31,7 @@ _CHANNEL_OPTIONS: Options = [
     # a TLS handshake over some distance, needs more than the first back-off.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    ("grpc.enable_retries", 0),
 ]
 _WATCH_OPTIONS: Options = [
     ("grpc.keepalive_time_ms", round(WATCH_SECONDS * 1000)),
@@ -61,7 +44,6 @@ def open_channel(
     identity: Identity = PLAIN,
     *,
     is_fresh: bool = False,
-    has_retries: bool = True,
     is_watched: bool = False,
 ) -> grpc.aio.Channel:
     """Return an asyncio channel to `host:port` or `unix:/path`; it connects on first use.
@@ -73,24 +55,19 @@ def open_channel(
     Args:
         is_fresh: use a separate connection. Otherwise the channels of one process to one
             address share their connection, and the pause after a failed connection attempt.
-        has_retries: gRPC repeats calls. If False, the caller does.
         is_watched: give the peer up, and fail all calls, within 3 s after it stopped answering.
     """
-    options = _options_for(address, identity, has_retries=has_retries, is_watched=is_watched)
+    options = _options_for(address, identity, is_watched=is_watched)
     if is_fresh:
         options.append(("grpc.use_local_subchannel_pool", 1))
     return cast(grpc.aio.Channel, _open(grpc.aio, address, identity, options))
 
 
 def open_sync_channel(
-    address: str,
-    identity: Identity = PLAIN,
-    *,
-    has_retries: bool = True,
-    is_watched: bool = False,
+    address: str, identity: Identity = PLAIN, *, is_watched: bool = False
 ) -> grpc.Channel:
     """Return a blocking channel with the same options."""
-    options = _options_for(address, identity, has_retries=has_retries, is_watched=is_watched)
+    options = _options_for(address, identity, is_watched=is_watched)
     return cast(grpc.Channel, _open(grpc, address, identity, options))
 
 
@@ -120,16 +97,12 @@ def check_token_stays_safe(address: str, identity: Identity) -> None:
         )
 
 
-def _options_for(
-    address: str, identity: Identity, *, has_retries: bool, is_watched: bool
-) -> Options:
+def _options_for(address: str, identity: Identity, *, is_watched: bool) -> Options:
     is_encrypted = _is_encrypted(address, identity)
     if identity.token:
         check_token_stays_safe(address, identity)
     # Of an option that is given twice gRPC takes the first.
     options = list({**dict(_CHANNEL_OPTIONS), **dict(_WATCH_OPTIONS if is_watched else ())}.items())
-    if not has_retries:
-        options.append(("grpc.enable_retries", 0))
     if is_encrypted and identity.server_name:
         options.append(("grpc.ssl_target_name_override", identity.server_name))
     return options

@@ -59,6 +59,8 @@ class Script:
     fail_count: int = 1_000_000
     gap: bool = False
     endless: bool = False
+    # No token ever comes.
+    silent: bool = False
     workers_ready: bool = True
     has_chat_template: bool = True
     # Requests in the queue.
@@ -108,6 +110,8 @@ class FakeScheduler(
             raise InvalidArgument("the prompt is empty", field="prompt")
         ids = list(request.token_ids.ids) or list(text.encode())
         try:
+            if script.silent:
+                await asyncio.Event().wait()
             index = request.resume.next_index
             while index < len(ids) or script.endless:
                 self._fail_at(index)

@@ -11,12 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from scheduler_doubles import MODEL_FOLDER, ROOT, WorkerDouble, answer, ids_request
+from scheduler_doubles import MODEL_FOLDER, ROOT, WorkerDouble, answer
 
 from scheduler_service.__main__ import read_server_key
+from splitpoint.client import AsyncClient
 from splitpoint.errors import InvalidArgument, PermissionDenied
-from splitpoint.transport import channels
-from splitpoint.v1 import scheduler_pb2_grpc
 
 
 @asynccontextmanager
@@ -50,11 +49,10 @@ async def test_a_process_serves_and_drains(tmp_path: Path) -> None:
         line = await asyncio.wait_for(scheduler.stdout.readline(), 30)
         assert line.decode() == f"READY {address}\n"
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
-        async with channels.open_channel(address) as channel:
-            stub = scheduler_pb2_grpc.InferenceServiceStub(channel)
-            call = stub.Generate(ids_request([5], 4), timeout=20)
-            ids = [i async for message in call for i in message.chunk.token_ids]
-            assert ids == answer([5], 4)
+        async with AsyncClient(address) as client:
+            await client.wait_ready(20)
+            made = await client.generate([5], max_tokens=4).complete()
+            assert list(made.token_ids) == answer([5], 4)
         scheduler.terminate()
         assert await asyncio.wait_for(scheduler.wait(), 20) == 0
         log = (await scheduler.stderr.read()).decode()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from fake_scheduler import Script, fake_scheduler
@@ -250,6 +254,92 @@ def test_closing_ends_the_tries(scripts: list[Script]) -> None:
         with pytest.raises((errors.Cancelled, errors.Unavailable)):
             generation.complete()
         closer.join()
+
+
+SILENT = """
+import signal, sys, time
+from fake_scheduler import fake_scheduler
+
+with fake_scheduler("127.0.0.1:0") as script:
+    script.silent = True
+    print(script.address, flush=True)
+    while len(script.requests) < int(sys.argv[1]):
+        time.sleep(0.01)
+    print("all are here", flush=True)
+    signal.pause()
+"""
+
+
+@contextmanager
+def silent_scheduler(call_count: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A process that answers nothing: its address, and a function that kills it.
+
+    It is killed once so many calls have come.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", SILENT, str(call_count)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+
+    def kill() -> None:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "all are here\n"
+        process.kill()
+        process.wait()
+
+    try:
+        yield process.stdout.readline().strip(), kill
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_no_call_outlives_a_scheduler_that_is_killed_and_stays_away() -> None:
+    timeouts = [None, 60, None, 60, None, 60]
+    with silent_scheduler(2 * len(timeouts)) as (address, kill):
+        client, ended = Client(address), threading.Semaphore(0)
+        failures: list[type[BaseException]] = []
+
+        def wait_for(timeout: float | None) -> None:
+            with pytest.raises(errors.Unavailable) as caught:
+                client.generate("abc", timeout=timeout).complete()
+            failures.append(caught.type)
+            ended.release()
+
+        async def wait_for_all() -> None:
+            async with AsyncClient(address) as other:
+                calls = [other.generate("abc", timeout=each).complete() for each in timeouts]
+                answers = await asyncio.gather(*calls, return_exceptions=True)
+            failures.extend(map(type, answers))
+            ended.release()
+
+        threading.Thread(target=asyncio.run, args=(wait_for_all(),), daemon=True).start()
+        for timeout in timeouts:
+            threading.Thread(target=wait_for, args=(timeout,), daemon=True).start()
+        kill()
+        for _ in range(len(timeouts) + 1):
+            assert ended.acquire(timeout=30), "a call hangs"
+        client.close()
+    assert failures == [errors.Unavailable] * (2 * len(timeouts))
+
+
+def test_a_single_address_is_asked_again_only_where_that_may_help(scripts: list[Script]) -> None:
+    script = scripts[0]
+
+    def asked(error: errors.SplitpointError, **options: float) -> int:
+        script.requests.clear()
+        script.failures = [error] * 10
+        with Client(script.address, **options) as client, pytest.raises(type(error)):
+            client.generate("abc").complete()
+        return len(script.requests)
+
+    assert asked(errors.Unavailable("not yet", reason="NO_WORKER", retry_after_seconds=0.01)) == 3
+    assert asked(errors.Unavailable("it ended", reason="CHAT_PROCESS_LOST")) == 1
+    assert asked(errors.Unavailable("gone"), retry_seconds=0) == 1
 
 
 def test_generate_says_that_it_goes_on(scripts: list[Script]) -> None:
