@@ -128,6 +128,8 @@ async def test_many_requests_survive_a_kill_and_a_return() -> None:
         tasks = [
             asyncio.create_task(running.generate(ids_request(prompt, 60))) for prompt in prompts
         ]
+        # A call that comes while no worker is ready is refused.
+        await running.until(lambda: len(running.manager.requests.running()) == len(prompts))
         await running.until(lambda: worker.steps > 20)
         address = worker.address
         await worker.kill()
