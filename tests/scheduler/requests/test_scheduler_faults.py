@@ -122,6 +122,7 @@ async def test_a_lost_worker_is_replaced_without_a_gap() -> None:
 
 async def test_many_requests_survive_a_kill_and_a_return() -> None:
     worker = WorkerDouble(capacity_pages=16)
+    worker.pace = steps = Steps()
     async with stack(worker) as running:
         rng = random.Random(3)
         prompts = [[rng.randrange(2, 4000)] for _ in range(24)]
@@ -130,6 +131,7 @@ async def test_many_requests_survive_a_kill_and_a_return() -> None:
         ]
         # A call that comes while no worker is ready is refused.
         await running.until(lambda: len(running.manager.requests.running()) == len(prompts))
+        steps.allow(21)
         await running.until(lambda: worker.steps > 20)
         address = worker.address
         await worker.kill()
@@ -137,6 +139,7 @@ async def test_many_requests_survive_a_kill_and_a_return() -> None:
         listed = await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())
         assert listed.workers[0].message
         await worker.start(address)
+        steps.allow(10_000)
         for prompt, task in zip(prompts, tasks, strict=True):
             assert (await task).token_ids == answer(prompt, 60)
         await running.until(lambda: all_is_released(running))
