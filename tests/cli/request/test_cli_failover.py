@@ -330,10 +330,11 @@ def test_no_call_outlives_a_scheduler_that_is_killed_and_stays_away() -> None:
 def test_a_single_address_is_asked_again_only_where_that_may_help(scripts: list[Script]) -> None:
     script = scripts[0]
 
-    def asked(error: errors.SplitpointError, **options: float) -> int:
+    def asked(error: errors.SplitpointError, retry_seconds: float = 10) -> int:
         script.requests.clear()
         script.failures = [error] * 10
-        with Client(script.address, **options) as client, pytest.raises(type(error)):
+        refused = pytest.raises(type(error))
+        with Client(script.address, retry_seconds=retry_seconds) as client, refused:
             client.generate("abc").complete()
         return len(script.requests)
 
