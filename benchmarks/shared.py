@@ -15,6 +15,7 @@ from splitpoint.client import AsyncClient
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.bench.shared.ending import run_until_signal
 from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.shared.report import commit, hardware
 from splitpoint_cli.files import check_output
 from splitpoint_cli.report import FILE_HELP, FLAG_HELP, hand_over
 from splitpoint_cli.stack.options import StackOptions
@@ -48,9 +49,9 @@ def finish(
     result: Mapping[str, Any],
     show: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Write the result to `--output`, then print it as JSON or `show` it."""
+    """Write the result, with commit and hardware, to `--output`, then print it as JSON or `show` it."""
     hand_over(
-        result,
+        {"commit": commit(), "hardware": hardware(), **result},
         lambda: show(result),
         as_json=arguments.json,
         output=arguments.output,
