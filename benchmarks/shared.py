@@ -49,7 +49,7 @@ def finish(
     result: Mapping[str, Any],
     show: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Write the result, with commit and hardware, to `--output`, then print it as JSON or `show` it."""
+    """Write the result, commit and hardware to `--output`, then print it as JSON or `show` it."""
     hand_over(
         {"commit": commit(), "hardware": hardware(), **result},
         lambda: show(result),

@@ -1,17 +1,18 @@
 """Print the sentences and table rows of docs/figures.toml with the numbers of their result files.
 
-Each `[[figure]]` binds a text of README.md or docs/measurements.md to a file of `benchmarks/results`, which
-has one JSON object a line: one line for each run. In the text `{NAME}` stands for a value:
+Each `[[figure]]` binds a text of README.md or docs/measurements.md to a file of
+`benchmarks/results`, which has one JSON object a line: one line for each run. In the text
+`{NAME}` stands for a value:
 
-    {ratios.pipelined_to_load:.2f}                the key, then a format of Python
-    {peer.seconds / ours.seconds:.2f}             a quotient; ` * ` is a product
-    {bf16/decode_ratio:.2f}                       of the file named bf16, where `results` names several
-    {sum streams:,}                               over the runs: sum, max, min or median
+    {ratios.pipelined_to_load:.2f}        the key, then a format of Python
+    {peer.seconds / ours.seconds:.2f}     a quotient; ` * ` is a product
+    {bf16/decode_ratio:.2f}               of the file named bf16, where `results` names several
+    {sum streams:,}                       over the runs: sum, max, min or median
 
 Without such a word all runs are shown: one number where they agree, else "lowest to highest".
 
-tests/tools/test_tools_figures.py compares these texts with the pages. Run `python -m tools.figures` after a
-measurement, and copy what it prints into the page.
+tests/tools/test_tools_figures.py compares these texts with the pages. Run `python -m tools.figures`
+after a measurement, and copy what it prints into the page.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _NUMBER_WORDS = ("no", "one", "two", "three", "four")
 _ENOUGH_REPEATS = 5
 # A number with a unit of time, rate, size or proportion, or one with a decimal point.
 _MEASURED = re.compile(
-    r"(?<![\w.,])(?:\d[\d,.]*? ?(?:ms|s|min|µs|us|×|x|times|%|MiB|GiB|[MG]B(?:/s)?|tokens/s|tokens a second|"
-    r"calls/s|chunks/s)(?!\w)|\d[\d,]*\.\d+(?![\w.]))"
+    r"(?<![\w.,])(?:\d[\d,.]*? ?(?:ms|s|min|µs|us|×|x|times|%|MiB|GiB|[MG]B(?:/s)?|"
+    r"(?:tokens|calls|chunks)(?:/s| a second))(?!\w)|\d[\d,]*\.\d+(?![\w.]))"
 )
 # Versions, licences and sizes of models, which no benchmark measures.
 _NOT_MEASURED = re.compile(r"(?:Python|torch|License) \d[\d.]*|\d[\d.]* M parameters")
@@ -141,7 +142,7 @@ def _operand(text: str, run: Run) -> float | None:
 
 
 def _found(path: str, value: Any) -> Any:
-    """Return what a dotted path leads to, or None. Keys may have dots themselves: the longest wins."""
+    """Return what a dotted path leads to, or None. Keys may have dots: the longest wins."""
     if not path:
         return value
     if isinstance(value, list):

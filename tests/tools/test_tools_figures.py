@@ -63,7 +63,7 @@ def test_the_runs_of_a_claim_are_shown_as_a_range(
     assert Figure("README.md", "{a.b.c:d} in runs", "some.json").unstated_repeats() == [
         "some.json: 2"
     ]
-    with pytest.raises(ValueError, match="no run of some.json has 'a.x'"):
+    with pytest.raises(ValueError, match=r"no run of some\.json has 'a\.x'"):
         Figure("README.md", "{a.x:d}", "some.json").rendered()
 
 
