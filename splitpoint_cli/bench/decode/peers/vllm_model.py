@@ -23,6 +23,8 @@ _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 def prepare(load: Load) -> None:
     """Set what vLLM reads from the environment when it is imported."""
+    # Threads that are bound to cores by vLLM were slower on two virtual cores.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ |= {
         "OMP_NUM_THREADS": str(load.threads),
         # All of the workload's K and V, so that no sequence is preempted; whole GiB.
