@@ -58,6 +58,7 @@ LAYOUT = ArenaLayout(
 SLOTS = 8
 SALT = b"salt"
 FIRST = (1, 2, 3, 4)
+CACHE: Any = SimpleNamespace(layout=LAYOUT, device=torch.device("cpu"))
 
 
 class Servicer(KvStoreServicer):
@@ -226,7 +227,7 @@ async def test_a_new_session_without_transfers_has_none_of_their_rates(setup: Se
         assert before is not None
         assert not before.loads_from_stores
         engine: Any = Posted()
-        engine.cache = SimpleNamespace(layout=LAYOUT)
+        engine.cache = CACHE
         engine.restorer = SimpleNamespace(forget_arena=lambda: None)
         engine.queues = SimpleNamespace(running=())
         engine.profile = Profile(1e9, 0.0, 1e9, 0.0, 1e9, "as of a test")
@@ -256,8 +257,7 @@ async def test_chains_are_closed_at_once_and_not_for_ever(
     async with setup.client() as client:
         await store_one(client)
         posted: list[Any] = []
-        cache: Any = SimpleNamespace(layout=LAYOUT)
-        write_back = WriteBack(client, cache, posted.append, SerialLanes(torch.device("cpu")))
+        write_back = WriteBack(client, CACHE, posted.append, SerialLanes(torch.device("cpu")))
         for number in range(3):
             match = await client.match(SALT, [*FIRST, 5])
             write_back.open((f"r{number}", 0, 0), SALT, match, 4, must_store=False)
@@ -292,8 +292,7 @@ async def test_chunks_that_are_not_exact_are_stored_for_their_writer_alone(
 ) -> None:
     async with setup.client(remote=remote) as client:
         posted: list[Any] = []
-        cache: Any = SimpleNamespace(layout=LAYOUT)
-        write_back = WriteBack(client, cache, posted.append, SerialLanes(torch.device("cpu")))
+        write_back = WriteBack(client, CACHE, posted.append, SerialLanes(torch.device("cpu")))
         write_back.copy = fill
         tokens = list(range(1, 17))
         jobs = [
@@ -320,8 +319,7 @@ def has_sealed(posted: list[Any], name: str, count: int) -> bool:
 async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
     async with setup.client() as client:
         posted: list[Any] = []
-        cache: Any = SimpleNamespace(layout=LAYOUT)
-        write_back = WriteBack(client, cache, posted.append, SerialLanes(torch.device("cpu")))
+        write_back = WriteBack(client, CACHE, posted.append, SerialLanes(torch.device("cpu")))
         totals = write_back.totals
 
         def jobs(*indices: int) -> list[WriteJob]:
