@@ -116,8 +116,14 @@ class Figure:
 
 def _repeats(runs: Sequence[Run]) -> int:
     """Return how often the least repeated of these runs repeats, or how many runs there are."""
-    repeats = [run.get("repeats", run.get("rounds", len(runs))) for run in runs]
-    return min(len(value) if isinstance(value, list) else int(value) for value in repeats)
+    return min(_count(run.get("repeats", run.get("rounds", len(runs)))) for run in runs)
+
+
+def _count(repeats: Any) -> int:
+    """Return a number of rounds: given, or that of a list, or the least of several lists."""
+    if isinstance(repeats, dict):
+        return min(map(_count, repeats.values()))
+    return len(repeats) if isinstance(repeats, list) else int(repeats)
 
 
 def _value(expression: str, run: Run) -> float | None:
