@@ -167,7 +167,7 @@ class RequestPrefixes:
     async def _fetch(self, admission: Admission, tokens: list[int], span: tracing.Span) -> None:
         """Fetch the chunks that the arena of this worker's store lacks from the source."""
         source, key = admission.source, admission.key
-        if source is None or source.place.address == self._store.address:
+        if source is None or source.place.address == self._store.address or self._store.is_silent:
             return
         part = span.begin("fetch", source=str(source.place))
         with part.current():
@@ -219,7 +219,7 @@ class RequestPrefixes:
             await self._store.attach_now()
         try:
             with span.part("look up") as part:
-                match = await self._store.match(salt, tokens)
+                match = await self._store.match(salt, tokens, is_patient=streamed)
                 part.set(cached_tokens=match.cached_tokens, chunks=len(match.chunks))
         except SplitpointError as error:
             log.warning("the prefix was not looked up: %s", error.message)

@@ -15,6 +15,7 @@ from redis_server import RedisServer
 
 from kvstore_service.catalog import CatalogPublisher
 from kvstore_service.server import KvStoreServicer
+from kvstore_service.store import KvStore
 from scheduler_service.cluster.directory import Directory
 from scheduler_service.prefixes.catalog import LayoutName, PrefixCatalog, PrefixQuery
 from scheduler_service.prefixes.marks import keys_by_layout
@@ -66,22 +67,28 @@ class Store:
     bench: Bench
     address: str
     session: bytes
+    servicer: KvStoreServicer
 
     def seal(self, tokens: Sequence[int], salt: bytes = b"s") -> None:
         store_sequence(self.bench.store, self.session, salt, list(tokens))
 
 
 @asynccontextmanager
-async def serving_store(folder: Path, name: str = "a", slots: int = 16) -> AsyncIterator[Store]:
+async def serving_store(
+    folder: Path,
+    name: str = "a",
+    slots: int = 16,
+    make: Callable[[KvStore], KvStoreServicer] = KvStoreServicer,
+) -> AsyncIterator[Store]:
     (folder / name).mkdir()
     bench = Bench(folder / name, slots)
-    servicer = KvStoreServicer(bench.store)
+    servicer = make(bench.store)
     server = servers.create_server()
     kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
     address = servers.listen(server, f"unix:{folder}/{name}.s")
     await server.start()
     try:
-        yield Store(bench, address, bench.attach())
+        yield Store(bench, address, bench.attach(), servicer)
     finally:
         servicer.stop()
         await server.stop(0)

@@ -1,4 +1,4 @@
-"""Gives back what the store granted to calls that were cancelled."""
+"""Gives back what the store granted to calls that were cancelled, or answered too late."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from splitpoint.errors import SplitpointError
+from splitpoint.errors import SplitpointError, Unavailable
 
 Result = TypeVar("Result")
 
@@ -19,6 +19,13 @@ class Cleanups:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        # Calls that were given up by `obtain` and have no answer yet.
+        self._late: set[asyncio.Task[Any]] = set()
+
+    @property
+    def has_late(self) -> bool:
+        """True while a call that was late has no answer."""
+        return bool(self._late)
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(_logged(work))
@@ -34,17 +41,28 @@ class Cleanups:
         self,
         call: Coroutine[Any, Any, Result],
         give_back: Callable[[Result], Coroutine[Any, Any, None]],
+        *,
+        within: float | None = None,
     ) -> Result:
-        """Return what a call grants. If cancelled, give it back when the call has ended.
+        """Return what a call grants. If cancelled or late, give it back when the call has ended.
 
-        The store may carry out a call that is cancelled here.
+        The store may carry out a call that is cancelled here. `within`: seconds after which the
+        call is late; None: it never is. Raises Unavailable then.
         """
         task = asyncio.create_task(call)
         try:
-            return await asyncio.shield(task)
+            await asyncio.wait({task}, timeout=within)
         except asyncio.CancelledError:
             self.start(_give_back(task, give_back))
             raise
+        if task.done():
+            return task.result()
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+        self.start(_give_back(task, give_back))
+        raise Unavailable(
+            f"the KV store did not answer within {within:.3g} s", reason="STORE_SILENT"
+        )
 
     async def wait(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for the running tasks."""

@@ -11,22 +11,28 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from splitpoint.errors import Unavailable
 from splitpoint.keys import chunk_key
 from splitpoint.observe import tracing
 from splitpoint.shapes import ArenaLayout
 from splitpoint.tiers import ChunkSource, Tier
 from splitpoint.transport.convert import tier_to_proto
-from splitpoint.transport.store_session import call_once
+from splitpoint.transport.store_session import GOODBYE_SECONDS, call_once
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 from worker_service.device.pinning import Pinning
 from worker_service.device.populating import Populator
 from worker_service.store.arena_tensors import StoredChunk
+from worker_service.store.cleanups import Cleanups
 from worker_service.store.session import ArenaAccess, Connection, MappedArena, StoreSession
 
 # Chunks of one ReportChunks call: a few GiB, which a store reads back within a second.
 REPORT_CHUNKS = 256
+# How long a request waits for an answer, and how much longer for each token that it names: less
+# than computing them takes.
+ANSWER_SECONDS = 1.0
+ANSWER_SECONDS_PER_TOKEN = 20e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ class StoreClient:
         self._populator = populator
         self._session = StoreSession(address, client_name, self._arena_access(), identity)
         self._request_numbers = itertools.count(1)
+        self._cleanups = Cleanups()
 
     def _arena_access(self) -> ArenaAccess:
         return MappedArena(self.pinning, self._populator)
@@ -96,6 +103,11 @@ class StoreClient:
     def connection(self) -> Connection | None:
         """The current session. None while the store is away."""
         return self._session.connection
+
+    @property
+    def is_silent(self) -> bool:
+        """True while an answer of the store is late. No request should wait for another one."""
+        return self._cleanups.has_late
 
     def on_reattach(
         self, *, quiesce: Callable[[], Awaitable[None]], reattached: Callable[[], None]
@@ -122,16 +134,23 @@ class StoreClient:
 
     async def close(self) -> None:
         """End the session. The store frees what it held."""
+        await self._cleanups.wait(GOODBYE_SECONDS)
         await self._session.close()
         if self.pinning is not None:
             await self.pinning.close()
 
     # -- calls ------------------------------------------------------------------
 
-    async def match(self, salt: bytes, token_ids: Sequence[int]) -> Match:
-        """Lease the longest cached prefix of the tokens."""
+    async def match(
+        self, salt: bytes, token_ids: Sequence[int], *, is_patient: bool = True
+    ) -> Match:
+        """Lease the longest cached prefix of the tokens.
+
+        `is_patient`: wait for as long as the session lasts. Otherwise raises Unavailable if the
+        answer is late, or another one is: computing is faster then.
+        """
         connection = self._session.require()
-        answer = await self._match(connection, salt, token_ids)
+        answer = await self._match(connection, salt, token_ids, is_patient=is_patient)
         chunks = tuple(
             _stored(handle, key)
             for handle, key in zip(answer.chunks, answer.chunk_keys, strict=True)
@@ -142,18 +161,26 @@ class StoreClient:
         )
 
     async def _match(
-        self, connection: Connection, salt: bytes, token_ids: Sequence[int]
+        self, connection: Connection, salt: bytes, token_ids: Sequence[int], *, is_patient: bool
     ) -> pb.MatchResponse:
-        return await self._session.call(
-            connection,
-            self._session.stub.Match,
-            pb.MatchRequest(
-                session_id=connection.session_id,
-                request_id=self._request_id(),
-                tenant_salt=salt,
-                token_ids=token_ids,
-            ),
+        self._check_answers(is_patient)
+        request = pb.MatchRequest(
+            session_id=connection.session_id,
+            request_id=self._request_id(),
+            tenant_salt=salt,
+            token_ids=token_ids,
         )
+        seconds = ANSWER_SECONDS + len(token_ids) * ANSWER_SECONDS_PER_TOKEN
+        return await self._cleanups.obtain(
+            self._session.call(connection, self._session.stub.Match, request),
+            lambda answer: self.release(connection, lease_ids=[answer.lease_id]),
+            within=None if is_patient else seconds,
+        )
+
+    def _check_answers(self, is_patient: bool) -> None:
+        """Raise Unavailable if the caller does not wait for a silent store."""
+        if self.is_silent and not is_patient:
+            raise Unavailable("an answer of the KV store is late", reason="STORE_SILENT")
 
     def load_chunks(
         self, connection: Connection, salt: bytes, token_ids: Sequence[int], source: ChunkSource
@@ -197,24 +224,25 @@ class StoreClient:
         return [slot.checksum if slot.is_filled else None for slot in answer.slots]
 
     async def reserve(
-        self, connection: Connection, salt: bytes, slot_count: int
+        self, connection: Connection, salt: bytes, slot_count: int, *, is_patient: bool = True
     ) -> list[tuple[int, int]]:
-        """Reserve slots. Return (slot, generation) pairs, in as few runs as possible."""
-        answer = await self._session.call(
-            connection,
-            self._session.stub.Reserve,
-            pb.ReserveRequest(
-                session_id=connection.session_id,
-                request_id=self._request_id(),
-                slot_count=slot_count,
-                tenant_salt=salt,
-            ),
+        """Reserve slots. Return (slot, generation) pairs, in as few runs as possible.
+
+        `is_patient`: see `match`.
+        """
+        self._check_answers(is_patient)
+        request = pb.ReserveRequest(
+            session_id=connection.session_id,
+            request_id=self._request_id(),
+            slot_count=slot_count,
+            tenant_salt=salt,
         )
-        return [
-            (run.first_slot + index, generation)
-            for run in answer.runs
-            for index, generation in enumerate(run.generations)
-        ]
+        answer = await self._cleanups.obtain(
+            self._session.call(connection, self._session.stub.Reserve, request),
+            lambda answer: self.release(connection, slots=_granted(answer)),
+            within=None if is_patient else ANSWER_SECONDS,
+        )
+        return _granted(answer)
 
     async def seal(
         self, connection: Connection, salt: bytes, chunks: Sequence[WrittenChunk], lease_id: int
@@ -251,22 +279,25 @@ class StoreClient:
         lease_ids: Sequence[int] = (),
         slots: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Give up leases and unwritten slots of this connection's session."""
+        """Give up leases and unwritten slots of this connection's session.
+
+        Raises Unavailable if the answer is late. The store is told all the same.
+        """
         lease_ids = [lease_id for lease_id in lease_ids if lease_id]
         if not lease_ids and not slots:
             return
-        await self._session.call(
-            connection,
-            self._session.stub.Release,
-            pb.ReleaseRequest(
-                session_id=connection.session_id,
-                request_id=self._request_id(),
-                lease_ids=lease_ids,
-                slots=[
-                    types_pb2.SlotHandle(slot=slot, generation=generation)
-                    for slot, generation in slots
-                ],
-            ),
+        request = pb.ReleaseRequest(
+            session_id=connection.session_id,
+            request_id=self._request_id(),
+            lease_ids=lease_ids,
+            slots=[
+                types_pb2.SlotHandle(slot=slot, generation=generation) for slot, generation in slots
+            ],
+        )
+        await self._cleanups.obtain(
+            self._session.call(connection, self._session.stub.Release, request),
+            _nothing_to_give_back,
+            within=0.0 if self.is_silent else ANSWER_SECONDS,
         )
 
     async def report(self, connection: Connection, chunks: Sequence[StoredChunk]) -> int:
@@ -316,6 +347,18 @@ def written_chunks(
 def storable_tokens(answer: pb.MatchResponse) -> int | None:
     """Return the number of leading tokens that the store accepts. None: all."""
     return answer.storable_tokens if answer.HasField("storable_tokens") else None
+
+
+def _granted(answer: pb.ReserveResponse) -> list[tuple[int, int]]:
+    return [
+        (run.first_slot + index, generation)
+        for run in answer.runs
+        for index, generation in enumerate(run.generations)
+    ]
+
+
+async def _nothing_to_give_back(_: object) -> None:
+    """Do nothing."""
 
 
 def _stored(handle: types_pb2.SlotHandle, key: bytes) -> StoredChunk:

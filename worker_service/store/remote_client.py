@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from splitpoint.arena.payload import Payload
 from splitpoint.errors import ResourceExhausted, SplitpointError
 from splitpoint.shapes import ArenaLayout
-from splitpoint.transport.store_session import CALL_SECONDS, GOODBYE_SECONDS
+from splitpoint.transport.store_session import CALL_SECONDS
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
@@ -27,7 +27,6 @@ from worker_service.store.chunk_streams import (
     read_chunks,
     write_chunks,
 )
-from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import (
     Match,
     Sealed,
@@ -66,7 +65,6 @@ class RemoteStoreClient(StoreClient):
         # Names of the mirror chunks under each lease.
         self._held: dict[_LeaseName, list[bytes]] = {}
         self.mirror: MirrorCache | None = None
-        self._cleanups = Cleanups()
 
     async def start(self, layout: ArenaLayout) -> None:
         """Allocate the mirror and attach.
@@ -79,7 +77,6 @@ class RemoteStoreClient(StoreClient):
         await super().start(layout)
 
     async def close(self) -> None:
-        await self._cleanups.wait(GOODBYE_SECONDS)
         await super().close()
         self._lane.shutdown()
 
@@ -97,10 +94,12 @@ class RemoteStoreClient(StoreClient):
 
     # -- calls ------------------------------------------------------------------
 
-    async def match(self, salt: bytes, token_ids: Sequence[int]) -> Match:
+    async def match(
+        self, salt: bytes, token_ids: Sequence[int], *, is_patient: bool = True
+    ) -> Match:
         """Lease the longest cached prefix and read it, as far as the mirror has room."""
         connection, mirror = self._session.require(), self._started()
-        answer = await self._match(connection, salt, token_ids)
+        answer = await self._match(connection, salt, token_ids, is_patient=is_patient)
         storable = storable_tokens(answer)
         if not answer.lease_id:
             return Match(connection, 0, (), 0, storable)
@@ -177,9 +176,9 @@ class RemoteStoreClient(StoreClient):
         held.append(name)
 
     async def reserve(
-        self, connection: Connection, salt: bytes, slot_count: int
+        self, connection: Connection, salt: bytes, slot_count: int, *, is_patient: bool = True
     ) -> list[tuple[int, int]]:
-        """Reserve mirror slots. Raises ResourceExhausted."""
+        """Reserve mirror slots, which no store is asked for. Raises ResourceExhausted."""
         return self._started().grant(slot_count)
 
     async def seal(

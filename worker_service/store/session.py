@@ -147,6 +147,8 @@ class StoreSession:
         self._wanted = asyncio.Event()
         # Done when the attempt that is next to begin, or under way, has ended.
         self._attempt: asyncio.Future[None] | None = None
+        # The latest attempt for which a request waited in vain.
+        self._slow_attempt: asyncio.Future[None] | None = None
         self._closing = asyncio.Event()
         # Ends the KeepAlive stream of the current session.
         self._letting_go = asyncio.Event()
@@ -188,12 +190,17 @@ class StoreSession:
         return self._connected.is_set()
 
     async def attach_now(self) -> None:
-        """Without a session, start an attempt to attach at once, and wait for it briefly."""
+        """Without a session, start an attempt to attach at once, and wait for it briefly.
+
+        Returns at once while an attempt is under way for which a request has waited in vain.
+        """
         attempt = self._attempt
-        if self.connection is not None or attempt is None:
+        if self.connection is not None or attempt is None or attempt is self._slow_attempt:
             return
         self._wanted.set()
         await asyncio.wait({attempt}, timeout=ATTACH_NOW_SECONDS)
+        if not attempt.done():
+            self._slow_attempt = attempt
 
     async def close(self) -> None:
         """End the session. The store frees what it held."""

@@ -382,7 +382,10 @@ class WriteBack:
             raise FailedPrecondition("the KV store session changed", reason="STORE_LOST")
 
     async def _reserve(self, chain: _Chain, slot_count: int) -> list[tuple[int, int]]:
-        """Reserve slots. Raises ResourceExhausted if the arena is full.
+        """Reserve slots.
+
+        Raises ResourceExhausted if the arena is full, and Unavailable if the store is silent and
+        the chain need not store.
 
         A chain that must store retries for RESERVE_SECONDS, one for which slots were given up for
         GIVEN_UP_SECONDS.
@@ -391,7 +394,9 @@ class WriteBack:
         while True:
             self._check_session(chain)
             try:
-                return await self._store.reserve(chain.connection, chain.salt, slot_count)
+                return await self._store.reserve(
+                    chain.connection, chain.salt, slot_count, is_patient=chain.must_store
+                )
             except ResourceExhausted as error:
                 wait = error.retry_after_seconds
                 make_way, chain.make_way = chain.make_way, None

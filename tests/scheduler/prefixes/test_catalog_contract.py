@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
-from catalog_helpers import SIZE, Store, catalog_of, query, serving_store, until_equal
+from catalog_helpers import SIZE, Store, catalog_of, query, serving_store, until, until_equal
 from redis_server import RedisServer
 
+from kvstore_service.server import KvStoreServicer
+from kvstore_service.store import KvStore
 from scheduler_service.prefixes.catalog import LayoutName, PrefixCatalog, PrefixQuery
 from scheduler_service.prefixes.marks import keys_by_layout
+from scheduler_service.prefixes.stores import StoreCatalog
 
 KINDS = pytest.mark.parametrize("kind", ["peek", "redis"])
 PROMPT = list(range(100, 100 + 6 * SIZE))
@@ -83,3 +88,34 @@ async def test_other_layouts_are_not_asked_for(tmp_path: Path, redis_server: Red
             keys = keys_by_layout(other, b"s", PROMPT)
             question = PrefixQuery(b"s", PROMPT, other, frozenset(), keys)
             assert await catalog.cached_tokens(question) == {}
+
+
+class Silent(KvStoreServicer):
+    """A store that answers no Match until `goes_on` is set."""
+
+    def __init__(self, store: KvStore) -> None:
+        super().__init__(store)
+        self.asked = 0
+        self.goes_on = asyncio.Event()
+
+    async def Match(self, request: Any, context: Any) -> Any:
+        self.asked += 1
+        await self.goes_on.wait()
+        return await super().Match(request, context)
+
+
+async def test_one_lookup_waits_for_a_silent_store_and_no_other(tmp_path: Path) -> None:
+    catalog = StoreCatalog(0.2)
+    async with serving_store(tmp_path, make=Silent) as store:
+        silent = store.servicer
+        assert isinstance(silent, Silent)
+        store.seal(PROMPT)
+        question = query(PROMPT, store)
+        for _ in range(5):
+            assert await catalog.cached_tokens(question) == {}
+        await until(lambda: silent.asked > 0)
+        assert silent.asked == 1
+        # Its late answer is enough: it is asked again.
+        silent.goes_on.set()
+        await settles(catalog, question, {store: 6 * SIZE})
+        await catalog.close()

@@ -23,7 +23,7 @@ from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.arena.records import SlotState
 from splitpoint.costs.profile import Profile
-from splitpoint.errors import DeadlineExceeded, FailedPrecondition
+from splitpoint.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from splitpoint.shapes import ArenaLayout, DataType
 from splitpoint.transport.servers import create_server, listen
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -76,6 +76,9 @@ class Servicer(KvStoreServicer):
         if name in self.held:
             await self.let_go.wait()
         return result
+
+    async def Attach(self, request: Any, context: Any) -> Any:
+        return await self._answered("attach", super().Attach(request, context))
 
     async def Match(self, request: Any, context: Any) -> Any:
         return await self._answered("match", super().Match(request, context))
@@ -188,6 +191,86 @@ async def test_a_session_whose_grants_are_not_known_is_given_up(
         await until(lambda: client.connection not in (None, before))
         assert setup.held() == (0, 0)
         assert setup.servicer.store.pool.slots.count(SlotState.QUARANTINED) == 0
+        await store_one(client)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_no_second_lookup_waits_for_a_store_that_is_silent(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    monkeypatch.setattr("worker_service.store.client.ANSWER_SECONDS", 0.2)
+    async with setup.client(remote=remote) as client:
+        await store_one(client)
+        setup.servicer.held = {"match"}
+        for _ in range(3):
+            with pytest.raises(Unavailable) as caught:
+                await client.match(SALT, [*FIRST, 5], is_patient=False)
+            assert caught.value.reason == "STORE_SILENT"
+        await setup.servicer.reached("match")
+        assert setup.servicer.carried_out["match"] == 1
+        # A request that cannot do without the store waits, and gets its answer.
+        patient = asyncio.create_task(client.match(SALT, [*FIRST, 5]))
+        await setup.servicer.reached("match", 2)
+        setup.servicer.let_go.set()
+        match = await patient
+        assert match.cached_tokens == 4
+        await client.release(match.connection, lease_ids=[match.lease_id])
+        # What the late answer leased is free.
+        await setup.nothing_held()
+        await until(lambda: not client.is_silent)
+        match = await client.match(SALT, [*FIRST, 5], is_patient=False)
+        assert match.cached_tokens == 4
+
+
+async def test_slots_that_come_late_are_given_back(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_service.store.client.ANSWER_SECONDS", 0.2)
+    async with setup.client() as client:
+        connection = client.connection
+        assert connection is not None
+        setup.servicer.held = {"reserve", "release"}
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await client.reserve(connection, SALT, 3, is_patient=False)
+        await setup.servicer.reached("reserve")
+        assert (setup.servicer.carried_out["reserve"], setup.held()) == (1, (0, 3))
+        setup.servicer.let_go.set()
+        await setup.nothing_held()
+        assert client.connection is connection
+
+
+async def test_a_release_is_sent_though_nothing_waits_for_its_answer(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_service.store.client.ANSWER_SECONDS", 0.2)
+    async with setup.client() as client:
+        await store_one(client)
+        matches = [await client.match(SALT, [*FIRST, 5]) for _ in range(3)]
+        setup.servicer.carried_out.clear()
+        setup.servicer.held = {"release"}
+        for match in matches:
+            with pytest.raises(Unavailable):
+                await client.release(match.connection, lease_ids=[match.lease_id])
+        await setup.servicer.reached("release", 3)
+        await setup.nothing_held()
+        setup.servicer.let_go.set()
+
+
+async def test_one_request_waits_for_an_attempt_to_attach_and_no_other(setup: Setup) -> None:
+    async with setup.client() as client:
+        before = client.connection
+        assert before is not None
+        setup.servicer.carried_out.clear()
+        setup.servicer.held = {"attach"}
+        setup.servicer.store.sessions.end(before.session_id)
+        await setup.servicer.reached("attach")
+        await client.attach_now()
+        assert client.connection is None
+        with pytest.raises(StopIteration):  # it ends without waiting for anything
+            client.attach_now().send(None)
+        setup.servicer.let_go.set()
+        await until(lambda: client.connection not in (None, before))
         await store_one(client)
 
 
