@@ -336,6 +336,8 @@ class CompletionStream:
             usage = self._usages.ending(index)
             tail = f"{_NO_END}{usage}}}\n\n"
         if not self._logprobs:
+            if not chunk.text:  # a part of a character, whose text comes with its last token
+                return b""
             return f"{head}{quoted(chunk.text)}{tail}".encode()
         logprobs = self._logprobs[index].add(chunk.token_ids, chunk.logprobs)
         ending = f',"logprobs":{dumped(logprobs).decode()},"finish_reason":null}}]{usage}}}'

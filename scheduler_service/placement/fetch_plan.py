@@ -85,24 +85,32 @@ def best_fetch(
     profile: Profile,
     sources: Iterable[FetchSource],
     sizes: ChunkSizes,
+    *,
+    arena_tokens: int,
 ) -> PlannedAttempt:
-    """Return the best fetch, or the plan without one; its reason says why.
+    """Return the best fetch, or the plan without one; its details say why.
 
     Args:
-        plan: for what the arena of the worker's own store holds.
+        plan: for what the worker's device and the arena of its own store hold.
         replan: returns the plan for another number of cached tokens.
         profile: the worker's; `remote_bytes_per_second` has the rates.
         sources: tiers of the own store, and other stores of the same layout.
+        arena_tokens: what the arena alone holds. A fetch brings all that follows: a chunk has its
+            place behind its parent, also where the device holds both.
     """
+    own = arena_tokens // sizes.tokens
     by_size = sorted(sources, key=lambda each: (-each.cached_tokens, each.address))
     options = [
-        option for source in by_size if (option := _option(plan, replan, profile, source, sizes))
+        option
+        for source in by_size
+        if (option := _option(plan, replan, profile, source, sizes, own))
     ]
     if not options:
         return PlannedAttempt(plan)
     whole = max(options, key=_saved)
     parts = (
-        _option(plan, replan, profile, part, sizes) for part in _parts(plan, whole.source, sizes)
+        _option(plan, replan, profile, part, sizes, own)
+        for part in _parts(plan, whole.source, sizes)
     )
     best = max((whole, *(part for part in parts if part)), key=_saved)
     meetings = (_meeting(plan, replan, profile, source, sizes) for source in by_size)
@@ -122,7 +130,7 @@ def _saved(option: _Option) -> float:
 
 
 def _parts(plan: Plan, whole: FetchSource, sizes: ChunkSizes) -> Iterator[FetchSource]:
-    """Yield beginnings of what a source holds beyond the arena."""
+    """Yield beginnings of what a source holds beyond arena and device."""
     own, size = plan.cached_tokens // sizes.tokens, sizes.tokens
     total = plan.cached_tokens + plan.new_tokens
     most = min(whole.cached_tokens, total) // size
@@ -142,9 +150,12 @@ def _option(
     profile: Profile,
     source: FetchSource,
     sizes: ChunkSizes,
+    own_chunks: int,
 ) -> _Option | None:
-    """Return a fetch of all that a source holds; None if it holds no full chunk more."""
-    own_chunks = plan.cached_tokens // sizes.tokens
+    """Return a fetch of all that a source holds; None if it holds no full chunk more.
+
+    `own_chunks`: those of the arena.
+    """
     total = plan.cached_tokens + plan.new_tokens
     chunks = min(source.cached_tokens, total) // sizes.tokens
     # The last token is always computed: its logits are needed.
@@ -159,11 +170,14 @@ def _option(
     saved = plan.predicted_ttft_seconds - ttft
     takes = seconds + longer.predicted_restore_seconds - plan.predicted_restore_seconds
     verb = "fetch" if source.address else "load"
+    missing = cached - plan.cached_tokens
+    is_all = own_chunks == plan.cached_tokens // sizes.tokens
+    recomputed = "them" if is_all else f"the {missing:,} that the device lacks"
     words = (
         f"{verb}ing {counted(fetched, 'token')} from {source.place}"
         f"{' by Mooncake' if source.address and rate.transfer is Transfer.MOONCAKE else ''} "
         f"at {rate}: "
-        f"{_seconds(max(takes, 0.0))}, recomputing them: {_seconds(takes + saved)}"
+        f"{_seconds(max(takes, 0.0))}, recomputing {recomputed}: {_seconds(takes + saved)}"
     )
     with_fetch = explained(
         longer,

@@ -74,7 +74,8 @@ def plan_attempt(
         )
         return _with_device_tokens(whole, part, device_tokens, recompute_seconds)
 
-    own = plan(min(cached_tokens, most))
+    arena_tokens = min(cached_tokens, most)
+    own = plan(arena_tokens)
     if not sources or not worker.kvstore_address or not worker.slot_bytes:
         return PlannedAttempt(own)
     return best_fetch(
@@ -88,6 +89,7 @@ def plan_attempt(
             worker.max_batched_tokens,
             worker.shape if _can_meet(worker, options) else None,
         ),
+        arena_tokens=arena_tokens,
     )
 
 

@@ -124,7 +124,8 @@ def _seconds_there(request: Request, ledger: Ledger, device: int, backlog: Backl
         longer = min(source.cached_tokens, total - 1)
         if longer <= cached:
             continue
-        chunks = longer // worker.chunk_tokens - cached // worker.chunk_tokens
+        # What the device alone holds must come, too: a chunk has its place behind its parent.
+        chunks = longer // worker.chunk_tokens - stored // worker.chunk_tokens
         size = chunks * worker.slot_bytes
         fetch_seconds = rate_of(worker.profile, source.place).seconds(size)
         if fetch_seconds >= best:

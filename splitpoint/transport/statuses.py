@@ -122,6 +122,12 @@ def trailers_of(error: SplitpointError, status: status_pb2.Status) -> tuple[tupl
 
 # gRPC gives no cause with these words.
 _UNEXPLAINED = "handshake failed"
+# A server of TLS ends a connection without TLS at once. Which of gRPC's words come of it is chance.
+_ENDED_AT_ONCE = (
+    "the server closed the connection at once; most likely it speaks TLS (give --ca, or "
+    "SPLITPOINT_CA, the authority of its certificate), or it wants a client certificate of its own "
+    "authority that has not expired"
+)
 # Words of gRPC about a connection that failed, and what they mean.
 _FAILURES = (
     ("certificate has expired", "the server's certificate has expired"),
@@ -131,11 +137,9 @@ _FAILURES = (
     ("Hostname Verification", "the server's certificate is not for the host that was called"),
     ("not in peer certificate", "the server's certificate is not for the host that was called"),
     (_UNEXPLAINED, "the TLS handshake failed"),
-    (
-        "Socket closed",
-        "the server closed the connection at once; most likely it speaks TLS (name its authority), "
-        "or it wants a client certificate of its own authority that has not expired",
-    ),
+    ("Socket closed", _ENDED_AT_ONCE),
+    ("Connection reset by peer", _ENDED_AT_ONCE),
+    ("Broken pipe", _ENDED_AT_ONCE),
 )
 
 

@@ -110,7 +110,8 @@ def _with_tier(options: PlanOptions, shape: ModelShape, costs: Profile, request:
         options.chunk_tokens, options.chunk_tokens * token_bytes, request.prefill_tokens
     )
     source = FetchSource("", options.tier_tokens, Tier.DISK)
-    return best_fetch(answer, planned, costs, [source], sizes).plan
+    found = best_fetch(answer, planned, costs, [source], sizes, arena_tokens=options.cached)
+    return found.plan
 
 
 def _weights(options: PlanOptions, shape: ModelShape, costs: Profile) -> PlannedWeights | None:

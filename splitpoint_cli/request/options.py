@@ -71,6 +71,12 @@ Stop = Annotated[
 StopTokenId = Annotated[
     list[int] | None, typer.Option(help="End after this token; up to 64 times.", metavar="ID")
 ]
+IncludeStop = Annotated[
+    bool,
+    typer.Option(
+        "--include-stop", help="Print the stop string or stop token that ends the answer, too."
+    ),
+]
 LogprobCount = Annotated[
     int | None,
     typer.Option(
@@ -131,6 +137,20 @@ LogitBias = Annotated[
         help="Add this to the logit of one token: -100 to 100; up to 1,024 times.",
         metavar="ID=BIAS",
         rich_help_panel=_SAMPLING,
+    ),
+]
+AllowedTokenId = Annotated[
+    list[int] | None,
+    typer.Option(
+        help="Choose only this token; repeat it for each token that is allowed.",
+        metavar="ID",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+BadWord = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Never write this text; may be repeated.", metavar="TEXT", rich_help_panel=_SAMPLING
     ),
 ]
 Seed = Annotated[
@@ -323,6 +343,7 @@ class RequestOptions:
     keep_special_tokens: KeepSpecialTokens = False
     stop: Stop = None
     stop_token_id: StopTokenId = None
+    include_stop: IncludeStop = False
     temperature: Temperature = 0.0
     top_k: TopK = 0
     top_p: TopP = 1.0
@@ -331,6 +352,8 @@ class RequestOptions:
     frequency_penalty: FrequencyPenalty = None
     repetition_penalty: RepetitionPenalty = None
     logit_bias: LogitBias = None
+    allowed_token_id: AllowedTokenId = None
+    bad_word: BadWord = None
     seed: Seed = None
     json_object: JsonObject = False
     json_schema: JsonSchema = None
@@ -369,6 +392,7 @@ def request_of(
         keeps_special_tokens=given.keep_special_tokens,
         stop=given.stop,
         stop_token_ids=given.stop_token_id,
+        include_stop_str_in_output=given.include_stop,
         logprobs=logprobs,
         temperature=given.temperature,
         top_k=given.top_k,
@@ -378,6 +402,8 @@ def request_of(
         frequency_penalty=given.frequency_penalty,
         repetition_penalty=given.repetition_penalty,
         logit_bias=parse_logit_bias(given.logit_bias or []),
+        allowed_token_ids=given.allowed_token_id,
+        bad_words=given.bad_word,
         seed=given.seed,
         json_object=given.json_object,
         json_schema=_content("json_schema", given.json_schema),

@@ -242,6 +242,36 @@ def test_what_is_loaded_back_may_be_on_the_device_already() -> None:
     assert "96 tokens are on the device already" in fetch.plan.explanation
 
 
+def test_what_only_the_device_holds_comes_too_and_is_counted() -> None:
+    """The arena takes a chunk only behind its parent."""
+    grant = replace(GRANT, device_tokens=320)
+
+    def at(rate: float, tokens: int) -> PlannedAttempt:
+        profile = replace(
+            PROFILE, prefill_flops_per_second=1e6, remote_bytes_per_second={"disk": rate}
+        )
+        return plan_attempt(
+            replace(FACTS, profile=profile),
+            grant,
+            token_count=600,
+            cached_tokens=0,
+            sources=[on_disk(tokens)] if tokens else (),
+        )
+
+    alone, fast = at(1e12, 0).plan, at(1e12, 512).plan
+    assert (alone.cached_tokens, alone.device_tokens) == (320, 320)
+    assert (fast.cached_tokens, fast.device_tokens, fast.fetched_tokens) == (512, 320, 512)
+    expected = ROUND_TRIP_SECONDS + 32 * LAYOUT.chunk_bytes / 1e12
+    assert fast.predicted_fetch_seconds == pytest.approx(expected)
+    assert "recomputing the 192 that the device lacks: " in fast.explanation
+    # Twelve chunks would pay at this rate; thirty-two do not.
+    saved = alone.predicted_ttft_seconds - fast.predicted_ttft_seconds
+    nothing = at(20 * LAYOUT.chunk_bytes / saved, 512)
+    assert (nothing.source, nothing.plan.fetched_tokens) == (None, 0)
+    # All of it is on the device.
+    assert at(1e12, 320).plan == alone
+
+
 def test_the_best_of_all_sources_and_transfers() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
     sources = (FetchSource(B, 96), on_disk(96), FetchSource("", 96, Tier.MOONCAKE))

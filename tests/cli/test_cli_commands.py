@@ -377,7 +377,8 @@ def test_generate_passes_every_option_on(script: Script) -> None:
         *("--frequency-penalty", "0.25", "--repetition-penalty", "1.5", "--min-tokens", "2"),
         *("--stop-token-id", "8", "--stop-token-id", "9", "--logprobs", "0"),
         *("--logit-bias", "4=-100", "--logit-bias", "5=0.5", "--request-id", "mine"),
-        *("--priority", "-3", "--keep-special-tokens"),
+        *("--priority", "-3", "--keep-special-tokens", "--include-stop"),
+        *("--allowed-token-id", "4", "--allowed-token-id", "7", "--bad-word", "no"),
     )
     assert done.returncode == 0, done.stderr
     request = script.requests[0]
@@ -408,6 +409,9 @@ def test_generate_passes_every_option_on(script: Script) -> None:
         ignore_eos=True,
         logprobs=0,
         keeps_special_tokens=True,
+        include_stop_str_in_output=True,
+        allowed_token_ids=[4, 7],
+        bad_words=["no"],
     )
     # What was set above, two that the next tests set, and embeddings' are all there is: a field
     # that is added needs its option.

@@ -197,7 +197,9 @@ def test_a_piped_table_has_a_line_for_each_row() -> None:
     report = CliRunner().invoke(app, ["plan", *PLAN, "--json"])
     reason = json.loads(report.stdout)["reason"]
     assert len(reason) > 80
-    assert [line for line in done.stdout.splitlines() if line.endswith(reason)]
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.endswith(reason)]
+    assert [line for line in lines if line != line.rstrip()] == []
 
 
 class Clock:

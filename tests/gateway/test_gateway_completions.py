@@ -23,6 +23,7 @@ from splitpoint.v1 import types_pb2
 PROMPT = "def main():"
 IDS = TOKENIZER.encode(PROMPT, 100)
 BODY = {"model": "stdlib-llama", "prompt": PROMPT}
+STREAM_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 
 @dataclass
@@ -428,3 +429,25 @@ def test_heads_of_frames_are_json() -> None:
     value = json.loads(frame.removeprefix(b"data: "))
     assert frame == b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
     assert (value["model"], value["choices"][0]["text"]) == (body["model"], text)
+
+
+@pytest.mark.parametrize("has_logprobs", [False, True])
+def test_a_character_of_several_tokens_is_one_event(has_logprobs: bool) -> None:
+    """Its text comes with its last token. Events without text are sent for log-probabilities."""
+    more = {"logprobs": 0} if has_logprobs else {"stream_options": STREAM_USAGE}
+    body = {**BODY, "stream": True, **more}
+    writer = read_completion(body, request_id="i", created=3).writer()
+    chunks = [
+        pb.GenerateChunk(
+            token_ids=[byte],
+            text="\U0001f600" if byte == 0x80 else "",
+            logprobs=[types_pb2.PositionLogprobs(chosen_token_bytes=bytes([byte]))],
+        )
+        for byte in "\U0001f600".encode()
+    ]
+    frames = [frame for chunk in chunks if (frame := writer.chunk(0, chunk))]
+    events = [json.loads(frame.removeprefix(b"data: ")) for frame in frames]
+    texts = [each["choices"][0]["text"] for each in events]
+    assert texts == (["", "", "", "\U0001f600"] if has_logprobs else ["\U0001f600"])
+    if not has_logprobs:
+        assert events[0]["usage"]["completion_tokens"] == 4

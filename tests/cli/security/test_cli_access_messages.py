@@ -56,6 +56,8 @@ def test_a_connection_that_is_not_made_says_why(folder: Path) -> None:
             code, line = failing("generate", "a", *arguments)
             assert (code, line[: len(reason + why)]) == (3, reason + why)
             assert "ipv4:" not in line
+        code, line = failing("status", "--address", script.address)
+        assert (code, "give --ca" in line) == (3, True)
         assert script.requests == named.requests == []
     with fake_scheduler("127.0.0.1:0") as plain:
         code, line = failing("generate", "a", "--address", plain.address, *ca)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import struct
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -139,3 +140,36 @@ def test_a_port_that_speaks_http_is_called_one() -> None:
                 stub.Tokenize(scheduler_pb2.TokenizeRequest(text="a"), timeout=20)
         server.shutdown()
     assert error_of(raised.value).message.startswith(f"{address} does not speak gRPC: most likely")
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_connection_that_is_closed_at_once_is_told_to_want_tls(resets: bool) -> None:
+    """A server of TLS ends plain connections in either way, by chance."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def end_all() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.recv(1 << 16)
+                        if resets:
+                            no_wait = struct.pack("ii", 1, 0)
+                            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_wait)
+                            continue
+                        connection.shutdown(socket.SHUT_WR)
+                        while connection.recv(1 << 16):
+                            pass
+
+        thread = threading.Thread(target=end_all)
+        thread.start()
+        with channels.open_sync_channel(f"127.0.0.1:{server.getsockname()[1]}", PLAIN) as channel:
+            stub = scheduler_pb2_grpc.InferenceServiceStub(channel)
+            with pytest.raises(grpc.RpcError) as raised:
+                stub.Tokenize(scheduler_pb2.TokenizeRequest(text="a"), timeout=20)
+        server.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        thread.join()
+    error = error_of(raised.value)
+    assert isinstance(error, Unavailable)
+    assert error.message.startswith("no TLS connection: the server closed the connection at once")
+    assert "give --ca" in error.message
