@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from splitpoint.shapes import ArenaLayout, align
 LOCK_NAME = "lock"
 _LAYOUT_NAME = re.compile(r"[0-9a-f]{32}")
 _SEGMENT_NAME = re.compile(r"([0-9]{12})\.segment")
+# What opening a link, a socket or a FIFO without a reader, and a folder ends with.
+_NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 
 
 class DiskTierInUse(FailedPrecondition):
@@ -108,7 +112,7 @@ def holder_of(path: Path) -> str | None:
     Takes the lock in shared mode for a moment. Raises OSError if the folder cannot be read.
     """
     try:
-        fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
@@ -122,6 +126,35 @@ def holder_of(path: Path) -> str | None:
 
 def segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:012d}.segment"
+
+
+def open_segment(path: Path, flags: int) -> int:
+    """Open the file of a segment. A file that the flags create has mode 600.
+
+    Follows no link, and does not wait for the other end of a FIFO. Raises OSError; if something
+    other than a regular file has the name, FileNotFoundError.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno in _NOT_REGULAR:
+            raise _not_a_file(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _not_a_file(path)
+    return fd
+
+
+def _not_a_file(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, "it is not a regular file", str(path))
+
+
+def remove_segment(path: Path) -> None:
+    """Remove the file of a segment, if it is still there. Raises OSError."""
+    with suppress(FileNotFoundError, IsADirectoryError):
+        path.unlink()
 
 
 def find_segments(path: Path) -> Iterator[FoundSegment]:

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import xxhash
 
-from kvstore_service.tiers.disk.folder import FoundSegment, find_segments
+from kvstore_service.tiers.disk.folder import (
+    FoundSegment,
+    find_segments,
+    open_segment,
+)
 from kvstore_service.tiers.disk.format import (
     RECORD_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
@@ -83,7 +87,7 @@ def read_folder(
 
 
 def _read_segment(found: FoundSegment, contents: FolderContents, *, with_payload: bool) -> None:
-    fd = os.open(found.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = open_segment(found.path, os.O_RDONLY)
     try:
         try:
             header = SegmentHeader.decode(os.pread(fd, SEGMENT_HEADER_BYTES, 0))

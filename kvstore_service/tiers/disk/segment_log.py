@@ -21,6 +21,7 @@ from kvstore_service.tiers.disk.folder import (
     FoundSegment,
     TierFolder,
     find_segments,
+    remove_segment,
     segment_path,
 )
 from kvstore_service.tiers.disk.format import FOLDER_BYTES, Division, record_offset, segment_size
@@ -43,8 +44,8 @@ _log = logging.getLogger(__name__)
 
 # The disk has no room for this process, whatever the bound is.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# A segment in bad sectors, a link in its place, or none any more.
-_UNREADABLE = (errno.EIO, errno.ELOOP, errno.ENOENT)
+# A segment in bad sectors, or none any more.
+_UNREADABLE = (errno.EIO, errno.ENOENT)
 # Seconds for which a disk that was full is used no further than it could be.
 _SQUEEZE_SECONDS = 60.0
 
@@ -287,7 +288,7 @@ class SegmentLog:
         """Forget a segment whose file is gone."""
         with self._lock:
             if self._index.segments.get(segment.number) is segment:
-                _log.warning("%s was removed from outside", segment.path)
+                _log.warning("%s was removed or replaced from outside", segment.path)
                 self._changed += self._index.remove_segment(segment)
 
     # -- writing --------------------------------------------------------------------------
@@ -329,15 +330,23 @@ class SegmentLog:
                 writer.finish()
         if self._active is None:
             self._make_room(self._dividing.segment_bytes)
+            self._active = self._new_segment()
+        return self._active
+
+    def _new_segment(self) -> tuple[SegmentWriter, Segment]:
+        """Create a segment under the next number that is free. Raises OSError."""
+        while True:
             number = self._next_number
             self._next_number += 1
             path = segment_path(self._layout_folder, number)
-            writer = SegmentWriter.create(self._files, path, self._layout, number)
+            try:
+                writer = SegmentWriter.create(self._files, path, self._layout, number)
+            except FileExistsError:  # something that is not a segment has this name
+                continue
             segment = Segment(number, path, align(record_offset(self._layout, 0)))
             with self._lock:
                 self._index.add_segment(segment)
-            self._active = (writer, segment)
-        return self._active
+            return writer, segment
 
     def _append(
         self, writer: SegmentWriter, segment: Segment, entry: Entry, parts: Sequence[Part]
@@ -418,14 +427,14 @@ class SegmentLog:
     def _remove_oldest(self) -> bool:
         """Remove the oldest foreign segment, or the least recently used one. Raises OSError."""
         if self._foreign:
-            self._foreign[-1].path.unlink(missing_ok=True)
+            remove_segment(self._foreign[-1].path)
             with self._lock:
                 self._foreign.pop()
             return True
         victim = self._victim()
         if victim is None:
             return False
-        victim.path.unlink(missing_ok=True)
+        remove_segment(victim.path)
         with self._lock:
             keys = self._index.remove_segment(victim)
             self._changed += keys

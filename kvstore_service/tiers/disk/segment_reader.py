@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_service.tiers.disk.files import Files, Part
+from kvstore_service.tiers.disk.folder import open_segment
 from kvstore_service.tiers.disk.format import (
     MOST_RECORDS,
     RECORD_HEADER_BYTES,
@@ -28,7 +29,6 @@ from splitpoint.arena.format import ArenaFormatError, LayoutHashMismatch, Trunca
 from splitpoint.shapes import ArenaLayout
 
 _NO_HEADER = bytes(RECORD_HEADER_BYTES)
-_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Miss(enum.Enum):
@@ -76,7 +76,7 @@ def read_records(
 
     Raises OSError if the file cannot be opened.
     """
-    fd = os.open(path, os.O_RDONLY | _OPEN)
+    fd = open_segment(path, os.O_RDONLY)
     try:
         spans = [(record_offset(layout, each.index), record_bytes(layout)) for each in wanted]
         for offset, size in spans:
@@ -119,7 +119,7 @@ def _read(
 
 def zero_header(files: Files, path: Path, layout: ArenaLayout, index: int) -> None:
     """Mark a record as removed. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | _OPEN)
+    fd = open_segment(path, os.O_WRONLY)
     try:
         files.write(fd, [_NO_HEADER], record_offset(layout, index))
     finally:
@@ -131,7 +131,7 @@ def load_segment(files: Files, path: Path, layout: ArenaLayout, number: int) -> 
 
     Raises OSError, or ArenaFormatError if the segment is none of this layout and number.
     """
-    fd = os.open(path, os.O_RDONLY | _OPEN)
+    fd = open_segment(path, os.O_RDONLY)
     try:
         header = SegmentHeader.decode(_pread(files, fd, SEGMENT_HEADER_BYTES, 0))
         if header.layout.layout_hash != layout.layout_hash:

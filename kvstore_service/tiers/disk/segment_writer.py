@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.tiers.disk.files import Files, Part
+from kvstore_service.tiers.disk.folder import open_segment
 from kvstore_service.tiers.disk.format import (
     RECORD_HEADER_BYTES,
     RecordHeader,
@@ -22,7 +23,6 @@ from splitpoint.shapes import ArenaLayout
 
 # Written bytes between two syncs: the most that waits in memory for the disk.
 _SYNC_BYTES = 16 << 20
-_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class SegmentWriter:
@@ -46,8 +46,11 @@ class SegmentWriter:
 
     @classmethod
     def create(cls, files: Files, path: Path, layout: ArenaLayout, number: int) -> SegmentWriter:
-        """Create the file. Raises OSError, and leaves no file then."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)
+        """Create the file. Raises OSError, and leaves no file then.
+
+        FileExistsError: the name is taken.
+        """
+        fd = open_segment(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             files.write(fd, [SegmentHeader(layout, number).encode()], 0)
         except BaseException:
@@ -60,7 +63,7 @@ class SegmentWriter:
     @classmethod
     def reopen(cls, files: Files, loaded: LoadedSegment, layout: ArenaLayout) -> SegmentWriter:
         """Continue behind the last whole record. Raises OSError."""
-        fd = os.open(loaded.path, os.O_RDWR | _OPEN)
+        fd = open_segment(loaded.path, os.O_RDWR)
         try:
             os.ftruncate(fd, record_offset(layout, len(loaded.headers)))
         except BaseException:

@@ -332,6 +332,48 @@ async def test_a_removed_segment_is_a_miss(bench: TierBench) -> None:
     assert await bench.check_read(1000, 2 * RECORDS) == [True, False]
 
 
+def put_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def put_link(path: Path) -> None:
+    path.symlink_to(path.with_suffix(".away"))
+
+
+def put_folder(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("put", [put_fifo, put_link, put_folder])
+async def test_a_replaced_segment_is_a_miss_and_costs_nothing_else(
+    bench: TierBench, put: Callable[[Path], None]
+) -> None:
+    """No thread waits for the other end of a FIFO, and no name that is taken ends the writes."""
+    count = 2 * RECORDS + 1
+    tier = await bench.start()
+    await bench.write(*range(count))
+    replaced = [bench.segments()[0], bench.segments()[-1]]
+    for path in replaced:
+        path.rename(path.with_suffix(".away"))
+        put(path)
+    assert await bench.check_read(0, RECORDS) == [False, True]
+    assert await bench.write(count) == 1  # the segment that was written to is another file now
+    assert await bench.check_read(count, count - 1) == [True, False]
+    assert tier.stats.is_up
+    await bench.close()
+    newest = bench.segments()[-1]
+    newest.rename(newest.with_suffix(".away"))
+    put(newest)
+    tier = await bench.start()
+    assert await bench.check_read(count, RECORDS) == [False, True]
+    assert await bench.write(count) == 1
+    assert await bench.check_read(count) == [True]
+    # Every other segment makes room at last.
+    await bench.write(*range(1000, 1000 + 20 * RECORDS))
+    assert tier.stats.message == ""
+    assert not any(path.is_file() and not path.is_symlink() for path in (*replaced, newest))
+
+
 async def test_a_removed_folder_costs_the_chunks_and_comes_back(
     bench: TierBench, caplog: pytest.LogCaptureFixture
 ) -> None:
