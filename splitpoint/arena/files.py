@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 # Superblocks, records and tokens of an arena of some 100,000 slots.
 _KEPT_OF_DAMAGED_BYTES = 64 << 20
+# Files that took an arena's place and were renamed. They may fill the memory, so they are few.
+_MOST_FOREIGN = 3
 
 
 class FolderNotPrivate(FailedPrecondition):
@@ -46,7 +48,9 @@ def is_locked(path: Path) -> bool:
     it for the lock of another store.
     """
     try:
-        lock = os.open(lock_path_of(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = os.open(
+            lock_path_of(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        )
     except FileNotFoundError:
         return False
     try:
@@ -83,6 +87,19 @@ def set_aside(fd: int, path: Path) -> None:
         _log.warning("%s is not kept: %s", path, error.strerror)
         damaged.unlink(missing_ok=True)
     os.unlink(path)
+
+
+def rename_foreign(path: Path) -> Path:
+    """Rename what took the place of an arena to `ARENA.foreign-N`, and return its new path.
+
+    It is neither followed nor read, and no store removes it. Raises OSError; FileExistsError if
+    three such files are there already.
+    """
+    for number in range(1, _MOST_FOREIGN + 1):
+        aside = path.with_name(f"{path.name}.foreign-{number}")
+        if not os.path.lexists(aside):
+            return path.rename(aside)
+    raise FileExistsError(errno.EEXIST, f"{_MOST_FOREIGN} files were renamed before")
 
 
 def remove_unfinished(path: Path) -> None:

@@ -23,6 +23,7 @@ from splitpoint.arena.files import (
     lock_path_of,
     private_folder,
     remove_unfinished,
+    rename_foreign,
     set_aside,
     unfinished_path,
 )
@@ -88,9 +89,9 @@ class ArenaOwner:
     def __init__(self, path: Path, lock_fd: int, *, had_owner: bool = False) -> None:
         self.path = path
         self._lock_fd = lock_fd
-        # A former store did not stop as it should.
+        # A former store left its lock: it was killed, or kept its arena.
         self._had_owner = had_owner
-        # What was wrong with an arena that `adopt` set aside.
+        # What was wrong with an arena that `adopt` set aside, or whose place it found taken.
         self.found_loss: Loss | None = None
 
     @classmethod
@@ -171,8 +172,28 @@ class ArenaOwner:
         Both superblocks name the new epoch before this returns, so no handle of an earlier
         epoch is accepted as one of this. The caller checks the contents of slots.
 
-        Raises ArenaDiffers, and NotOurArena for anything but an arena of this user.
+        Anything but an arena of this user is renamed if a former store left its lock beside it
+        (see `rename_foreign`), and the result is None. Without that lock it raises NotOurArena.
+
+        Raises ArenaDiffers.
         """
+        try:
+            return self._adopt(layout, slot_count)
+        except NotOurArena as error:
+            if not self._had_owner:
+                raise
+            try:
+                aside = rename_foreign(self.path)
+            except OSError as failure:
+                raise NotOurArena(
+                    f"{error.message}: it cannot be renamed ({failure.strerror})", path=self.path
+                ) from error
+        _log.error("%s was not the arena that a store left there: it is %s now", self.path, aside)
+        self.found_loss = Loss.REMOVED
+        return None
+
+    def _adopt(self, layout: ArenaLayout, slot_count: int) -> Arena | None:
+        """Do what `adopt` does. Raises NotOurArena whether or not there was a lock."""
         fd = self._open_existing()
         if fd is None:
             return None
@@ -182,7 +203,7 @@ class ArenaOwner:
             except (UnsupportedVersion, ForeignByteOrder) as error:
                 raise ArenaDiffers(f"{self.path}: {error.message}; {_ADVICE}") from error
             except ArenaFormatError as error:
-                self._check_ours(fd, error)
+                self._check_ours(fd, error, Geometry(layout, slot_count).size_bytes)
                 _log.error("%s is damaged and is not served: %s", self.path, error.message)
                 is_short = isinstance(error, SizeMismatch) or not os.fstat(fd).st_size
                 self.found_loss = Loss.TRUNCATED if is_short else Loss.DAMAGED
@@ -212,12 +233,13 @@ class ArenaOwner:
         except ArenaFormatError as error:
             raise NotOurArena(f"{error.message}; it was left alone", path=self.path) from error
 
-    def _check_ours(self, fd: int, error: ArenaFormatError) -> None:
+    def _check_ours(self, fd: int, error: ArenaFormatError, size_bytes: int = 0) -> None:
         """Raise NotOurArena unless one of the superblocks begins with the magic.
 
-        An empty file was an arena if the former store did not stop as it should.
+        If a former store left its lock, a file of `size_bytes` was its arena, and so was an
+        empty file.
         """
-        if self._had_owner and not os.fstat(fd).st_size:
+        if self._had_owner and os.fstat(fd).st_size in (0, size_bytes):
             return
         for offset in (0, SUPERBLOCK_BYTES):
             if os.pread(fd, len(MAGIC), offset) == MAGIC:

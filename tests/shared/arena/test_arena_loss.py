@@ -12,9 +12,18 @@ import pytest
 from kvstore_helpers import LAYOUT
 from test_kvstore_process import StoreProcess, finish, start_worker, stats_of
 
-from splitpoint.arena.files import lock_path_of
+from splitpoint.arena.files import NotOurArena, lock_path_of
+from splitpoint.arena.format import SUPERBLOCK_BYTES
 from splitpoint.arena.loss import Loss, note_loss, pop_note
 from splitpoint.arena.mapping import Arena
+from splitpoint.arena.owner import open_or_create_arena
+
+PRECIOUS = b"precious " * 2000
+
+
+@pytest.fixture
+def path(shm_folder: Path) -> Path:
+    return shm_folder / "store" / "arena"
 
 
 def remove(arena: Path) -> None:
@@ -85,6 +94,92 @@ def test_a_store_whose_arena_was_harmed_ends_and_the_next_one_begins_anew(
             status, errors = again.end()
         assert status == 0, errors
         assert not arena.parent.exists()
+
+
+def destroy_magics(arena: Path) -> None:
+    with arena.open("r+b") as file:
+        for offset in (0, SUPERBLOCK_BYTES):
+            file.seek(offset)
+            file.write(bytes(8))
+
+
+def link(arena: Path) -> None:
+    victim = arena.parent.parent / "victim"
+    victim.write_bytes(PRECIOUS)
+    victim.chmod(0o600)
+    arena.unlink()
+    arena.symlink_to(victim)
+
+
+def write_another(arena: Path) -> None:
+    other = arena.with_suffix(".other")
+    other.write_bytes(PRECIOUS)
+    other.chmod(0o600)
+    other.rename(arena)
+
+
+def fold(arena: Path) -> None:
+    arena.unlink()
+    arena.mkdir()
+    (arena / "file").write_bytes(PRECIOUS)
+
+
+@pytest.mark.parametrize(
+    ("harm", "loss", "aside", "precious"),
+    [
+        (destroy_magics, "damaged", "arena.damaged", ""),
+        (link, "removed", "arena.foreign-1", "../victim"),
+        (write_another, "removed", "arena.foreign-1", "arena.foreign-1"),
+        (fold, "removed", "arena.foreign-1", "arena.foreign-1/file"),
+    ],
+)
+def test_a_killed_stores_arena_that_is_none_any_more_is_put_aside(
+    shm_folder: Path,
+    socket_address: str,
+    harm: Callable[[Path], None],
+    loss: str,
+    aside: str,
+    precious: str,
+) -> None:
+    arena = shm_folder / "store" / "arena"
+    first = StoreProcess(arena, socket_address)
+    first.end(signal.SIGKILL)
+    harm(arena)
+    for expected, end in ((loss, signal.SIGKILL), ("", signal.SIGTERM)):
+        again = StoreProcess(arena, socket_address)
+        try:
+            assert again.address == socket_address, again.end()
+            channel, stub = again.stub()
+            with channel:
+                stats = stats_of(stub)
+            assert stats.former_arena_loss == expected
+            assert stats.free_slot_count == stats.slot_count
+            assert arena.stat(follow_symlinks=False).st_size == stats.arena_size_bytes
+            assert os.path.lexists(arena.with_name(aside))
+        finally:
+            status, errors = again.end(end)
+    assert status == 0, errors
+    if precious:  # a clean stop removes what the store made, and nothing else
+        assert [entry.name for entry in arena.parent.iterdir()] == [aside]
+        assert (arena.parent / precious).read_bytes() == PRECIOUS
+    else:
+        assert not arena.parent.exists()
+
+
+def test_a_fourth_file_in_an_arenas_place_is_refused(path: Path) -> None:
+    for number in range(1, 5):
+        opened = open_or_create_arena(path, LAYOUT, 6)
+        opened.arena.close()
+        opened.owner.leave()  # as a killed process does
+        path.unlink()
+        path.write_bytes(PRECIOUS)
+        path.chmod(0o600)
+        if number < 4:
+            assert not path.with_name(f"arena.foreign-{number}").exists()
+    with pytest.raises(NotOurArena, match="renamed before"):
+        open_or_create_arena(path, LAYOUT, 6)
+    kept = [path, *(path.with_name(f"arena.foreign-{number}") for number in (1, 2, 3))]
+    assert [each.read_bytes() for each in kept] == [PRECIOUS] * 4
 
 
 def test_an_arena_whose_lock_was_removed_is_adopted(shm_folder: Path, socket_address: str) -> None:
