@@ -78,6 +78,16 @@ async def until_ready(process: MooncakeProcess) -> None:
             await asyncio.sleep(0.01)
 
 
+def freeze(pid: int) -> None:
+    """Stop a child of this process. Returns when all its threads have stopped.
+
+    `os.kill` returns before that: until the thread that got the signal has had a processor, which
+    takes long on a busy machine, the other threads go on, and may serve a whole read.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+
 def new_arena(folder: Path, slot_count: int) -> OpenedArena:
     """Return a new arena; `owner.remove` removes its folder, too."""
     folder.mkdir(mode=0o700)
@@ -139,7 +149,7 @@ async def test_a_reader_that_is_killed_fails_its_calls(shm_folder: Path) -> None
     async with pair_of(shm_folder) as pair:
         pid = pair.reader.pid
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         reading = asyncio.create_task(pair.read([1], [1]))
         await asyncio.sleep(0.05)
         os.kill(pid, signal.SIGKILL)
@@ -157,7 +167,7 @@ async def test_a_source_that_hangs_ends_the_readers_process(shm_folder: Path) ->
         source, reader = pair.source.pid, pair.reader.pid
         assert source is not None
         assert reader is not None
-        os.kill(source, signal.SIGSTOP)
+        freeze(source)
         try:
             with pytest.raises(Unavailable, match="in time"):
                 await pair.read([2], [2], seconds=0.5)
@@ -222,7 +232,7 @@ async def test_a_cancelled_read_ends_before_it_returns(
         assert source is not None
         assert reader is not None
         await pair.read([1], [1])
-        os.kill(source, signal.SIGSTOP)
+        freeze(source)
         try:
             reading = asyncio.create_task(pair.read([2], [2], cancel_seconds=0.3))
             await asyncio.sleep(0.1)
