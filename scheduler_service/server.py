@@ -20,7 +20,7 @@ from scheduler_service.api.prompts import (
 from scheduler_service.api.request import Request, Resume
 from scheduler_service.api.stalls import StallBound
 from scheduler_service.api.structured import GrammarChecks
-from scheduler_service.api.text_jobs import TextJobs
+from scheduler_service.api.text_jobs import TextJobs, is_long
 from scheduler_service.api.validation import check_model, validate_generate
 from scheduler_service.explain import explain_plans
 from scheduler_service.requests.manager import RequestManager
@@ -96,7 +96,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 span.set(attached_to=accepted.request_id)
             await self._deliver(accepted, checked.resume, context)
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> bytes:
         check_model(request.model, self._names)
         return await self._run_job(request, lambda: self._tokenized(request))
 
@@ -196,10 +196,12 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         Raises InvalidArgument at once for a text that by its bytes alone exceeds the context.
         """
         tokenizer, context_length, text = self._tokenizer, self._shape.context_length, request.text
-        if tokenizer is not None and tokenizer.fewest_tokens(text) >= context_length:
-            error = TooManyTokens(tokenizer.fewest_tokens(text), is_exact=False)
+        least = 0 if tokenizer is None else tokenizer.fewest_tokens(text)
+        if least >= context_length:
+            error = TooManyTokens(least, is_exact=False)
             raise prompt_exceeds(error, "text", context_length)
-        size = request.ByteSize()
+        # A message that is measured is serialized, which takes milliseconds for a long text.
+        size = len(text) if is_long(len(text)) else request.ByteSize()
         has_resumed = isinstance(request, pb.GenerateRequest) and request.resume.token_ids
         return await self._text_jobs.run(
             job,
@@ -216,21 +218,23 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 await context.write(response)
                 bound.end()
 
-    def _tokenized(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+    def _tokenized(self, request: pb.TokenizeRequest) -> bytes:
+        """Return a serialized TokenizeResponse: messages one after the other are one message.
+
+        Made as a whole, a long one would hold the interpreter lock for too long.
+        """
         try:
             ids = encoded_prompt(request, self._encode, self._render, _MOST_TOKENS_OF_A_MESSAGE)
         except TooManyTokens as error:
             raise _too_large(error) from None
-        response = pb.TokenizeResponse()
-        # Spelling all tokens at once would hold the interpreter lock for too long.
+        pieces = []
         for start in range(0, len(ids), _PIECE_TOKENS):
             piece = ids[start : start + _PIECE_TOKENS]
-            response.token_ids.extend(piece)
-            if self._tokenizer is not None:
-                response.tokens.extend(self._tokenizer.spelling(piece))
-        if response.ByteSize() > MESSAGE_LIMIT_BYTES:
+            tokens = [] if self._tokenizer is None else self._tokenizer.spelling(piece)
+            pieces.append(pb.TokenizeResponse(token_ids=piece, tokens=tokens).SerializeToString())
+        if sum(map(len, pieces)) > MESSAGE_LIMIT_BYTES:
             raise _too_large(TooManyTokens(len(ids), is_exact=True))
-        return response
+        return b"".join(pieces)
 
     def _detokenized(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         ids = request.token_ids

@@ -25,6 +25,11 @@ _BLOCKED_JOBS = 4
 _Result = TypeVar("_Result")
 
 
+def is_long(text_bytes: int) -> bool:
+    """Return True if a text of so many bytes waits for a place."""
+    return text_bytes > _LONG_TEXT_BYTES
+
+
 class TextJobs:
     """Places and a queue for long texts. Belongs to one event loop.
 
@@ -57,7 +62,7 @@ class TextJobs:
         Raises what the job raises, and ResourceExhausted if too many texts wait already or
         the wait was too long.
         """
-        if text_bytes > _LONG_TEXT_BYTES:
+        if is_long(text_bytes):
             await self._take_place(tenant)
             return await self._run_in_place(job, tenant)
         if blocks:

@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 _TIERS = {int(tier_to_proto(tier)): tier for tier in Tier if tier is not Tier.ARENA}
 # A longer sequence gets so much more time, in seconds: far less than computing it takes.
 _SECONDS_PER_TOKEN = 2e-6
+_PIECE_TOKENS = 32_768
 
 
 class StoreCatalog:
@@ -47,9 +48,11 @@ class StoreCatalog:
         A partially matched last chunk of an arena counts, too.
         """
         addresses = sorted(address for address in query.stores if address)
-        request = kvstore_pb2.MatchRequest(
-            tenant_salt=query.tenant_salt, token_ids=query.token_ids, asks_tiers=True
-        )
+        request = kvstore_pb2.MatchRequest(tenant_salt=query.tenant_salt, asks_tiers=True)
+        for start in range(0, len(query.token_ids), _PIECE_TOKENS):
+            if start:  # all at once they would hold the event loop
+                await asyncio.sleep(0)
+            request.token_ids.extend(query.token_ids[start : start + _PIECE_TOKENS])
         counts = await asyncio.gather(*(self._match(address, request) for address in addresses))
         found = zip(addresses, counts, strict=True)
         return {address: count for address, count in found if count is not None}

@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -26,6 +27,10 @@ _log = logging.getLogger(__name__)
 
 # Called with the method and the status of each call that has ended.
 OnCallEnded = Callable[[str, grpc.StatusCode], None]
+
+# Messages that are larger are handled one in a turn of the event loop: decoding one of 4 MiB, and
+# what a handler does with it before it first waits, holds the loop for milliseconds.
+_LARGE_BYTES = 256 * 1024
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -42,6 +47,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self._access = access
         self._on_answer = on_answer
         self._guarded: dict[str, tuple[Any, Any]] = {}
+        self._large = asyncio.Lock()
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         method: str = handler_call_details.method
@@ -58,17 +64,14 @@ class Guard(grpc.aio.ServerInterceptor):
             return None  # gRPC answers UNIMPLEMENTED
         known = self._guarded.get(method)
         if known is None or known[0] is not handler:
-            known = (handler, _guarded(handler, method, self._on_answer))
+            known = (handler, _guarded(handler, method, self._on_answer, self._large))
             self._guarded[method] = known
         return known[1]
 
 
-def _guarded(handler: Any, method: str, on_answer: OnCallEnded) -> Any:
+def _guarded(handler: Any, method: str, on_answer: OnCallEnded, large: asyncio.Lock) -> Any:
     # Both serializers run inside the guarded call, so that the guard answers their
     # errors. gRPC's own serializer is for handlers that pass messages to context.write().
-    def serialize(message: Any) -> bytes:
-        return message if isinstance(message, bytes) else _encode(handler, message)
-
     if handler.request_streaming and handler.response_streaming:
         make, behaviour = grpc.stream_stream_rpc_method_handler, handler.stream_stream
     elif handler.request_streaming:
@@ -82,6 +85,7 @@ def _guarded(handler: Any, method: str, on_answer: OnCallEnded) -> Any:
     async def answer_once(raw: Any, context: _Context) -> bytes:
         with _report_call_end(method, context, on_answer):
             try:
+                await _take_turn(raw, large)
                 return _encode(handler, await behaviour(receive(handler, raw), context))
             except Exception as error:
                 await _abort(context, method, error)
@@ -89,6 +93,7 @@ def _guarded(handler: Any, method: str, on_answer: OnCallEnded) -> Any:
     async def answer_stream(raw: Any, context: _Context) -> None:
         with _report_call_end(method, context, on_answer):
             try:
+                await _take_turn(raw, large)
                 result = behaviour(receive(handler, raw), context)
                 if isinstance(result, Awaitable):
                     await result
@@ -102,7 +107,14 @@ def _guarded(handler: Any, method: str, on_answer: OnCallEnded) -> Any:
                 await _abort(context, method, error)
 
     answer: Callable[..., Any] = answer_stream if handler.response_streaming else answer_once
-    return make(answer, request_deserializer=None, response_serializer=serialize)
+    return make(answer, request_deserializer=None, response_serializer=partial(_encode, handler))
+
+
+async def _take_turn(raw: Any, large: asyncio.Lock) -> None:
+    """Wait for a turn of the event loop in which no other large message is handled."""
+    if isinstance(raw, bytes) and len(raw) > _LARGE_BYTES:
+        async with large:
+            await asyncio.sleep(0)
 
 
 @contextmanager
@@ -158,10 +170,12 @@ async def _decode_stream(handler: Any, raw: AsyncIterator[bytes]) -> AsyncIterat
 
 
 def _encode(handler: Any, message: Any) -> bytes:
-    serialized: bytes = (
-        message if handler.response_serializer is None else handler.response_serializer(message)
-    )
-    return serialized
+    """Serialize an answer, unless its handler has, or this was called before."""
+    if isinstance(message, bytes) or handler.response_serializer is None:
+        encoded: bytes = message
+    else:
+        encoded = handler.response_serializer(message)
+    return encoded
 
 
 async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:

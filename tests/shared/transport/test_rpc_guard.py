@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ import pytest
 
 from splitpoint import errors
 from splitpoint.transport import channels, limits, servers, statuses
+from splitpoint.transport.guard import Guard, ignore_call_end
 from splitpoint.v1 import types_pb2
 
 SECRET = "the text of an exception that no client may see"
@@ -237,6 +239,35 @@ async def test_too_many_calls_are_exhausted(address: str, service: Service) -> N
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def test_large_messages_are_handled_one_in_a_turn_of_the_loop() -> None:
+    """Twelve that arrive while the loop is busy would otherwise hold it twelve times as long."""
+    turn, handled = 0, dict[str, list[int]]()
+
+    async def handle(request: bytes, context: Any) -> bytes:
+        handled.setdefault(f"{len(request) >> 10} KiB", []).append(turn)
+        return request
+
+    async def found(details: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    method = SimpleNamespace(method="/test.Service/UnaryUnary", invocation_metadata=())
+    guarded = await Guard(None, ignore_call_end).intercept_service(found, method)
+    context = SimpleNamespace(code=lambda: None)
+    counting = asyncio.create_task(count_turns())
+    sizes = [size << 10 for size in (1, 4096) for _ in range(12)]
+    answers = await asyncio.gather(*(guarded.unary_unary(bytes(n), context) for n in sizes))
+    counting.cancel()
+    assert [len(answer) for answer in answers] == sizes
+    assert len(set(handled["1 KiB"])) == 1
+    assert len(set(handled["4096 KiB"])) == 12
 
 
 async def test_a_burst_that_meets_a_busy_loop_is_refused_by_the_limit(address: str) -> None:
