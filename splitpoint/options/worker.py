@@ -32,6 +32,8 @@ MIRROR_MEMORY: Option[str | None] = Option(
 )
 # Of a GPU's free memory; workers leave the rest to the driver, libraries and fragmentation.
 GPU_MEMORY_SHARE = 0.9
+# Of the memory available on a host, beside the weights, for a CPU worker.
+CPU_MEMORY_SHARE = 0.2
 
 DEVICE: Option[str] = Option(
     "device", str, "auto", "Device of the worker: cpu, cuda, cuda:N or auto.", unit="DEVICE"
@@ -40,7 +42,7 @@ DEVICE_MEMORY: Option[str | None] = Option(
     "device-memory",
     str,
     None,
-    "Bytes of device memory for weights, caches and workspace; absent: the worker decides.",
+    "Bytes of device memory for weights, caches and workspace; absent: a part of what is free.",
     unit=SIZE,
 )
 MAX_BATCH: Option[int] = Option(

@@ -9,7 +9,7 @@ import torch
 
 from splitpoint.checkpoint.support import read_decoder
 from splitpoint.host.memory import memory_facts
-from splitpoint.options.worker import GPU_MEMORY_SHARE
+from splitpoint.options.worker import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE
 from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
 from splitpoint.shapes import ArenaLayout, ModelShape
 from worker_service.device.cache import TORCH_TYPES
@@ -28,9 +28,6 @@ from worker_service.profiling.profiler import measure_rates
 from worker_service.startup.drafting import DraftSetup
 from worker_service.startup.options import WorkerOptions
 from worker_service.weights.matrices import weight_sizes
-
-# A CPU worker without --device-memory takes this share of what is available.
-CPU_MEMORY_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +11,10 @@ from splitpoint.options import gateway, scheduler, service, store, worker
 from splitpoint.options.option import Option
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.shapes import ModelShape
-from splitpoint_cli.checks.gpu_facts import FreeMemory
 from splitpoint_cli.options import arguments_of
 from splitpoint_cli.stack.child import ServiceCommand
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan.api_key import ApiKey
-from splitpoint_cli.stack.plan.devices import memory_shares
 from splitpoint_cli.stack.plan.places import Places, socket_path, trace_path
 
 # In addition to the grace of running requests; a worker also waits for write-back.
@@ -146,14 +144,15 @@ def worker_commands(
     speculation: SpeculativeConfig | None,
     places: Places,
     devices: tuple[str, ...],
+    memory_shares: Sequence[int | None],
     threads: int | None,
     spinning: Mapping[str, str],
-    free_memory: Callable[[], FreeMemory],
 ) -> tuple[ServiceCommand, ...]:
-    """Return a command for each device. `free_memory` asks the GPUs, if workers share one."""
-    shares: tuple[int | None, ...] = (None,) * len(devices)
-    if options.device_memory is None:
-        shares = memory_shares(devices, free_memory)
+    """Return a command for each device.
+
+    `memory_shares`: each worker's bytes of device memory; None: as the options say, or what the
+    worker decides.
+    """
     drafts = None if speculation is None else speculation.text
     return tuple(
         ServiceCommand(
@@ -165,7 +164,7 @@ def worker_commands(
                 *model.arguments,
                 *("--kvstore", places.store),
                 *("--device", device),
-                *_given("--device-memory", shares[i]),
+                *_given("--device-memory", memory_shares[i]),
                 *_given("--threads", threads),
                 *_given("--trace", trace_path(options.trace, i)),
                 *_given("--metrics", places.metrics[2 + i] if places.metrics else None),

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.host.memory import available_cores
+from splitpoint.host.memory import available_cores, memory_facts
 from splitpoint.host.openmp import spin_count
 from splitpoint.host.processor import instruction_sets
-from splitpoint.options.worker import GPU_MEMORY_SHARE
+from splitpoint.options.worker import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE
 from splitpoint_cli.checks.gpu_facts import Driver, FreeMemory, ask_free_memory, read_driver
 
 # The driver's own memory for each process on a GPU.
@@ -37,7 +37,20 @@ def choose_devices(device: str, workers: int | None) -> tuple[str, ...]:
     raise InvalidArgument(f"device {device!r} is not one of auto, cpu, cuda", field="device")
 
 
-def memory_shares(
+def cpu_memory(weight_bytes: int, arena_bytes: int) -> int:
+    """Return the bytes of device memory for each CPU worker of a stack.
+
+    They are measured once: a worker that starts later or again would find other memory free.
+
+    Args:
+        weight_bytes: weights of one worker.
+        arena_bytes: what the stack's arena will take of the memory that is free now.
+    """
+    usable = max(0, memory_facts().usable_bytes - arena_bytes)
+    return weight_bytes + int(CPU_MEMORY_SHARE * usable)
+
+
+def gpu_memory_shares(
     devices: Sequence[str], ask: Callable[[], FreeMemory] = ask_free_memory
 ) -> tuple[int | None, ...]:
     """Return the bytes of device memory for each worker; None: it has its device for itself.
@@ -47,7 +60,7 @@ def memory_shares(
 
     Raises InvalidArgument if that cannot be found out.
     """
-    counts = Counter(device for device in devices if device != "cpu")
+    counts = Counter(devices)
     if all(count == 1 for count in counts.values()):
         return (None,) * len(devices)
     found = ask()

@@ -16,6 +16,7 @@ from splitpoint.host.openmp import spin_environment
 from splitpoint.observe.logs import LogFormat
 from splitpoint.options.scheduler import read_served_names
 from splitpoint.options.speculation import read_speculative_config
+from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import ModelShape, WeightFormat
 from splitpoint.transport.tls import Identity
 from splitpoint_cli.checks.gpu_facts import FreeMemory, ask_free_memory
@@ -34,7 +35,9 @@ from splitpoint_cli.stack.plan.commands import (
 )
 from splitpoint_cli.stack.plan.devices import (
     choose_devices,
+    cpu_memory,
     default_threads,
+    gpu_memory_shares,
     worker_spin_count,
 )
 from splitpoint_cli.stack.plan.places import arena_bytes, instance_of, places_of
@@ -123,10 +126,10 @@ def plan_stack(
     api_key = api_key_of(options, config.runtime_path(instance))
     places = places_of(options, len(devices), has_api_key=api_key is not None)
     host_memory = _host_memory(options, places.arena)
+    new_arena_bytes = max(0, host_memory - arena_bytes(places.arena))
+    shares = _memory_shares(options, shape, devices, new_arena_bytes, free_memory)
     threads = options.threads or default_threads(devices, devices[0])
-    spinning: Mapping[str, str] = {}
-    if threads is not None and devices[0] == "cpu":
-        spinning = spin_environment(worker_spin_count(threads, len(devices)))
+    spinning = _spinning(devices, threads)
     pages = choose_pages(
         options.page_tokens,
         model.shape,
@@ -161,7 +164,7 @@ def plan_stack(
         metrics=places.metrics,
         store=store_command(options, model, places, host_memory, pages),
         workers=worker_commands(
-            options, model, speculation, places, devices, threads, spinning, free_memory
+            options, model, speculation, places, devices, shares, threads, spinning
         ),
         schedulers=scheduler_commands(options, model, places),
         gateway=gateway_command(options, places, api_key),
@@ -178,6 +181,28 @@ def _host_memory(options: StackOptions, arena: Path) -> int:
         return config.parse_size(options.host_memory, field="host_memory")
     # An arena that exists is adopted with its size, whatever memory is free now.
     return arena_bytes(arena) or default_host_memory()
+
+
+def _spinning(devices: tuple[str, ...], threads: int | None) -> Mapping[str, str]:
+    if threads is None or devices[0] != "cpu":
+        return {}
+    return spin_environment(worker_spin_count(threads, len(devices)))
+
+
+def _memory_shares(
+    options: StackOptions,
+    shape: ModelShape,
+    devices: tuple[str, ...],
+    new_arena_bytes: int,
+    free_memory: Callable[[], FreeMemory],
+) -> tuple[int | None, ...]:
+    """Return the bytes of device memory for each worker; None: the option's, or the worker's."""
+    if options.device_memory is not None:
+        return (None,) * len(devices)
+    if devices[0] != "cpu":
+        return gpu_memory_shares(devices, free_memory)
+    weights = WeightSizes.of(shape, WeightFormat(options.weights)).total
+    return (cpu_memory(weights, new_arena_bytes),) * len(devices)
 
 
 def _tier_disk(options: StackOptions) -> tuple[Path, int] | None:

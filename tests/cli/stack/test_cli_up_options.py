@@ -31,7 +31,7 @@ from splitpoint.errors import (
     SplitpointError,
 )
 from splitpoint.host.compiler import compiler
-from splitpoint.host.memory import MemoryFacts
+from splitpoint.host.memory import MemoryFacts, memory_facts
 from splitpoint.options import scheduler as scheduler_options
 from splitpoint.options import store as store_options
 from splitpoint.options import worker as worker_options
@@ -231,6 +231,22 @@ def test_workers_that_share_a_gpu_divide_its_memory(monkeypatch: pytest.MonkeyPa
     plan_stack(StackOptions(device="cpu", workers=2), nothing_is_asked)
     with pytest.raises(InvalidArgument, match=r"unknown \(no driver\).*--device-memory"):
         plan_stack(StackOptions(device="cuda", workers=3), lambda: FreeMemory(error="no driver"))
+
+
+def test_cpu_workers_get_equal_memory_and_the_same_after_a_restart() -> None:
+    """Each took a part of what was free at its own start, and so another one after a restart."""
+    shape = model_shape(resolve_model(None), "auto")
+    stack = planned_with(workers=2, host_memory="64MiB")
+    # A restart runs the same command.
+    sizes = [parse_worker([*each.arguments[2:]]).device_memory for each in stack.workers]
+    assert sizes[0] == sizes[1]
+    caches = int(sizes[0]) - WeightSizes.of(shape).total
+    assert 0 < caches <= worker_options.CPU_MEMORY_SHARE * memory_facts().total_bytes
+    # What the arena takes is not free for workers.
+    usable = memory_facts().usable_bytes
+    [worker] = planned_with(host_memory=str(usable * 3 // 4)).workers
+    left = int(parse_worker([*worker.arguments[2:]]).device_memory) - WeightSizes.of(shape).total
+    assert left < caches / 2
 
 
 def nothing_is_asked() -> FreeMemory:
