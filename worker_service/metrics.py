@@ -93,6 +93,10 @@ def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
     used, capacity = engine.cache.used_bytes, engine.memory_plan.cache_capacity_bytes
     yield Reading(metrics.WORKER_CACHE_BYTES, used, ("used",))
     yield Reading(metrics.WORKER_CACHE_BYTES, capacity, ("capacity",))
+    memory = engine.cache.page_memory
+    if memory is not None:
+        populated = memory.ready_count * memory.page_bytes
+        yield Reading(metrics.WORKER_CACHE_BYTES, populated, ("populated",))
     yield Reading(metrics.WORKER_CACHE_USAGE, used / capacity)
     pages = engine.cache.pages
     for state, count in (

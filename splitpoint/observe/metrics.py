@@ -325,7 +325,9 @@ WORKER_INFO = _worker.gauge(
 )
 WORKER_RUNNING = _worker.gauge("worker_running_requests", "Requests in the engine.")
 WORKER_CACHE_BYTES = _worker.gauge(
-    "worker_cache_bytes", "Device memory for the cache: used, capacity.", "kind"
+    "worker_cache_bytes",
+    "Device memory for the cache: used, capacity; of a CPU worker also populated (resident).",
+    "kind",
 )
 WORKER_CACHE_USAGE = _worker.gauge(
     "worker_cache_usage_ratio", "Used share of the device memory for the cache, 0 to 1."

@@ -231,13 +231,16 @@ def values(text: str) -> dict[tuple[str, str], float]:
     }
 
 
-def test_a_real_cpu_worker_serves_no_gpu_metrics_and_stops(tmp_path: Path) -> None:
+def test_a_real_cpu_worker_populates_its_cache_serves_no_gpu_metrics_and_stops(
+    tmp_path: Path,
+) -> None:
     model = ROOT / "models" / "stdlib-llama"
     command = [
         *(sys.executable, "-m", "worker_service", "--listen", f"unix:{tmp_path}/w.sock"),
         *("--model", str(model), "--device", "cpu", "--threads", "1"),
-        *("--metrics", "127.0.0.1:0"),
+        *("--metrics", "127.0.0.1:0", "--device-memory", "512MiB"),
     ]
+    populated = ("splitpoint_worker_cache_bytes", "populated")
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -252,7 +255,12 @@ def test_a_real_cpu_worker_serves_no_gpu_metrics_and_stops(tmp_path: Path) -> No
             text = ""
             for line in process.stderr:
                 if "metrics at http://" in line:
-                    text = scrape(line.rpartition("http://")[2].removesuffix("/metrics\n"))
+                    address = line.rpartition("http://")[2].removesuffix("/metrics\n")
+                    text = scrape(address)
+                    deadline = time.monotonic() + 30
+                    while values(text)[populated] < 32 << 20 and time.monotonic() < deadline:
+                        time.sleep(0.05)
+                        text = scrape(address)
                     break
         finally:
             process.send_signal(signal.SIGTERM)
@@ -260,3 +268,4 @@ def test_a_real_cpu_worker_serves_no_gpu_metrics_and_stops(tmp_path: Path) -> No
         assert process.returncode == 0, rest
     assert "splitpoint_build_info" in text
     assert "splitpoint_gpu_" not in text
+    assert values(text)[populated] >= 32 << 20
