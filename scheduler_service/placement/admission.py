@@ -7,7 +7,8 @@ Under fifo and fair, no later request starts on a worker that a waiting request 
 none takes memory that an earlier one waits for and nothing starves. A request pinned to a
 busy worker holds up only that worker. Requests that may have ended an engine
 run apart from each other (`trial.py`). A paused request, whose reader is behind, is passed over: it
-would hold memory, or a trial's worker, for as long as it does not run.
+would hold memory, or a trial's worker, for as long as it does not run. One that runs already gives
+up its place when another request waits for it (`to_put_back`).
 
 A resident request is charged for its prompt and its expected answer. The charge grows with the
 answer, and may then exceed the worker's memory: the worker takes a sequence off its device, and
@@ -20,7 +21,7 @@ better (`residency.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
@@ -32,6 +33,7 @@ from scheduler_service.placement.reasons import Explanation, Place, explain
 from scheduler_service.placement.residency import streamed_instead
 from scheduler_service.placement.routing import candidate_of, choose_worker
 from scheduler_service.placement.ways import Ways
+from scheduler_service.policy.in_order import needs_of
 from scheduler_service.policy.queue import PolicyQueue
 from scheduler_service.policy.rooms import WorkerLimits
 from scheduler_service.policy.settings import PolicySettings
@@ -176,8 +178,7 @@ class AdmissionQueue:
         if misfits and len(misfits) == len(verdicts):
             largest = max(misfits, key=lambda misfit: misfit.capacity_bytes)
             return Rejected(f"can never fit: {largest.reason}", numbers=largest)
-        most = self.capacity + self._held_back()
-        if len(self.policy) >= most and not self._would_start(request):
+        if self._is_full() and not self._would_start(request):
             waiting = counted(self.capacity, "request waits", "requests wait")
             return Rejected(f"the queue is full ({waiting})")
         return self.resubmit(request)
@@ -197,8 +198,8 @@ class AdmissionQueue:
         return Queued(self.policy.push(waiting))
 
     def resumed(self, request: Request) -> None:
-        """Note that a waiting request is not paused any more."""
-        self.policy.freshen(request.arrival)
+        """Note that a waiting request is not paused any more: it waits from now on."""
+        self.policy.freshen(request.arrival, self._clock())
 
     def withdraw(self, request: Request) -> None:
         """Take a request out of the queue, if it is there."""
@@ -252,6 +253,54 @@ class AdmissionQueue:
         ledger = self._ledgers.get(admitted.worker_id)
         if ledger is not None:
             self._release(admitted.request.arrival, ledger)
+
+    # -- paused requests ------------------------------------------------------------
+
+    @property
+    def is_waited_for(self) -> bool:
+        """True if a request waits, here or at another scheduler."""
+        return bool(len(self.policy)) or any(
+            ledger.others.wanted_pages for ledger in self._ledgers.values()
+        )
+
+    def to_put_back(self, leaving: Collection[int]) -> list[Admitted]:
+        """Return the paused requests that should leave their workers, for others that wait.
+
+        They make room for the first waiting request without room of each worker, here and at
+        other schedulers: as few as it needs, the latest arrivals. None leaves where all of them
+        would not be enough. `leaving`: arrivals of running requests that leave already.
+        """
+        paused = [
+            each
+            for each in self._running.values()
+            if each.request.is_paused and each.request.arrival not in leaving
+        ]
+        if not paused:
+            return []
+        found: list[Admitted] = []
+        for ledger in self._ledgers.values():
+            wanted = ledger.others.wanted_pages
+            if wanted:
+                found += self._making_room(ledger, wanted, None, paused, leaving) or ()
+        seen: set[str] = set()
+        for waiting in self.policy.in_turn():
+            if len(seen) >= self.policy.rooms.open_count:
+                break
+            needs = needs_of(self, waiting, seen)
+            if any(need.can_start for need in needs.values()):
+                continue  # it has room: perhaps it waits for a later one, which has none
+            seen |= needs.keys()
+            choices = [
+                self._making_room(
+                    self._ledgers[worker_id], need.pages, _way(need).fits, paused, leaving
+                )
+                for worker_id, need in needs.items()
+            ]
+            possible = [each for each in choices if each is not None]
+            if possible:
+                fewest = min(possible, key=len)
+                found += fewest
+        return list({each.request.arrival: each for each in found}.values())
 
     # -- questions ----------------------------------------------------------------
 
@@ -373,6 +422,38 @@ class AdmissionQueue:
         """Return what is queued on a worker before its next request."""
         rooms = self.policy.rooms
         return Backlog(rooms.bound_tokens(worker_id), rooms.link_bytes(worker_id))
+
+    def _making_room(
+        self,
+        ledger: Ledger,
+        pages: int,
+        fits: Fits | None,
+        paused: Sequence[Admitted],
+        leaving: Collection[int],
+    ) -> list[Admitted] | None:
+        """Return the fewest latest of a worker's paused requests that must leave, beside those
+        that do, for a place, so many pages and the slots of `fits`. None if all are too few."""
+        worker_id = ledger.facts.worker_id
+        rest = sorted(
+            (each for each in paused if each.worker_id == worker_id),
+            key=lambda each: each.request.arrival,
+        )
+        gone = [arrival for arrival in ledger.arrivals if arrival in leaving]
+        found: list[Admitted] = []
+        while not (
+            ledger.has_room_after(pages, gone)
+            and (fits is None or self._ways.has_slots(ledger, fits, gone))
+        ):
+            if not rest:
+                return None
+            found.append(rest.pop())
+            gone.append(found[-1].request.arrival)
+        return found
+
+    def _is_full(self) -> bool:
+        """Return True if the queue takes no more. Paused requests wait for their readers only."""
+        most, count = self.capacity + self._held_back(), len(self.policy)
+        return count >= most and count - sum(each.item.is_paused for each in self.policy) >= most
 
     def _held_back(self) -> int:
         """Return the places on workers that have room, but enough prefill work for now."""

@@ -170,6 +170,14 @@ class Ledger:
         """Return True if a place in the batch and so many pages are free."""
         return self.free_places > 0 and pages <= self.free_pages and self.leaves_share(pages)
 
+    def has_room_after(self, pages: int, leaving: Collection[int]) -> bool:
+        """Return True if a place and so many pages are free once these requests have left.
+
+        A page that they share counts as freed by each of them, so it may be too early.
+        """
+        freed = sum(map(self.pages_held, leaving))
+        return self.free_places + len(leaving) > 0 and self.free_pages + freed >= pages
+
     def leaves_share(self, pages: int) -> bool:
         """Return True if so many more pages leave other schedulers what is theirs.
 

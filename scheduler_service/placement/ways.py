@@ -5,7 +5,7 @@ Pure: it reads the accounts of memory and changes none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView
+from collections.abc import Collection, Iterator, KeysView
 
 from scheduler_service.api.request import Request
 from scheduler_service.api.selection import followed_by
@@ -104,11 +104,17 @@ class Ways:
         address = ledger.facts.kvstore_address
         return [each for each in self.ledgers.values() if each.facts.kvstore_address == address]
 
-    def has_slots(self, ledger: Ledger, fits: Fits) -> bool:
-        """Return True if the worker's store has the slots that a streamed request fills."""
+    def has_slots(self, ledger: Ledger, fits: Fits, leaving: Collection[int] = ()) -> bool:
+        """Return True if the worker's store has the slots that a streamed request fills.
+
+        `leaving`: arrivals of requests whose slots count as free.
+        """
         if not fits.slot_count:
             return True
+        slots = self.slots_of(ledger)
         others_slots = sum(each.others.slot_count for each in self.of_same_store(ledger))
-        return self.slots_of(ledger).has_room(
-            fits.slot_count, ledger.facts.store_slot_count, others_slots=others_slots
+        return slots.has_room(
+            fits.slot_count,
+            ledger.facts.store_slot_count,
+            others_slots=others_slots - slots.promised_to(leaving),
         )

@@ -93,10 +93,14 @@ class PolicyQueue(Generic[R]):
         self._sets.freshen(waiting)
         return self._order.add(waiting)
 
-    def freshen(self, arrival: int) -> None:
-        """Note that a waiting request could start where it could not before: it is not paused."""
+    def freshen(self, arrival: int, now: float) -> None:
+        """Note that a waiting request could start where it could not before: it is not paused.
+
+        Its reader was what it waited for until now.
+        """
         waiting = self._order.find(arrival)
         if waiting is not None:
+            waiting.since = now
             self._sets.freshen(waiting)
 
     def withdraw(self, arrival: int) -> None:

@@ -127,6 +127,16 @@ class Attempts:
         if worker is not None:
             worker.stream.set_paused(attempt.request.request_id, attempt.request.is_paused)
 
+    def put_back(self, attempt: Attempt) -> None:
+        """Stop an attempt of which the worker was told, to run its request again later.
+
+        Does nothing if the worker is away: the attempt is lost with it.
+        """
+        worker = self._worker(attempt)
+        if worker is not None:
+            attempt.is_put_back = True
+            worker.stream.cancel(*attempt.key)
+
     def cancel(self, attempt: Attempt) -> None:
         """Stop it. Its memory stays charged until the worker has let go of it."""
         worker = self._worker(attempt)
@@ -147,6 +157,12 @@ class Attempts:
 
     def of(self, request: Request) -> Attempt | None:
         return next((a for a in self._by_key.values() if a.request is request), None)
+
+    def leaving(self) -> set[int]:
+        """Return the requests, by arrival, that their workers were told to let go of."""
+        return {
+            a.request.arrival for a in self._by_key.values() if a.is_put_back or a.request.has_ended
+        }
 
     def on(self, worker_id: str) -> list[Attempt]:
         return [a for a in self._by_key.values() if a.worker_id == worker_id]

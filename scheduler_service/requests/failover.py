@@ -11,7 +11,8 @@ have got past their start, and nothing else starts beside it (`placement/admissi
 failure therefore names its cause. A suspect is cleared when it gets past the place where the first
 engine failed. If it is suspected again later, it must get further past that place each time, so a
 request that ends engines at random is found after a few of them, too.
-A suspect whose reader is behind goes back to the queue, so that others can start on its worker.
+A suspect whose reader is behind goes back to the queue at once, so that others can start on its
+worker.
 
 Another scheduler's requests on the same worker are not known here. A suspect that was lost beside
 some is suspected again instead of blamed; the bound of its moves ends it.

@@ -199,8 +199,12 @@ class RequestManager:
         return tenants_of(self.admission, self._clock())
 
     def oldest_wait_seconds(self) -> float:
-        """Return how long the longest-waiting request has waited in the queue; 0 if none waits."""
-        since = [request.times.queued for request in self.admission.queue()]
+        """Return how long the longest-waiting request has waited in the queue; 0 if none waits.
+
+        Paused requests wait for their readers, and do not count.
+        """
+        queue = self.admission.queue()
+        since = [request.times.queued for request in queue if not request.is_paused]
         return max((self._clock() - each for each in since if each is not None), default=0.0)
 
     # -- a worker reports -----------------------------------------------------------------------
@@ -386,6 +390,8 @@ class RequestManager:
     def on_pause(self, request: Request, paused: bool) -> None:
         attempt = self.attempts.of(request)
         if attempt is None:
+            if request.times.queued is not None:
+                request.times.queued = self._clock()
             self.admission.resumed(request)
             self._starts.start_waiting()  # a paused one is not placed
         elif attempt.plan is None:
@@ -397,10 +403,11 @@ class RequestManager:
             pass  # it is on its way to the queue
         elif paused and request.is_suspect:
             # Nothing starts beside a suspect, so it makes room for as long as its reader takes.
-            attempt.is_put_back = True
-            self.attempts.cancel(attempt)
+            self.attempts.put_back(attempt)
         else:
             self.attempts.pause(attempt)
+            if paused:
+                self._starts.start_waiting()  # it makes room for others that wait
 
     def on_abandoned(self, request: Request) -> None:
         error = Unavailable("every reader left", reason=ABANDONED_REASON)

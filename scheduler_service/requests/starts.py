@@ -50,13 +50,15 @@ class Starts:
     def start_waiting(self) -> None:
         """Start, in order, every waiting request that may start now.
 
-        A start that fails lets another one start; the call under way sees to that.
+        Paused requests that are in the way of others go back to the queue. A start that fails lets
+        another one start; the call under way sees to that.
         """
         if self._is_starting:
             return
         self._is_starting = True
         try:
             self._start_all()
+            self._put_back_paused()
         finally:
             self._is_starting = False
         self._sharing.changed()
@@ -81,6 +83,19 @@ class Starts:
                 continue
             with self._tasks.contained(request):
                 self._start(attempt)
+
+    def _put_back_paused(self) -> None:
+        """Let paused requests give up their places where others wait for them.
+
+        They are queued when their workers have let go of them, and start again, from what is
+        stored of them, once their readers have caught up.
+        """
+        if not self._admission.is_waited_for:
+            return
+        for admitted in self._admission.to_put_back(self._attempts.leaving()):
+            attempt = self._attempts.of(admitted.request)
+            if attempt is not None:
+                self._attempts.put_back(attempt)
 
     async def _look_up_and_start(self, attempt: Attempt) -> None:
         await self.look_up(attempt.request)

@@ -22,7 +22,7 @@ class TenantFacts:
     """One tenant now.
 
     Attributes:
-        oldest_wait_seconds: of its longest-waiting request; 0 if none waits.
+        oldest_wait_seconds: of its longest-waiting request that is not paused; 0 if none waits.
         service: byte-seconds of device memory that its requests have used.
     """
 
@@ -70,7 +70,8 @@ def tenants_of(admission: AdmissionQueue, now: float) -> list[TenantFacts]:
     policy = admission.policy
     oldest: dict[str, float] = {}
     for waiting in policy:
-        oldest[waiting.tenant] = min(waiting.since, oldest.get(waiting.tenant, now))
+        since = now if waiting.item.is_paused else waiting.since
+        oldest[waiting.tenant] = min(since, oldest.get(waiting.tenant, now))
     service = dict.fromkeys(oldest, 0.0) | policy.service(now)
     found = [
         TenantFacts(

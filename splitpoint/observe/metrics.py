@@ -599,7 +599,9 @@ QUEUE_SECONDS = _scheduler.histogram(
     "limit",
 )
 OLDEST_WAIT_SECONDS = _scheduler.gauge(
-    "oldest_wait_seconds", "How long the longest-waiting request has waited; 0 if none waits."
+    "oldest_wait_seconds",
+    "How long the longest-waiting request has waited, without those whose readers are behind; 0 if "
+    "none waits.",
 )
 REQUEST_SECONDS = _scheduler.histogram(
     "request_seconds", "Arrival to last token, of completed requests.", REQUEST_BUCKETS
@@ -684,7 +686,8 @@ TENANT_WAITING = _scheduler.gauge(
 )
 TENANT_OLDEST_WAIT = _scheduler.gauge(
     "tenant_oldest_wait_seconds",
-    "How long the longest-waiting request of a tenant has waited; names as above.",
+    "How long the longest-waiting request of a tenant has waited, without those whose readers are "
+    "behind; names as above.",
     "tenant",
 )
 WORKER_BOUND_TOKENS = _scheduler.gauge(

@@ -37,6 +37,7 @@ class History:
             lead_requests=rng.choice([0.0, 4.0]),
             window=rng.choice([1, 4, 64]),
         )
+        self.ages = policy is not Policy.UTILISATION or chosen.aging_seconds > 0
         self.admission = AdmissionQueue(100, policy=chosen, clock=lambda: self.now)
 
     def step(self) -> None:
@@ -194,6 +195,29 @@ class History:
         assert not any(self.admission.is_placeable(one) for one in self.waiting.values())
         assert self.admission.check_integrity() == []
 
+    def all_stop_reading(self) -> None:
+        """Nothing ends any more, yet whatever can run starts: those that are paused make room."""
+        for worker_id in self.workers:
+            self.admission.set_others(worker_id, OthersHold())
+        for one in self.waiting.values():
+            one.is_paused = False
+            self.admission.resumed(one)
+        for _ in range(2 * len(self.waiting)):
+            for running in self.running.values():
+                running.request.cleared_at_tokens = None
+                running.request.is_paused = True
+                self.admission.tokens_came(running)
+            self.now += 5.0
+            for running in self.admission.to_put_back(()):
+                self.admission.release(self.running.pop(running.request.arrival))
+            self.place()
+        for one in self.waiting.values():
+            # Without aging, a policy may hold back what has room.
+            needs = [self.admission.need(one, worker_id) for worker_id in self.workers]
+            here = [need for need in needs if need is not None]
+            assert not here or (not self.ages and any(need.can_start for need in here))
+        assert self.admission.check_integrity() == []
+
 
 @pytest.mark.parametrize("policy", Policy)
 @pytest.mark.parametrize("seed", range(16))
@@ -202,6 +226,54 @@ def test_random_histories(policy: Policy, seed: int) -> None:
     for _ in range(200):
         history.step()
     history.end()
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_histories_of_readers_that_stop(policy: Policy, seed: int) -> None:
+    history = History(policy, random.Random(seed))
+    for _ in range(100):
+        history.step()
+    history.all_stop_reading()
+
+
+def test_as_few_paused_requests_leave_as_others_need() -> None:
+    admission = AdmissionQueue(1, clock=lambda: 0.0)
+    admission.add_worker(FACTS)
+    running = []
+    for arrival, pages in enumerate((2, 3, 3, 2)):
+        admission.submit(queued_request(arrival, pages * CHUNK_TOKENS))
+        admitted = admission.admit()
+        assert admitted is not None
+        running.append(admitted.request)
+
+    def put_back(*leaving: int) -> list[int]:
+        return [each.request.arrival for each in admission.to_put_back(leaving)]
+
+    for one in running[:3]:
+        one.is_paused = True
+    assert not admission.is_waited_for
+    assert put_back() == []
+    waiting = queued_request(4, 4 * CHUNK_TOKENS)
+    admission.submit(waiting)
+    assert admission.is_waited_for
+    assert put_back() == [2, 1]
+    assert put_back(2) == [1]
+    assert put_back(2, 1) == []
+    # Its own reader is what it waits for; so it takes no place in the queue either.
+    waiting.is_paused = True
+    assert put_back() == []
+    large = queued_request(5, 9 * CHUNK_TOKENS)
+    assert isinstance(admission.submit(large), Queued)
+    assert not isinstance(admission.submit(queued_request(6, CHUNK_TOKENS)), Queued)
+    # All of them together are too few: none leaves in vain.
+    assert put_back() == []
+    running[3].is_paused = True
+    assert put_back() == [3, 2, 1, 0]
+    admission.withdraw(large)
+    # Another scheduler's request.
+    admission.set_others("0", OthersHold(busy_count=1, wanted_pages=2))
+    assert put_back() == [3]
 
 
 def test_no_spare_memory_is_taken_that_other_schedulers_want() -> None:

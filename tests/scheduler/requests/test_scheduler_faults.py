@@ -35,6 +35,8 @@ from splitpoint.errors import (
     SplitpointError,
     Unavailable,
 )
+from splitpoint.options.scheduler import AnswerCharge
+from splitpoint.shapes import chunks_of
 from splitpoint.transport import channels, statuses
 from splitpoint.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 
@@ -412,6 +414,48 @@ async def test_a_slow_reader_pauses_its_request_and_no_other() -> None:
         assert len(tokens) == count
         assert tokens[:50] == answer(PROMPT, 50)
         assert "slow" in worker.resumes
+        await channel.close()
+
+
+@pytest.mark.parametrize("lacking", ["places", "memory"])
+async def test_paused_requests_make_room_and_run_on_later(lacking: str) -> None:
+    count = 1_200
+    worker, prompts = long_worker(), [[5, 6, last] for last in range(2)]
+    if lacking == "places":
+        worker.max_batch = len(prompts)
+    else:
+        worker.capacity_pages = len(prompts) * chunks_of(3 + count, CHUNK_TOKENS)
+    limits = Limits(lag_tokens=64, stall_seconds=600.0)
+    async with stack(
+        worker, model=LONG, limits=limits, answer_charge=AnswerCharge.WORST_CASE
+    ) as running:
+        channel, stub = small_window_stub(running)
+        slow, tokens = [], []
+        for index, prompt in enumerate(prompts):
+            request = ids_request(prompt, count, request_id=f"slow {index}")
+            request.sampling.logprobs = 20
+            slow.append(stub.Generate(request))
+            tokens.append(list((await slow[-1].read()).chunk.token_ids))
+        lives = running.manager.requests.running()
+        await running.until(lambda: all(live.is_paused for live in lives))
+        assert len(worker.running) == len(prompts)
+        assert not worker.cancels
+        other = asyncio.create_task(
+            running.generate(ids_request([8], count, request_id="other"), timeout=60)
+        )
+        await running.until(lambda: worker.admits[-1].request_id == "other")
+        # One made room for it; the others keep what they have.
+        assert len(worker.cancels) == 1
+        for index, call in enumerate(slow):
+            while (response := await call.read()).HasField("chunk"):
+                tokens[index] += response.chunk.token_ids
+        assert tokens == [answer(prompt, count) for prompt in prompts]
+        # It was never stopped for them.
+        assert (await other).token_ids == answer([8], count)
+        assert [admit.request_id for admit in worker.admits].count("other") == 1
+        assert worker.most_running <= worker.max_batch
+        assert worker.most_pages <= worker.capacity_pages
+        assert {(live.losses, live.refusals, live.moves) for live in lives} == {(0, 0, 0)}
         await channel.close()
 
 

@@ -61,6 +61,12 @@ def test_what_a_tenant_has_and_waits_for() -> None:
     assert facts["a"].oldest_wait_seconds == 0
     both = facts["c"].joined(facts["b"])
     assert (both.tenant, both.waiting_count, both.oldest_wait_seconds) == ("c", 3, 50)
+    # One whose reader is behind waits for that, and for a worker from then on.
+    (oldest, *_) = admission.queue()
+    for oldest.is_paused, waited in ((True, 20), (False, 20)):
+        admission.resumed(oldest)
+        (b,) = [each for each in tenants_of(admission, now) if each.tenant == "b"]
+        assert (b.waiting_count, b.oldest_wait_seconds) == (2, waited)
 
 
 def test_an_idle_tenant_keeps_its_weight() -> None:
