@@ -96,16 +96,22 @@ class RequestPrefixes:
         key, tokens, source = admission.key, admission.tokens, admission.source
         streamed = admission.residency is Residency.STREAMED
         loader = self._loader
-        if source is None or not source.meeting_tokens or streamed:
+        if source is None or not source.meeting_tokens or streamed or admission.scores_prompt:
             loader = None
-        if loader is None:
+        if loader is None and not admission.scores_prompt:
             await self._fetch(admission, tokens, span)
-        else:
+        elif loader is not None:
             # Wait while a tier brings a prefix with the same first chunk to another request.
             turn = loader.wait_turn(key, admission.salt, tokens)
             await self._finish(key, turn, f"turn {key[0]}")
         match = await self._match(
-            key, admission.salt, tokens, streamed=streamed, span=span, loader=loader
+            key,
+            admission.salt,
+            tokens,
+            streamed=streamed,
+            computes_all=admission.scores_prompt,
+            span=span,
+            loader=loader,
         )
         meeting = None
         if loader is not None and source is not None and match is not None:
@@ -123,7 +129,12 @@ class RequestPrefixes:
                 return Matched(lookup.key, None, suspects.error)
         async with self._brought(lookup.key):
             match = await self._match(
-                lookup.key, lookup.salt, lookup.tokens, streamed=lookup.is_streamed, span=span
+                lookup.key,
+                lookup.salt,
+                lookup.tokens,
+                streamed=lookup.is_streamed,
+                computes_all=lookup.computes_all,
+                span=span,
             )
         return Matched(lookup.key, match)
 
@@ -205,12 +216,14 @@ class RequestPrefixes:
         tokens: list[int],
         *,
         streamed: bool,
+        computes_all: bool,
         span: tracing.Span,
         loader: TierLoader | None = None,
     ) -> Match | None:
         """Lease the prefix and open its write-back chain; None if the store is away.
 
-        `loader`: brings what will follow what the chain stores.
+        `computes_all`: nothing that is stored is used. `loader`: brings what will follow what
+        the chain stores.
         """
         if streamed:
             # The cache of a streamed request lives in the store: worth a wait.
@@ -228,6 +241,8 @@ class RequestPrefixes:
             # The request can run without its prefix, but not without an answer.
             log.exception("looking the prefix up failed")
             return None
+        if computes_all:
+            match = replace(match, cached_tokens=0, chunks=())
         # The last token is always computed, so it never counts as cached.
         cached = min(match.cached_tokens, len(tokens) - 1)
         self.write_back.open(

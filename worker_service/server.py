@@ -44,6 +44,7 @@ from worker_service.wire import (
     admission_from,
     charges_from_proto,
     others_to_proto,
+    prompt_responses,
     refusal,
     response_from,
 )
@@ -134,9 +135,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 if worker.runtime.failed.is_set():
                     # To the scheduler the worker is lost, and its requests go on elsewhere.
                     raise Internal(ENGINE_FAILED, reason="ENGINE_FAILED")
-                step += 1
                 if output is None:
                     output = worker.runtime.idle_output()
+                for message in prompt_responses(output):
+                    step += 1
+                    message.step = step
+                    yield message
+                step += 1
                 response = response_from(
                     output, step, telemeter.message() if timer.restart_if_due() else None
                 )

@@ -163,6 +163,7 @@ def _part_of(output: StepOutput, stream: int) -> StepOutput:
     return replace(
         output,
         tokens=[event for event in output.tokens if event.key[2] == stream],
+        prompts=[event for event in output.prompts if event.key[2] == stream],
         prefills=[event for event in output.prefills if event.key[2] == stream],
         drafts=[event for event in output.drafts if event.key[2] == stream],
         selections=[event for event in output.selections if event.key[2] == stream],

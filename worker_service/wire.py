@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT, numerics_salt
@@ -32,6 +33,8 @@ from worker_service.fetching.results import FetchSource
 from worker_service.streams import Charges, OtherStreams
 
 ADDRESS_LIMIT = 255
+# Positions of a prompt in one message: less than 1 MiB with 20 alternatives.
+PROMPT_PIECE = 4096
 
 _REASONS = {
     "stop": types_pb2.FINISH_REASON_STOP,
@@ -180,6 +183,27 @@ def _source_of(command: worker_pb2.AdmitCommand) -> FetchSource | None:
         command.plan.predicted_fetch_seconds,
         command.meeting_tokens,
     )
+
+
+def prompt_responses(output: StepOutput) -> Iterator[worker_pb2.RunResponse]:
+    """Yield the messages of prompts' log-probabilities, without their steps."""
+    for event in output.prompts:
+        request_id, attempt, _ = event.key
+        for piece in event.scores.pieces(PROMPT_PIECE):
+            found = worker_pb2.PromptLogprobs(
+                request_id=request_id,
+                attempt=attempt,
+                first_index=piece.first_index,
+                logprobs=piece.logprobs,
+                ranks=piece.ranks,
+                top_token_ids=piece.top_token_ids,
+                top_logprobs=piece.top_logprobs,
+            )
+            yield worker_pb2.RunResponse(
+                running_count=output.running_count,
+                cache_used_bytes=output.cache_used_bytes,
+                prompt_logprobs=[found],
+            )
 
 
 def response_from(

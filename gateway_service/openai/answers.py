@@ -27,6 +27,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[types_pb2.PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[types_pb2.PositionLogprobs] = field(default_factory=list)
     complete: pb.GenerateComplete | None = None
 
     def add(self, message: pb.GenerateResponse) -> None:
@@ -36,6 +37,7 @@ class Answer:
             self.token_ids += chunk.token_ids
             self.texts.append(chunk.text)
             self.logprobs += chunk.logprobs
+            self.prompt_logprobs += chunk.prompt_logprobs
         elif message.HasField("complete"):
             self.texts.append(message.complete.text)
             self.complete = message.complete
@@ -236,6 +238,31 @@ def token_text(token: bytes) -> str:
         return token.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def prompt_logprobs_of(
+    positions: Iterable[types_pb2.PositionLogprobs], count: int
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: of each token of the prompt an object by token ids.
+
+    It has the token and the `count` likeliest ones; null stands for the first token, which follows
+    nothing.
+    """
+    return [_position(each, count) if each.chosen_rank else None for each in positions]
+
+
+def _position(position: types_pb2.PositionLogprobs, count: int) -> dict[str, Any]:
+    found = {
+        str(each.token_id): _ranked(each.logprob, rank, each.token_bytes)
+        for rank, each in enumerate(position.top[:count], 1)
+    }
+    chosen = _ranked(position.chosen_logprob, position.chosen_rank, position.chosen_token_bytes)
+    found.setdefault(str(position.chosen_token_id), chosen)
+    return found
+
+
+def _ranked(logprob: float, rank: int, token: bytes) -> dict[str, Any]:
+    return {"logprob": finite_logprob(logprob), "rank": rank, "decoded_token": token_text(token)}
 
 
 def finite_logprob(value: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from gateway_service.openai.answers import (
     head_of,
     last_frames,
     plan_of,
+    prompt_logprobs_of,
     quoted,
     token_text,
     usage_of,
@@ -106,13 +108,23 @@ COMPLETION_FIELDS = Table(
             is_required=True,
         ),
         *TEXT_FIELDS,
-        Field("max_tokens", integer(1), "Most tokens of an answer.", default=_DEFAULT_MAX_TOKENS),
+        Field(
+            "max_tokens",
+            integer(0),
+            "Most tokens of an answer; 0 with echo: the prompt alone.",
+            default=_DEFAULT_MAX_TOKENS,
+        ),
         Field(
             "logprobs",
             integer(0, MOST_LOGPROBS),
             "Log-probabilities of this many of the likeliest tokens, and of the chosen one.",
         ),
-        Field("echo", BOOLEAN, "Begin the text with the prompt; not with logprobs.", default=False),
+        Field(
+            "echo",
+            BOOLEAN,
+            "Begin the text with the prompt, and with logprobs give those of its tokens, too.",
+            default=False,
+        ),
         Field("best_of", integer(1, MOST_CHOICES), "As n, or absent: answers are not ranked."),
         Field("suffix", None, "no model here fills gaps", Use.REFUSED, neutral=("",)),
         Field(
@@ -145,7 +157,11 @@ class CompletionJob:
     # In each chunk, too.
     has_running_usage: bool
     has_plan: bool
-    has_logprobs: bool
+    # Likeliest tokens to report at each position of the text, and of the prompt; None: nothing.
+    logprobs: int | None
+    prompt_logprobs: int | None
+    # The prompt alone was asked for: the one token that is computed is left out.
+    drops_answer: bool
     # Of each prompt; empty without `echo`.
     echoes: list[str] = field(default_factory=list)
     to_detokenize: dict[int, pb.DetokenizeRequest] = field(default_factory=dict)
@@ -161,6 +177,8 @@ class CompletionJob:
 
     def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the JSON object. Raises Internal, Unavailable if an answer is not whole."""
+        if self.drops_answer:
+            answers = [_emptied(answer) for answer in answers]
         completes = [answer.finished for answer in answers]
         found = {
             **head_of(self, OBJECT),
@@ -179,15 +197,21 @@ class CompletionJob:
 
     def _choice(self, index: int, answer: Answer, complete: pb.GenerateComplete) -> dict[str, Any]:
         logprobs = None
-        if self.has_logprobs:
-            logprobs = TokenLogprobs().add(answer.token_ids, answer.logprobs)
-        return {
+        if self.logprobs is not None:
+            positions = answer.prompt_logprobs if self.echoes else []
+            logprobs = TokenLogprobs(self.logprobs).add(answer.logprobs, positions)
+        found = {
             "index": index,
             "text": self.echo_of(index) + answer.text,
             "logprobs": logprobs,
             "finish_reason": finish_reason_of(complete),
             "stop_reason": complete.matched_stop or None,
         }
+        if self.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs_of(
+                answer.prompt_logprobs, self.prompt_logprobs
+            )
+        return found
 
 
 def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJob:
@@ -204,14 +228,18 @@ def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJo
         raise wrong("n", f"times the number of prompts is at most {_MOST_REQUESTS}")
     if values.get("best_of", count) != count:
         raise wrong("best_of", "must equal n: answers are not ranked")
-    has_echo, has_logprobs = values.get("echo", False), "logprobs" in values
-    if has_echo and has_logprobs:
-        raise wrong("echo", "cannot come with logprobs: prompts have no log-probabilities")
+    has_echo, logprobs = values.get("echo", False), values.get("logprobs")
+    most_tokens = values.get("max_tokens", _DEFAULT_MAX_TOKENS)
+    if not most_tokens and not has_echo:
+        raise wrong("max_tokens", "must be at least 1 without echo")
     options = stream_options(values)
     shared = generate_request(values)
-    shared.sampling.max_tokens = values.get("max_tokens", _DEFAULT_MAX_TOKENS)
-    if has_logprobs:
-        shared.sampling.logprobs = values["logprobs"]
+    # A prompt is computed for the token behind it.
+    shared.sampling.max_tokens = max(1, most_tokens)
+    if logprobs is not None:
+        shared.sampling.logprobs = logprobs
+        if has_echo:
+            shared.sampling.prompt_logprobs = max(logprobs, values.get("prompt_logprobs", 0))
     shared.omits_special_tokens = not values.get("add_special_tokens", True)
     # The constraints of the text may be much longer than the prompts.
     check_copies(shared.ByteSize(), len(prompts) * count)
@@ -230,7 +258,9 @@ def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJo
         has_usage=options.get("include_usage", False),
         has_running_usage=has_running_usage(options),
         has_plan=options.get("include_plan", False) or values.get("include_plan", False),
-        has_logprobs=has_logprobs,
+        logprobs=logprobs,
+        prompt_logprobs=values.get("prompt_logprobs"),
+        drops_answer=not most_tokens,
         parameter_names=constraint_names(values),
     )
     if has_echo:
@@ -249,6 +279,22 @@ def request_of(prompt: Prompt, shared: pb.GenerateRequest) -> pb.GenerateRequest
     return request
 
 
+def _emptied(answer: Answer) -> Answer:
+    """Return an answer without the token that followed the prompt."""
+    complete = _without_token(answer.finished)
+    return Answer(prompt_logprobs=answer.prompt_logprobs, complete=complete)
+
+
+def _without_token(complete: pb.GenerateComplete) -> pb.GenerateComplete:
+    found = pb.GenerateComplete()
+    found.CopyFrom(complete)
+    if finish_reason_of(complete):  # raises if the answer was cut off
+        found.finish_reason = types_pb2.FINISH_REASON_LENGTH
+    found.matched_stop = found.text = ""
+    found.usage.completion_tokens = 0
+    return found
+
+
 def _echo(job: CompletionJob, prompts: Sequence[Prompt]) -> None:
     job.echoes = [prompt if isinstance(prompt, str) else "" for prompt in prompts]
     job.to_detokenize = {
@@ -262,35 +308,54 @@ def _echo(job: CompletionJob, prompts: Sequence[Prompt]) -> None:
 
 
 class TokenLogprobs:
-    """The `logprobs` of one choice, which may come in parts. Counts the text's characters."""
+    """The `logprobs` of one choice, which may come in parts. Counts the text's characters.
 
-    def __init__(self) -> None:
+    `count`: likeliest tokens to list at each position.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._characters = 0
 
     def add(
-        self, token_ids: Sequence[int], positions: Sequence[types_pb2.PositionLogprobs]
+        self,
+        positions: Sequence[types_pb2.PositionLogprobs],
+        prompt: Sequence[types_pb2.PositionLogprobs] = (),
     ) -> dict[str, Any]:
-        """Return the log-probabilities of these tokens; offsets go on from the part before."""
+        """Return the log-probabilities of these tokens; offsets go on from the part before.
+
+        `prompt`: of tokens before them that are the prompt's; its first one follows nothing.
+        """
         found: dict[str, list[Any]] = {
             "text_offset": [],
             "token_logprobs": [],
             "tokens": [],
             "top_logprobs": [],
         }
-        for _, position in zip(token_ids, positions, strict=True):
+        for index, position in enumerate(itertools.chain(prompt, positions)):
             found["text_offset"].append(self._characters)
             token = token_text(position.chosen_token_bytes)
-            logprob = finite_logprob(position.chosen_logprob)
-            found["token_logprobs"].append(logprob)
             found["tokens"].append(token)
-            top = {
-                token_text(each.token_bytes): finite_logprob(each.logprob) for each in position.top
-            }
-            # As OpenAI: with the chosen token if it is none of the likeliest.
-            top.setdefault(token, logprob)
-            found["top_logprobs"].append(top)
+            if index < len(prompt) and not position.chosen_rank:
+                found["token_logprobs"].append(None)
+                found["top_logprobs"].append(None)
+            else:
+                logprob = finite_logprob(position.chosen_logprob)
+                found["token_logprobs"].append(logprob)
+                found["top_logprobs"].append(self._top(position, token, logprob))
             # Every byte that does not continue a character begins one.
             self._characters += sum(byte & 0xC0 != 0x80 for byte in position.chosen_token_bytes)
+        return found
+
+    def _top(
+        self, position: types_pb2.PositionLogprobs, token: str, logprob: float
+    ) -> dict[str, float]:
+        found = {
+            token_text(each.token_bytes): finite_logprob(each.logprob)
+            for each in position.top[: self._count]
+        }
+        # As OpenAI: with the chosen token if it is none of the likeliest.
+        found.setdefault(token, logprob)
         return found
 
 
@@ -317,7 +382,9 @@ class CompletionStream:
             for index in range(len(job.requests))
         ]
         self._tail = f"{_NO_END}{self._usage}}}\n\n"
-        self._logprobs = [TokenLogprobs() for _ in job.requests] if job.has_logprobs else []
+        self._logprobs: list[TokenLogprobs] = []
+        if job.logprobs is not None:
+            self._logprobs = [TokenLogprobs(job.logprobs) for _ in job.requests]
         self._completes: list[pb.GenerateComplete | None] = [None] * len(job.requests)
 
     def begin(self, prompt_tokens: int) -> bytes:
@@ -330,6 +397,9 @@ class CompletionStream:
         return "".join(frames).encode()
 
     def chunk(self, index: int, chunk: pb.GenerateChunk) -> bytes:
+        if self._job.drops_answer:
+            del chunk.token_ids[:], chunk.logprobs[:]
+            chunk.text = ""
         head, tail, usage = self._heads[index], self._tail, self._usage
         if self._usages is not None:
             self._usages.add(index, chunk)
@@ -339,11 +409,13 @@ class CompletionStream:
             if not chunk.text:  # a part of a character, whose text comes with its last token
                 return b""
             return f"{head}{quoted(chunk.text)}{tail}".encode()
-        logprobs = self._logprobs[index].add(chunk.token_ids, chunk.logprobs)
+        logprobs = self._logprobs[index].add(chunk.logprobs, chunk.prompt_logprobs)
         ending = f',"logprobs":{dumped(logprobs).decode()},"finish_reason":null}}]{usage}}}'
         return f"{head}{quoted(chunk.text)}{ending}\n\n".encode()
 
     def complete(self, index: int, complete: pb.GenerateComplete) -> bytes:
+        if self._job.drops_answer:
+            complete = _without_token(complete)
         self._completes[index] = complete
         last = dumped(
             {

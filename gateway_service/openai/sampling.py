@@ -256,17 +256,25 @@ _EXTENSIONS = (
     _refused_extra("return_tokens_as_token_ids", "answers have texts", False),
     _refused_extra("use_beam_search", "there is no beam search", False),
     _refused_extra("length_penalty", "there is no beam search", 1, 1.0),
-    _refused_extra("prompt_logprobs", "prompts have no log-probabilities"),
 )
 # The tables of endpoints begin with these.
 COMMON_FIELDS = (*_OPENAI, *_EXTENSIONS)
-TEXT_FIELDS = (*COMMON_FIELDS, *_OPENAI_TEXT)
+TEXT_FIELDS = (
+    *COMMON_FIELDS,
+    *_OPENAI_TEXT,
+    _extra(
+        "prompt_logprobs",
+        integer(0, MOST_LOGPROBS),
+        "Log-probabilities of the prompt's tokens, and of this many of the likeliest at each "
+        "position; not with stream.",
+    ),
+)
 
 # Values that go into SamplingParams under their own name.
 _SAME_NAME = (
     *("temperature", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("include_stop_str_in_output", "allowed_token_ids", "bad_words"),
+    *("include_stop_str_in_output", "allowed_token_ids", "bad_words", "prompt_logprobs"),
 )
 # What OpenAI takes where a client says nothing; the scheduler is greedy.
 _DEFAULT_TEMPERATURE = 1.0
@@ -275,8 +283,10 @@ _DEFAULT_TEMPERATURE = 1.0
 def sampling_of(values: Mapping[str, Any]) -> types_pb2.SamplingParams:
     """Return the message of the fields above. max_tokens and logprobs are the endpoint's.
 
-    Raises InvalidArgument if two fields constrain the text.
+    Raises InvalidArgument if two fields constrain the text, or `prompt_logprobs` come in a stream.
     """
+    if "prompt_logprobs" in values and values.get("stream", False):
+        raise wrong("prompt_logprobs", "cannot come with stream")
     given = {name: values[name] for name in _SAME_NAME if name in values}
     given.setdefault("temperature", _DEFAULT_TEMPERATURE)
     sampling = types_pb2.SamplingParams(**given)

@@ -74,17 +74,34 @@ _TOKEN = obj(token=STRING, logprob=NUMBER, bytes=array(COUNT))
 _LOGPROB = obj(token=STRING, logprob=NUMBER, bytes=array(COUNT), top_logprobs=array(_TOKEN))
 
 
-def _answer(name: str, **choice: Schema) -> Schema:
-    """A whole answer; `choice` is what a choice has besides its index and the stop string."""
+_PROMPT_LOGPROBS = described(
+    array(
+        nullable(
+            {
+                "type": "object",
+                "additionalProperties": obj(logprob=NUMBER, rank=COUNT, decoded_token=STRING),
+            }
+        )
+    ),
+    "Only if asked for: of each token of the prompt, by token id. Null for the first one.",
+)
+
+
+def _answer(name: str, extra: Mapping[str, Schema] = {}, **choice: Schema) -> Schema:
+    """A whole answer; `choice` is what a choice has besides its index and the stop string.
+
+    `extra`: further fields, which may be missing.
+    """
     return obj(
-        ("splitpoint",),
+        ("splitpoint", *extra),
         id=STRING,
         object=one_of(name),
         created=_SECONDS,
         model=STRING,
-        choices=array(obj((), index=COUNT, **choice, stop_reason=_STOP_REASON)),
+        choices=array(obj(("prompt_logprobs",), index=COUNT, **choice, stop_reason=_STOP_REASON)),
         usage=reference("Usage"),
         splitpoint=_PLAN,
+        **extra,
     )
 
 
@@ -107,7 +124,7 @@ def _chunk(name: str, **choice: Schema) -> Schema:
 _TOKEN_LOGPROBS = nullable(
     obj(
         text_offset=array(COUNT),
-        token_logprobs=array(NUMBER),
+        token_logprobs=array(nullable(NUMBER)),
         tokens=array(STRING),
         top_logprobs=array(nullable({"type": "object", "additionalProperties": NUMBER})),
     )
@@ -117,6 +134,7 @@ COMPLETION = _answer(
     text=STRING,
     logprobs=_TOKEN_LOGPROBS,
     finish_reason=_FINISH,
+    prompt_logprobs=_PROMPT_LOGPROBS,
 )
 COMPLETION_CHUNK = _chunk(
     "text_completion",
@@ -132,6 +150,7 @@ _CHAT_FINISH = one_of("stop", "length", "tool_calls")
 _ARGUMENTS = described(STRING, "As the model wrote them.")
 CHAT_COMPLETION = _answer(
     "chat.completion",
+    {"prompt_logprobs": _PROMPT_LOGPROBS},
     message=obj(
         ("tool_calls",),
         role=one_of("assistant"),

@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
+from splitpoint.client.answers import drop_known
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.requests import check_size
 from splitpoint.client.schedulers import HEALTH, OnRetry, Round, Schedulers
@@ -196,11 +197,16 @@ class _Received:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.is_complete = False
+        self._prompt_count = 0
 
     def add(self, message: pb.GenerateResponse) -> None:
-        """Take the next message. Raises Internal for a gap in the token indices."""
+        """Take the next message, without what came before of the prompt's log-probabilities.
+
+        Raises Internal for a gap in the token indices.
+        """
         if message.HasField("chunk"):
             chunk = message.chunk
+            self._prompt_count = drop_known(chunk, self._prompt_count)
             if chunk.index != len(self.token_ids):
                 raise Internal(
                     f"the scheduler sent token {chunk.index} where {len(self.token_ids)} was due",

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from scheduler_service.api.prompt_logprobs import PromptLogprobs
 from splitpoint.checkpoint.text import TextStream, Tokenizer
 from splitpoint.errors import InvalidArgument
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
-# Most tokens in one message; a reader that fell behind catches up in groups.
+# Most tokens in one message, of the prompt too; a reader that fell behind catches up in groups.
 GROUP_TOKENS = 256
 
 
@@ -24,10 +25,14 @@ class Output:
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         *,
-        prompt_tokens: int = 0,
+        prompt: Sequence[int] = (),
     ) -> None:
-        """`prompt_tokens`: of the request, for its first message."""
-        self._prompt_tokens = prompt_tokens
+        """`prompt`: of the request, for its first messages."""
+        self._prompt_tokens = len(prompt)
+        # None: the request does not ask for them.
+        self.prompt_logprobs: PromptLogprobs | None = None
+        if sampling.HasField("prompt_logprobs"):
+            self.prompt_logprobs = PromptLogprobs(prompt, tokenizer)
         self.token_ids: list[int] = []
         # Leading tokens that the client brought along. Their log-probabilities are unknown.
         self.resumed_count = 0
@@ -68,6 +73,26 @@ class Output:
             return False
         return self.token_ids[-1] in self._stop_token_ids
 
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """True if a worker must report the prompt's log-probabilities.
+
+        They come before the first token, so a client that brought tokens has them.
+        """
+        prompt = self.prompt_logprobs
+        return prompt is not None and not self.token_ids and not prompt.is_whole
+
+    def prompt_chunk(self, start: int) -> scheduler_pb2.GenerateChunk | None:
+        """Return the message with prompt tokens from `start` on; None if none is known."""
+        prompt = self.prompt_logprobs
+        if prompt is None or start >= len(prompt):
+            return None
+        return scheduler_pb2.GenerateChunk(
+            prompt_tokens=self._prompt_tokens,
+            prompt_index=start,
+            prompt_logprobs=prompt.positions(start, GROUP_TOKENS),
+        )
+
     def resume(self, token_ids: Sequence[int]) -> None:
         """Begin with the tokens that a client was sent by another scheduler.
 
@@ -86,8 +111,10 @@ class Output:
     def count_new(self, first_index: int, count: int) -> int:
         """Return how many of `count` tokens from `first_index` on are new: each counts once.
 
-        Raises ValueError if tokens before them are missing.
+        Raises ValueError if tokens before them are missing, or log-probabilities of the prompt.
         """
+        if self.lacks_prompt_logprobs:
+            raise ValueError("tokens came before the prompt's log-probabilities")
         if first_index > len(self):
             raise ValueError(f"index {first_index} came where {len(self)} was due")
         return max(0, first_index + count - len(self))

@@ -245,7 +245,9 @@ class Request:
                 "this request has other tokens here than the client: start a new one",
                 reason="RESUME_MISMATCH",
             )
-        if resume.next_index < self.output.resumed_count and self.sampling.HasField("logprobs"):
+        sampling = self.sampling
+        wants_logprobs = sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs")
+        if resume.next_index < self.output.resumed_count and wants_logprobs:
             raise FailedPrecondition(
                 "the log-probabilities of the tokens with which the request was resumed here "
                 f"({self.output.resumed_count:,}) are not known",
@@ -260,11 +262,16 @@ class Request:
                 reason="RESUME_BEYOND",
             )
 
-    def next_response(self, cursor: int) -> scheduler_pb2.GenerateResponse | None:
+    def next_response(
+        self, cursor: int, prompt_cursor: int
+    ) -> scheduler_pb2.GenerateResponse | None:
         """Return the next message of a reader at `cursor`; None: there is none yet.
 
+        `prompt_cursor`: prompt tokens whose log-probabilities it has, if it has no token yet.
         Raises the error that ended the request, after all of its tokens.
         """
+        if not cursor and (prompt := self.output.prompt_chunk(prompt_cursor)) is not None:
+            return scheduler_pb2.GenerateResponse(chunk=prompt)
         if cursor < len(self.output):
             return scheduler_pb2.GenerateResponse(chunk=self.output.chunk(cursor))
         if self._error is not None:
@@ -298,6 +305,8 @@ class Reader:
     def __init__(self, request: Request, resume: Resume) -> None:
         # Tokens that the client has taken, and those in the message handed out last.
         self.cursor = resume.next_index
+        # Prompt tokens whose log-probabilities were handed out: they come before the first token.
+        self._prompt_cursor = 0
         # The client has tokens that were not produced here yet: they are compared when they come.
         self._ahead = resume if self.cursor > len(request.output) else None
         self._handed_out = 0
@@ -325,8 +334,9 @@ class Reader:
         while True:
             self._news.clear()
             self._compare()
-            response = self._request.next_response(self.cursor)
+            response = self._request.next_response(self.cursor, self._prompt_cursor)
             if response is not None:
+                self._prompt_cursor += len(response.chunk.prompt_logprobs)
                 self._handed_out = len(response.chunk.token_ids)
                 self._is_done = response.HasField("complete")
                 return response

@@ -217,6 +217,7 @@ def _check_sampling(
     _check_range(sampling, "max_tokens", 1, math.inf)
     _check_range(sampling, "min_tokens", 0, math.inf)
     _check_range(sampling, "logprobs", 0, LOGPROBS_LIMIT)
+    _check_range(sampling, "prompt_logprobs", 0, LOGPROBS_LIMIT)
     if sampling.returns_hidden_state and sampling.max_tokens != 1:
         raise InvalidArgument("needs max_tokens 1", field="sampling.returns_hidden_state")
     _check_count(len(sampling.logit_bias), "logit_bias", LOGIT_BIAS_LIMIT)

@@ -121,7 +121,7 @@ class RequestManager:
             request.sampling,
             model.tokenizer,
             model.eos_token_ids,
-            prompt_tokens=len(request.prompt),
+            prompt=request.prompt,
         )
         request.output.resume(request.resume.token_ids)
 
@@ -262,6 +262,11 @@ class RequestManager:
             attempt = self.attempts.find(report.request_id, report.attempt)
             if attempt is not None:
                 attempt.restored(report)
+        for prompt in response.prompt_logprobs:
+            attempt = self.attempts.find(prompt.request_id, prompt.attempt)
+            if attempt is not None and not attempt.request.has_ended:
+                with self._tasks.contained(attempt.request):
+                    self._on_prompt(attempt, prompt)
         now = self._clock()
         for result in response.tokens:
             attempt = self.attempts.find(result.request_id, result.attempt)
@@ -289,13 +294,7 @@ class RequestManager:
         try:
             count = request.output.count_new(result.first_index, len(token_ids))
         except ValueError as error:
-            with for_request(request.request_id):
-                _log.error("worker %s skipped tokens: %s", attempt.worker_id, error)
-            self.attempts.cancel(attempt)
-            if attempt in self.attempts:
-                self.attempts.release(attempt)
-            gap = Internal(f"worker {attempt.worker_id} skipped tokens", reason="TOKENS_SKIPPED")
-            self._retry(attempt, gap)
+            self._skipped(attempt, error)
             return
         if not count:
             self.accounts.duplicate_count += 1
@@ -310,6 +309,28 @@ class RequestManager:
         self._rounds.add(request)
         if self.admission.tokens_came(attempt.admitted):
             self._starts.start_waiting()
+
+    def _on_prompt(self, attempt: Attempt, result: worker_pb2.PromptLogprobs) -> None:
+        request = attempt.request
+        prompt = request.output.prompt_logprobs
+        if prompt is None:
+            return
+        try:
+            prompt.add(result)
+        except ValueError as error:
+            self._skipped(attempt, error)
+            return
+        self._rounds.add(request)
+
+    def _skipped(self, attempt: Attempt, error: ValueError) -> None:
+        """Try elsewhere what a worker reported with gaps."""
+        with for_request(attempt.request.request_id):
+            _log.error("worker %s skipped tokens: %s", attempt.worker_id, error)
+        self.attempts.cancel(attempt)
+        if attempt in self.attempts:
+            self.attempts.release(attempt)
+        gap = Internal(f"worker {attempt.worker_id} skipped tokens", reason="TOKENS_SKIPPED")
+        self._retry(attempt, gap)
 
     def _on_finish(self, attempt: Attempt, finish: worker_pb2.RequestFinish) -> None:
         if finish.error_code:

@@ -41,6 +41,11 @@ class Starts:
 
     async def look_up(self, request: Request) -> None:
         """Find out where the request's sequence is cached."""
+        if request.output.lacks_prompt_logprobs:
+            # Its worker computes the whole prompt.
+            request.cached = CachedPrefix()
+            request.times.looked_up = self._clock()
+            return
         tokens = [*request.prompt, *request.output.token_ids]
         with request.span.part("peek") as span:
             request.cached = await self._find_prefix(request.tenant_salt, tokens)

@@ -57,6 +57,53 @@ def _logprobs(message: types_pb2.PositionLogprobs) -> Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The natural log-probability of one token of the prompt, its rank from 1, and the likeliest
+    tokens of its position as in `Logprobs`.
+
+    The first token follows nothing: its `logprob` is None, its rank 0.
+    """
+
+    token_id: int
+    logprob: float | None
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+    token_bytes: bytes = b""
+    top_bytes: tuple[bytes, ...] = ()
+
+
+def _prompt_logprobs(message: types_pb2.PositionLogprobs) -> PromptLogprobs:
+    found = _logprobs(message)
+    logprob = found.chosen if message.chosen_rank else None
+    return PromptLogprobs(
+        message.chosen_token_id,
+        logprob,
+        message.chosen_rank,
+        found.top,
+        found.chosen_bytes,
+        found.top_bytes,
+    )
+
+
+def drop_known(chunk: scheduler_pb2.GenerateChunk, known: int) -> int:
+    """Take from a message the log-probabilities of prompt tokens that came before.
+
+    Another scheduler sends them from the start. `known`: how many have come. Returns how many
+    have come with the message. Raises Internal for a gap.
+    """
+    if not chunk.prompt_logprobs:
+        return known
+    if chunk.prompt_index > known:
+        raise Internal(
+            f"the server sent prompt token {chunk.prompt_index} where {known} was due",
+            reason="TOKEN_GAP",
+        )
+    del chunk.prompt_logprobs[: known - chunk.prompt_index]
+    chunk.prompt_index = known
+    return known + len(chunk.prompt_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """Generated tokens, and the text that became final with them.
 
@@ -128,6 +175,8 @@ class Completion:
     ttft_seconds: float
     seconds: float
     step_seconds: float | None = None
+    # One for each token of the prompt; empty if they were not asked for.
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class CompletionBuilder:
@@ -137,6 +186,7 @@ class CompletionBuilder:
         self.token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
         self._completion: Completion | None = None
 
     @property
@@ -165,7 +215,11 @@ class CompletionBuilder:
             raise Internal("the stream ended without its final message")
         return self._completion
 
-    def _tokens(self, chunk: scheduler_pb2.GenerateChunk) -> Tokens:
+    def _tokens(self, chunk: scheduler_pb2.GenerateChunk) -> Tokens | None:
+        if chunk.prompt_logprobs:
+            drop_known(chunk, len(self._prompt_logprobs))
+            self._prompt_logprobs += map(_prompt_logprobs, chunk.prompt_logprobs)
+            return None
         if chunk.index != len(self.token_ids):
             raise Internal(
                 f"the server sent token {chunk.index} where {len(self.token_ids)} was due",
@@ -194,6 +248,7 @@ class CompletionBuilder:
             plan=convert.plan_from_proto(message.plan) if message.HasField("plan") else None,
             worker=message.worker_id,
             logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
             seconds=message.total_seconds,
         )
 

@@ -60,6 +60,8 @@ class GenerateOptions(TypedDict, total=False):
     # Texts that the answer does not have.
     bad_words: Iterable[str] | None
     logprobs: int | None
+    # Of each token of the prompt, and of this many of the likeliest: Completion.prompt_logprobs.
+    prompt_logprobs: int | None
     # Without max_tokens: generate until the context is full.
     fills_context: bool | None
     # What the answer must look like, at most one of these (docs/structured-output.md): a JSON

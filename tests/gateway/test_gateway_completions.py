@@ -198,9 +198,9 @@ def test_logprobs_always_have_the_chosen_token() -> None:
     position = types_pb2.PositionLogprobs(
         chosen_logprob=-7, chosen_token_bytes="é".encode(), top=top
     )
-    assert TokenLogprobs().add([5], [position])["top_logprobs"] == [{"x": -0.5, "é": -7.0}]
+    assert TokenLogprobs(1).add([position])["top_logprobs"] == [{"x": -0.5, "é": -7.0}]
     position.chosen_token_bytes, position.chosen_logprob = b"x", -0.5
-    assert TokenLogprobs().add([5], [position])["top_logprobs"] == [{"x": -0.5}]
+    assert TokenLogprobs(1).add([position])["top_logprobs"] == [{"x": -0.5}]
 
 
 async def test_stops(front: Front) -> None:
@@ -315,7 +315,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"n": 128, "prompt": ["a", "b", "c"]}, "n"),
     ({"best_of": 2}, "best_of"),
     ({"suffix": "x"}, "suffix"),
-    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"echo": True, "logprobs": 21}, "logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"max_tokens": SHAPE.context_length}, "max_tokens"),

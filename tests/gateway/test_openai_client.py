@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import signal
@@ -22,6 +23,8 @@ from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
 
 from splitpoint.client import AsyncClient, Client
+from splitpoint.planning.plan import Residency
+from splitpoint.speculation import DraftMethod
 
 SOURCES = ("asyncio", "collections", "contextlib", "dataclasses", "functools", "itertools")
 ADD: Any = {
@@ -184,6 +187,164 @@ def test_embeddings_are_the_states_that_transformers_computes(
     again = client.embeddings.create(model=MODEL, input=f"{long}class B:").usage.model_dump()
     cached = again["prompt_tokens_details"]["cached_tokens"]
     assert len(ids[1]) - 64 < cached < again["prompt_tokens"]
+
+
+@functools.cache
+def reference_model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float32)
+
+
+def reference_logprobs(ids: list[int]) -> torch.Tensor:
+    """Return transformers' log-probabilities before each token but the first, [n - 1, V]."""
+    reference = reference_model()
+    with torch.inference_mode():
+        return torch.log_softmax(reference(torch.tensor([ids])).logits[0, :-1], dim=-1)
+
+
+@pytest.mark.parametrize("residency", [Residency.RESIDENT, Residency.STREAMED])
+def test_prompt_logprobs_are_those_of_transformers(
+    stack: GatewayStack, residency: Residency
+) -> None:
+    """Of prompts within a prefill chunk and beyond it, also where all of it is cached."""
+    text = "import os\n\n\ndef add(a, b):\n    return a + b\n\n\n" * 60
+    with Client(stack.scheduler_address) as direct:
+        ids = list(direct.tokenize(text).token_ids)
+        assert len(ids) > 700
+        for count in (1, 2, 513, 700, 700):
+            found = direct.generate(
+                ids[:count],
+                max_tokens=2,
+                prompt_logprobs=3,
+                logprobs=1,
+                residency=residency,
+            ).complete()
+            assert [each.token_id for each in found.prompt_logprobs] == ids[:count]
+            assert found.prompt_logprobs[0].logprob is None
+            assert (found.prompt_logprobs[0].rank, found.prompt_logprobs[0].top) == (0, ())
+            assert (len(found.token_ids), found.usage.cached_tokens) == (2, 0)
+            if count == 1:
+                continue
+            wanted = reference_logprobs(ids[:count])
+            chosen = wanted.gather(1, torch.tensor(ids[1:count])[:, None])
+            told = torch.tensor([each.logprob for each in found.prompt_logprobs[1:]])
+            torch.testing.assert_close(told, chosen[:, 0], atol=1e-4, rtol=0)
+            tops = [each.top for each in found.prompt_logprobs[1:]]
+            values = torch.tensor([[value for _, value in top] for top in tops])
+            torch.testing.assert_close(values, wanted.topk(3, dim=1).values, atol=1e-4, rtol=0)
+            for each, (token, value), row in zip(
+                found.prompt_logprobs[1:], (top[0] for top in tops), wanted, strict=True
+            ):
+                assert float(row[token]) == pytest.approx(value, abs=1e-4)
+                # A rank between those of values a little larger and smaller.
+                least = int((row > float(row[each.token_id]) + 1e-4).sum()) + 1
+                most = int((row > float(row[each.token_id]) - 1e-4).sum()) + 1
+                assert least <= each.rank <= most
+        # What it computed is stored.
+        again = direct.generate(ids[:700], max_tokens=1).complete()
+        assert again.usage.cached_tokens > 600
+
+
+def test_prompt_logprobs_with_drafts_are_the_same(stack: GatewayStack) -> None:
+    prompt = "import os\nimport sys\nimport os\nimport sys\nimport"
+    with Client(stack.scheduler_address) as direct:
+        plain, drafted = (
+            direct.generate(prompt, max_tokens=16, prompt_logprobs=1, speculate=method).complete()
+            for method in (DraftMethod.OFF, DraftMethod.AUTO)
+        )
+    assert drafted.prompt_logprobs == plain.prompt_logprobs
+    assert drafted.token_ids == plain.token_ids
+
+
+def test_echo_with_logprobs(client: openai.OpenAI, stack: GatewayStack) -> None:
+    prompt = "import os\nprint(os.path)\n"
+    with Client(stack.scheduler_address) as direct:
+        ids = list(direct.tokenize(prompt, omits_special_tokens=True).token_ids)
+        answer = direct.generate(ids, max_tokens=3, temperature=0).complete()
+    body: dict[str, Any] = {"model": MODEL, "temperature": 0, "echo": True, "logprobs": 2}
+    alone = client.completions.create(**body, prompt=ids, max_tokens=0)
+    both = client.completions.create(**body, prompt=ids, max_tokens=3)
+    wanted = reference_logprobs(ids)
+    chosen = wanted.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    for found, count in ((alone, 0), (both, 3)):
+        choice, usage = found.choices[0], found.usage
+        assert choice.logprobs is not None
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(ids), count)
+        assert choice.text == prompt + (answer.text if count else "")
+        assert choice.finish_reason == "length"
+        told = choice.logprobs
+        assert told.tokens is not None
+        assert told.text_offset is not None
+        assert told.token_logprobs is not None
+        assert told.top_logprobs is not None
+        assert len(told.tokens) == len(ids) + count
+        for token, offset in zip(told.tokens, told.text_offset, strict=True):
+            assert choice.text[offset : offset + len(token)] == token
+        assert told.token_logprobs[0] is None
+        assert told.top_logprobs[0] is None
+        assert told.token_logprobs[1 : len(ids)] == pytest.approx(chosen, abs=1e-4)
+        for token, value, top in zip(
+            told.tokens[1:], told.token_logprobs[1:], told.top_logprobs[1:], strict=True
+        ):
+            assert 2 <= len(top) <= 3
+            assert top[token] == value
+    streamed = client.completions.create(**body, prompt=ids, max_tokens=0, stream=True)
+    parts = [chunk.choices[0] for chunk in streamed if chunk.choices]
+    assert "".join(part.text for part in parts) == prompt
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    values = [value for each in logprobs for value in each.token_logprobs or []]
+    assert alone.choices[0].logprobs is not None
+    assert values == alone.choices[0].logprobs.token_logprobs
+
+
+def test_prompt_logprobs_are_objects_by_token(client: openai.OpenAI) -> None:
+    extra = {"prompt_logprobs": 2}
+    texts = client.completions.create(
+        model=MODEL, prompt="import os", max_tokens=2, extra_body=extra
+    )
+    chat = client.chat.completions.create(
+        model=MODEL, messages=[user("import os")], max_tokens=2, extra_body=extra
+    )
+    for given, usage in (
+        (texts.choices[0].model_dump()["prompt_logprobs"], texts.usage),
+        (chat.model_dump()["prompt_logprobs"], chat.usage),
+    ):
+        assert usage is not None
+        assert len(given) == usage.prompt_tokens
+        assert given[0] is None
+        for position in given[1:]:
+            ranks = sorted(each["rank"] for each in position.values())
+            assert ranks[:2] == [1, 2]
+            assert len(ranks) in (2, 3)
+            assert all(each["logprob"] <= 0 for each in position.values())
+            assert {type(each["decoded_token"]) for each in position.values()} == {str}
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "fields", "parameter"),
+    [
+        (False, {"prompt_logprobs": 21}, "prompt_logprobs"),
+        (False, {"prompt_logprobs": -2}, "prompt_logprobs"),
+        (False, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (False, {"max_tokens": 0}, "max_tokens"),
+        (False, {"max_tokens": -1, "echo": True}, "max_tokens"),
+        (True, {"prompt_logprobs": 21}, "prompt_logprobs"),
+        (True, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (True, {"echo": True}, "echo"),
+    ],
+)
+def test_prompt_logprobs_that_cannot_be(
+    client: openai.OpenAI, is_chat: bool, fields: dict[str, Any], parameter: str
+) -> None:
+    body: dict[str, Any] = {"model": MODEL, "extra_body": fields}
+    create: Any = client.completions.create
+    body["prompt"] = "import os"
+    if is_chat:
+        create = client.chat.completions.create
+        body["messages"] = [user(body.pop("prompt"))]
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(**body)
+    assert refused.value.param == parameter
 
 
 def test_embeddings_that_cannot_be(client: openai.OpenAI) -> None:

@@ -25,17 +25,18 @@ from worker_service.engine.messages import (
     DraftEvent,
     FinishEvent,
     PrefillEvent,
+    PromptEvent,
     SelectionEvent,
     StepEvent,
     StepOutput,
     TokenEvent,
 )
-from worker_service.engine.sampling import Choice
+from worker_service.engine.sampling import Choice, PromptScores
 from worker_service.engine.sequence import Admission
 from worker_service.fetching.results import FetchSource
 from worker_service.lanes.timeline import StepTimes
 from worker_service.metrics import selection_readings
-from worker_service.wire import admission_from, response_from
+from worker_service.wire import admission_from, prompt_responses, response_from
 
 ONE, TWO = ("one", 1, 7), ("two", 4, 7)
 CONFIGURED = Speculation(DraftMethod.SUFFIX, 4, 3)
@@ -222,3 +223,27 @@ def test_the_account_counts_drafts_by_method() -> None:
     assert (account.drafted_tokens[suffix], account.drafted_tokens[model]) == (7, 2)
     assert (account.accepted_tokens[suffix], account.accepted_tokens[model]) == (1, 2)
     assert account.drafts[DraftMethod.SELF] == 0, "shown from the start"
+
+
+def test_log_probabilities_of_a_prompt_go_in_pieces() -> None:
+    count, width = 20_000, 20
+    scores = PromptScores(
+        7,
+        [-float(index) for index in range(count)],
+        [*range(1, count + 1)],
+        [*range(count * width)],
+        [-0.5] * (count * width),
+    )
+    messages = [*prompt_responses(StepOutput(prompts=[PromptEvent(ONE, scores)], running_count=3))]
+    assert max(message.ByteSize() for message in messages) < 1 << 20
+    pieces = [piece for message in messages for piece in message.prompt_logprobs]
+    assert len(pieces) == len(messages) > 1
+    assert {(each.request_id, each.attempt) for each in pieces} == {ONE[:2]}
+    at = 7
+    for each in pieces:
+        assert each.first_index == at
+        assert len(each.top_token_ids) == len(each.top_logprobs) == width * len(each.ranks)
+        at += len(each.logprobs)
+    for name in ("logprobs", "ranks", "top_token_ids", "top_logprobs"):
+        assert [value for each in pieces for value in getattr(each, name)] == getattr(scores, name)
+    assert {message.running_count for message in messages} == {3}

@@ -141,6 +141,7 @@ class Engine:
             verifier=verifier,
             graphs=graphs,
             on_masks=lambda: self.post(Wake()),
+            most_scored=max_batch_size,
         )
         self._postprocessor = Postprocessor(self.queues, self.page_manager, eos_token_ids)
         self._shared_split = SharedSplit(

@@ -10,7 +10,7 @@ from splitpoint.errors import SplitpointError
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.selection import SelectionUsage
 from splitpoint.speculation import DraftMethod
-from worker_service.engine.sampling import Choice
+from worker_service.engine.sampling import Choice, PromptScores
 from worker_service.engine.sequence import Sequence, Suspects
 from worker_service.lanes.timeline import StepTimes
 from worker_service.lanes.totals import LaneTotals
@@ -92,6 +92,14 @@ class TokenEvent:
     key: SequenceKey
     index: int
     choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """Log-probabilities of tokens of one sequence's prompt."""
+
+    key: SequenceKey
+    scores: PromptScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +211,7 @@ class StepEvent:
 class Lookup:
     """A prefix to look up again, since its sequence left the device or lost a chunk.
 
-    The store inspects suspects first.
+    The store inspects suspects first. `computes_all`: nothing of what it finds is used.
     """
 
     key: SequenceKey
@@ -211,6 +219,7 @@ class Lookup:
     tokens: list[int]
     is_streamed: bool
     suspects: Suspects | None = None
+    computes_all: bool = False
 
 
 @dataclass(slots=True)
@@ -218,6 +227,7 @@ class StepOutput:
     """Everything that leaves the engine.
 
     Attributes:
+        prompts: of sequences that want log-probabilities of the prompt tokens in the step.
         prefills: one event for each sequence that the step prefilled.
         drafts: one event for each sequence whose drafts the step verified.
         selections: one event for each sequence that the step read by selection.
@@ -230,6 +240,7 @@ class StepOutput:
     """
 
     tokens: list[TokenEvent] = field(default_factory=list)
+    prompts: list[PromptEvent] = field(default_factory=list)
     prefills: list[PrefillEvent] = field(default_factory=list)
     drafts: list[DraftEvent] = field(default_factory=list)
     selections: list[SelectionEvent] = field(default_factory=list)

@@ -18,6 +18,7 @@ from worker_service.engine.sampling import (
     HostChoices,
     NonFiniteLogits,
     PendingChoices,
+    PromptScores,
     SamplingRow,
     accepted,
 )
@@ -45,6 +46,8 @@ from worker_service.structured.matcher import GrammarMatcher
 # By the key of each sequence that a grammar rules: masks behind its newest token and each draft.
 # As many rows of it can be used: none if its matcher has an error, or they are not ready.
 StepMasks = dict[SequenceKey, list[Mask]]
+# Rows of a prompt whose logits exist at once; fewer where a step never has as many.
+_SCORED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class StepResult:
             still to be computed, several if drafts were right. [] also of a decoding sequence
             whose drafts spoiled its newest token's row: nothing of it holds; of one whose grammar
             lets nothing follow, which its matcher's error says; and of one whose mask is late.
+        scores: log-probabilities of the prompt tokens that follow the rows of some sequences.
         spoiled: sequences whose drafts left rows behind that are not finite.
         lost: sequences that computed with bytes that must not be used. If there are any,
             no token was chosen.
@@ -68,6 +72,7 @@ class StepResult:
     compute_spans: list[Span] = field(default_factory=list)
     choices: list[list[Choice] | NonFiniteLogits] = field(default_factory=list)
     spoiled: list[Sequence] = field(default_factory=list)
+    scores: list[tuple[Sequence, PromptScores]] = field(default_factory=list)
     lost: list[LostSequence] = field(default_factory=list)
 
     @property
@@ -89,8 +94,12 @@ class ModelRunner:
         verifier: Verifier | None,
         graphs: DecodeGraphs | None,
         on_masks: Callable[[], None],
+        most_scored: int,
     ) -> None:
-        """`on_masks`: called by any thread when masks are ready that came late for a step."""
+        """`on_masks`: called by any thread when masks are ready that came late for a step.
+
+        `most_scored`: rows of logits that a step has room for, at least.
+        """
         self._model = model
         self._cache = cache
         self._lanes = lanes
@@ -98,6 +107,7 @@ class ModelRunner:
         self._eos_token_ids = eos_token_ids
         self._verifier = verifier
         self._graphs = graphs
+        self._scored_rows = min(_SCORED_ROWS, most_scored)
         self._mask_filler = MaskFiller(model.shape.vocabulary_size, on_masks)
         # Start of a step under way that will leave a single span.
         self._computing_since: float | None = None
@@ -134,7 +144,10 @@ class ModelRunner:
             ruled = _ruled(batch)
             for sequence, matcher in ruled:
                 self._mask_filler.begin(matcher, sequence.drafts)
-            final, finite = self._forward(batch, prefetcher)
+            hidden, finite = self._forward(batch, prefetcher)
+            # Before the step's own logits take their memory.
+            scores = self._score_prompts(batch, hidden)
+            final = self._model.final(hidden[batch.logit_rows])
             logits = self._model.head(final)
             masks = self._masks(ruled)
             pending = self._begin_choice(batch, logits, finite, masks)
@@ -156,7 +169,7 @@ class ModelRunner:
         if prefetcher is None:
             whole = self._lanes.count_spans([self._step_span(batch, began, time.perf_counter())])
         self._computing_since = None
-        return StepResult(batch, spans, whole, choices, spoiled)
+        return StepResult(batch, spans, whole, choices, spoiled, scores)
 
     def _start_prefetcher(self, batch: Batch) -> Prefetcher | None:
         """Fill staging slots while the step begins to compute; None if nothing is streamed.
@@ -178,7 +191,7 @@ class ModelRunner:
     def _forward(
         self, batch: Batch, prefetcher: Prefetcher | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the head reads of each logit row, and bool `[N]`: whether a row is finite.
+        """Return the last hidden `[N, h]`, and bool `[N]`: whether a row is finite.
 
         A NaN stays in its token's row from the layer where it arises to the end.
         """
@@ -188,8 +201,7 @@ class ModelRunner:
             )[: sum(batch.counts)]
         else:
             hidden = self._hidden(batch, prefetcher)
-        finite = hidden.isfinite().all(dim=1)
-        return self._model.final(hidden[batch.logit_rows]), finite
+        return hidden, hidden.isfinite().all(dim=1)
 
     def _hidden(self, batch: Batch, prefetcher: Prefetcher | None) -> torch.Tensor:
         """Return the last hidden `[rows, h]`, of padding rows as well.
@@ -220,6 +232,30 @@ class ModelRunner:
             carry_out,
             batch.selected.fetching(model, carry_out),
         )
+
+    def _score_prompts(
+        self, batch: Batch, hidden: torch.Tensor
+    ) -> list[tuple[Sequence, PromptScores]]:
+        """Return the scores of `StepResult`: the row of position p has the logits of p + 1."""
+        scores = []
+        row = 0
+        for sequence, count in zip(batch.sequences, batch.counts, strict=True):
+            start, row = sequence.computed, row + count
+            reported = sequence.admission.sampling.prompt_logprobs
+            if reported is None or not sequence.scores_prompt:
+                continue
+            first = max(sequence.scored_tokens, start + 1)
+            end = min(start + count + 1, sequence.prompt_length)
+            found = PromptScores(first)
+            for index in range(first, end, self._scored_rows):
+                tokens = sequence.tokens[index : min(index + self._scored_rows, end)]
+                place = row - count + index - 1 - start
+                rows = hidden[place : place + len(tokens)]
+                logits = self._model.head(self._model.final(rows))
+                found.add(logits, torch.tensor(tokens, device=logits.device), reported)
+            if found.logprobs:
+                scores.append((sequence, found))
+        return scores
 
     def _masks(self, ruled: list[tuple[Sequence, GrammarMatcher]]) -> StepMasks:
         """Return the masks of the rows that grammars rule, as far as they are ready."""

@@ -9,7 +9,13 @@ from splitpoint.observe import tracing
 from splitpoint.planning.schedule import Lane
 from splitpoint.speculation import DraftMethod
 from worker_service.engine.batch import Batch
-from worker_service.engine.messages import DraftEvent, FinishEvent, SelectionEvent, TokenEvent
+from worker_service.engine.messages import (
+    DraftEvent,
+    FinishEvent,
+    PromptEvent,
+    SelectionEvent,
+    TokenEvent,
+)
 from worker_service.engine.model_runner import StepResult
 from worker_service.engine.pages import PageManager
 from worker_service.engine.queues import SequenceQueues
@@ -77,6 +83,7 @@ class Postprocessor:
                 self._settle_drafts(sequence, choices)
             if event is not None:
                 finishes.append((sequence, event))
+        self._report_prompts(result, failed)
         self._count_selected(batch, failed)
         for sequence in result.spoiled:
             self._page_manager.clear_spare_rows(sequence)
@@ -92,6 +99,13 @@ class Postprocessor:
             self._queues.write_back(sequence)
         for sequence, event in finishes:
             self._queues.finish(sequence, event)
+
+    def _report_prompts(self, result: StepResult, failed: list[Sequence]) -> None:
+        """Report log-probabilities of prompt tokens, each of them once."""
+        for sequence, scores in result.scores:
+            if sequence not in failed:
+                sequence.scored_tokens = scores.first_index + len(scores.logprobs)
+                self._queues.output.prompts.append(PromptEvent(sequence.key, scores))
 
     def _count_selected(self, batch: Batch, failed: list[Sequence]) -> None:
         """Report what a step read by selection; its rows of K and V are approximate."""

@@ -416,6 +416,7 @@ class SequenceQueues:
                 list(sequence.tokens),
                 sequence.is_streamed,
                 sequence.suspects,
+                sequence.scores_prompt,
             )
         )
         sequence.suspects = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,7 @@ class Sampling:
         top_k: 0 keeps all tokens.
         logprobs: alternatives to report; None reports no log-probabilities.
         returns_hidden_state: report the hidden state from which the token is chosen.
+        prompt_logprobs: alternatives to report at each position of the prompt; None: no position.
         allowed_token_ids: the only ids that may be chosen; empty: all.
         bad_words: ids that the answer does not have in a row, each at least one.
     """
@@ -54,6 +55,7 @@ class Sampling:
     returns_hidden_state: bool = False
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
 
     @classmethod
     def from_proto(
@@ -184,6 +186,50 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class NonFiniteLogits:
     """The row held NaN or +infinity, or no finite value: no token can be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of prompt tokens that follow each other, by the logits as they are.
+
+    Attributes:
+        first_index: place of the first token in the prompt.
+        logprobs, ranks: of each token; rank 1 is the likeliest.
+        top_token_ids, top_logprobs: as many at each position, likeliest first.
+    """
+
+    first_index: int
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    top_token_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+    def add(self, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> None:
+        """Add tokens, int64 `[M]`, by the fp32 logits `[M, vocabulary]` before each of them.
+
+        `count`: alternatives at each position.
+        """
+        chosen = logits.gather(1, token_ids.unsqueeze(1))
+        sums = logits.logsumexp(dim=1, keepdim=True)
+        self.logprobs.extend((chosen - sums).squeeze(1).tolist())
+        self.ranks.extend(((logits > chosen).sum(dim=1) + 1).tolist())
+        top = logits.topk(min(count, logits.shape[1]), dim=1)
+        self.top_token_ids.extend(top.indices.flatten().tolist())
+        self.top_logprobs.extend((top.values - sums).flatten().tolist())
+
+    def pieces(self, count: int) -> Iterator[PromptScores]:
+        """Yield the same in parts of at most `count` tokens."""
+        width = len(self.top_token_ids) // max(1, len(self.logprobs))
+        for start in range(0, len(self.logprobs), count):
+            part = slice(start, start + count)
+            wide = slice(start * width, (start + count) * width)
+            yield PromptScores(
+                self.first_index + start,
+                self.logprobs[part],
+                self.ranks[part],
+                self.top_token_ids[wide],
+                self.top_logprobs[wide],
+            )
 
 
 class HostChoices:

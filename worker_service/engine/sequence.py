@@ -89,6 +89,11 @@ class Admission:
         return [*self.prompt, *self.delivered]
 
     @property
+    def scores_prompt(self) -> bool:
+        """True if it reports the prompt's log-probabilities: who has tokens has these, too."""
+        return self.sampling.prompt_logprobs is not None and not self.delivered
+
+    @property
     def final_tokens(self) -> int:
         """Tokens of the sequence if it runs to max_tokens."""
         return len(self.prompt) + self.sampling.max_tokens
@@ -198,6 +203,8 @@ class Sequence:
     awaits_match: bool = False
     # Another sequence brought a part of its prefix since it was looked up.
     waited: bool = False
+    # Leading tokens of the prompt whose log-probabilities are reported; the first has none.
+    scored_tokens: int = 1
     # Chunks that the store inspects before it is asked for the prefix again.
     suspects: Suspects | None = None
     losses: int = 0
@@ -234,6 +241,14 @@ class Sequence:
     @property
     def selection(self) -> Selection:
         return self.admission.selection
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if log-probabilities of its prompt are still to be reported.
+
+        Each position is then computed: it uses nothing that is cached, here or in the store.
+        """
+        return self.admission.scores_prompt and self.scored_tokens < self.prompt_length
 
     @property
     def is_streamed(self) -> bool:

@@ -218,4 +218,5 @@ class SharedPages:
 
 def _takes_pages(sequence: Sequence) -> bool:
     """Return True if the sequence uses what the device holds of its prefix."""
-    return not sequence.is_streamed and not sequence.admission.restores_all
+    restores_all = sequence.admission.restores_all
+    return not (sequence.is_streamed or restores_all or sequence.scores_prompt)

@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway_service.openai.answers import Answer, head_of, plan_of, usage_of
+from gateway_service.openai.answers import (
+    Answer,
+    head_of,
+    plan_of,
+    prompt_logprobs_of,
+    usage_of,
+)
 from gateway_service.openai.chat.answers import ChatStream, choice_of
 from gateway_service.openai.chat.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
 from gateway_service.openai.chat.tools import (
@@ -87,6 +93,8 @@ class ChatJob(CallingJob):
     has_usage: bool
     # In each chunk, too.
     has_running_usage: bool
+    # Likeliest tokens to report at each position of the prompt; None: no position.
+    prompt_logprobs: int | None
 
     def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the answer's JSON object. Raises Internal, Unavailable if one is not whole."""
@@ -96,6 +104,10 @@ class ChatJob(CallingJob):
             "choices": [choice_of(self, index, answer) for index, answer in enumerate(answers)],
             "usage": usage_of(completes, len(completes)),
         }
+        if self.prompt_logprobs is not None:
+            # As vLLM: once, since all choices have the same prompt.
+            positions = answers[0].prompt_logprobs
+            found["prompt_logprobs"] = prompt_logprobs_of(positions, self.prompt_logprobs)
         if self.has_plan:
             found["splitpoint"] = plan_of(completes)
         return found
@@ -138,6 +150,7 @@ def read_chat(body: Any, *, request_id: str, created: int) -> ChatJob:
         has_running_usage=has_running_usage(options),
         has_plan=options.get("include_plan", False) or values.get("include_plan", False),
         has_logprobs=has_logprobs,
+        prompt_logprobs=values.get("prompt_logprobs"),
         tools=tools,
         parameter_names=_parameter_names(values, tools),
     )

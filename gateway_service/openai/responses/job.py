@@ -154,6 +154,13 @@ RESPONSE_FIELDS = Table(
         _refused("conversation", "use previous_response_id, or send the whole input"),
         _refused("prompt", "there are no stored prompts"),
         _refused("truncation", "inputs are not truncated", "disabled"),
+        Field(
+            "prompt_logprobs",
+            None,
+            "answers have no place for them",
+            Use.REFUSED,
+            is_extension=True,
+        ),
     ]
 )
 

@@ -38,7 +38,7 @@ from splitpoint.errors import (
 from splitpoint.options.scheduler import AnswerCharge
 from splitpoint.shapes import chunks_of
 from splitpoint.transport import channels, statuses
-from splitpoint.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from splitpoint.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, worker_pb2
 
 PROMPT = [5, 6, 7]
 
@@ -120,6 +120,71 @@ async def test_a_lost_worker_is_replaced_without_a_gap() -> None:
         assert resumed.attempt > workers[first].admits[0].attempt
         assert resumed.sampling.seed == result.done.seed
         assert result.done.worker_id == str(1 - first)
+
+
+async def test_prompt_logprobs_come_once_if_a_worker_is_lost() -> None:
+    """The first worker dies behind half of the prompt; the other one reports all of it."""
+    prompt = list(range(2, 602))
+    workers = [WorkerDouble("0"), WorkerDouble("1")]
+
+    def reports(count: int) -> Any:
+        def mangle(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
+            first = next((each for each in response.tokens if not each.first_index), None)
+            if first is None:
+                return [response] if count == len(prompt) else []
+            scores = worker_pb2.PromptLogprobs(
+                request_id=first.request_id,
+                attempt=first.attempt,
+                first_index=1,
+                logprobs=[-float(index) for index in range(1, count)],
+                ranks=range(1, count),
+                top_token_ids=range(2, 2 * count),
+                top_logprobs=[0.5] * (2 * count - 2),
+            )
+            whole = worker_pb2.RunResponse(step=response.step, prompt_logprobs=[scores])
+            return [whole, response] if count == len(prompt) else [whole]
+
+        return mangle
+
+    request = ids_request(prompt, 4)
+    request.sampling.prompt_logprobs = 2
+    async with stack(*workers) as running:
+        for worker in workers:
+            worker.mangle = reports(300)
+        task = asyncio.create_task(running.generate(request))
+        await running.until(lambda: workers[0].admits or workers[1].admits)
+        first = 0 if workers[0].admits else 1
+        known = running.manager.requests.running()[0].output.prompt_logprobs
+        await running.until(lambda: len(known) == 300)
+        workers[1 - first].mangle = reports(len(prompt))
+        await workers[first].kill()
+        result = await task
+        assert result.token_ids == answer(prompt, 4)
+        # Nothing that the first worker may have found cached is used.
+        assert not workers[1 - first].admits[0].delivered_token_ids
+        found: list[types_pb2.PositionLogprobs] = []
+        for chunk in result.chunks:
+            assert not chunk.prompt_logprobs or chunk.prompt_index == len(found)
+            assert len(chunk.prompt_logprobs) <= 256
+            found += chunk.prompt_logprobs
+        assert [each.chosen_token_id for each in found] == prompt
+        assert [each.chosen_rank for each in found] == list(range(len(prompt)))
+        assert [each.chosen_logprob for each in found[1:]] == [-float(i) for i in range(1, 600)]
+        assert [[top.token_id for top in each.top] for each in found[1:]] == [
+            [2 * index, 2 * index + 1] for index in range(1, 600)
+        ]
+        assert not found[0].top
+
+
+async def test_tokens_without_the_prompt_logprobs_fail_the_request() -> None:
+    worker = WorkerDouble()
+    request = ids_request(PROMPT, 4)
+    request.sampling.prompt_logprobs = 0
+    async with stack(worker) as running:
+        error = await running.error(request)
+        assert (type(error), error.reason) == (Internal, "TOKENS_SKIPPED")
+        await running.until(lambda: all_is_released(running))
+        assert (await running.generate(ids_request(PROMPT, 4))).token_ids == answer(PROMPT, 4)
 
 
 async def test_many_requests_survive_a_kill_and_a_return() -> None:
