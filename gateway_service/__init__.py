@@ -1,1 +1,1 @@
-"""The gateway: OpenAI-compatible HTTP over the scheduler's gRPC. It writes no file."""
+"""The gateway: OpenAI-compatible HTTP over the scheduler's gRPC. Its only files are batches."""

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from gateway_service.app import App
+from gateway_service.batch.folder import Folder
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.metrics import Counts, readings
 from gateway_service.server import HttpServer, tls_context
@@ -91,6 +92,7 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         body_bytes=body_bytes,
         requests=arguments.max_requests,
         response_bytes=parse_size(arguments.response_memory, field="response-memory"),
+        batch_requests=arguments.batch_requests,
         drain_seconds=arguments.drain_seconds,
         grace_seconds=arguments.grace_seconds,
     )
@@ -162,6 +164,9 @@ async def _serve(arguments: argparse.Namespace) -> None:
     meters.read_by(on_loop(asyncio.get_running_loop()))
     gateway = Gateway(upstream, limits, access, meters, checks_host=access is None)
     gateway.on_ended = Counts(meters).ended
+    if arguments.batch_folder is not None:
+        most = parse_size(arguments.batch_disk, field="batch-disk")
+        gateway.keep_batches(Folder(Path(arguments.batch_folder), most))
     server = HttpServer(App(gateway), limits, tls)
     meters.read(lambda: readings(gateway, server))
     async with metrics_served(arguments, meters):
@@ -189,6 +194,8 @@ async def _run(
         await asyncio.gather(gateway.drain(), *engines)
     finally:
         first_call.cancel()
+        if gateway.batches is not None:
+            await gateway.batches.close()
         await server.close()
         await gateway.upstream.close()
 

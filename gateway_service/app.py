@@ -8,8 +8,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from gateway_service.endpoints import embeddings, models, operations, page, tokens
-from gateway_service.endpoints.endpoint import OTHER, Ended, Endpoint, Gateway, Handle
+from gateway_service.endpoints import batches, embeddings, models, operations, page, tokens
+from gateway_service.endpoints.endpoint import GENERATE, OTHER, Ended, Endpoint, Gateway, Handle
 from gateway_service.endpoints.generating import Generating, find_echoes, find_model, find_previous
 from gateway_service.http.exchange import Exchange
 from gateway_service.openai.chat.job import CHAT_FIELDS, read_chat
@@ -30,7 +30,7 @@ def routes_of(gateway: Gateway) -> list[Route]:
         endpoint = Endpoint(gateway, path, handle, method=method, is_counted=is_counted)
         return Route(path, endpoint, methods=[verb])
 
-    generate, get_model = f"{_INFERENCE}/Generate", f"{_INFERENCE}/GetModel"
+    generate, get_model = GENERATE, f"{_INFERENCE}/GetModel"
     files, status = page.Page(), f"{_ADMIN}/GetSchedulerStatus"
     completions = Generating("cmpl", COMPLETION_FIELDS, read_completion, find_echoes)
     chat = Generating("chatcmpl", CHAT_FIELDS, read_chat, find_model)
@@ -42,6 +42,15 @@ def routes_of(gateway: Gateway) -> list[Route]:
         route("/v1/embeddings", "POST", embeddings.embeddings, generate),
         route("/v1/models", "GET", models.list_models, f"{_INFERENCE}/ListModels"),
         route("/v1/models/{model:path}", "GET", models.get_model, get_model),
+        route("/v1/files", "POST", batches.create_file, generate),
+        route("/v1/files", "GET", batches.list_files, generate),
+        route("/v1/files/{file_id}", "GET", batches.get_file, generate),
+        route("/v1/files/{file_id}", "DELETE", batches.delete_file, generate),
+        route("/v1/files/{file_id}/content", "GET", batches.get_content, generate),
+        route("/v1/batches", "POST", batches.create_batch, generate),
+        route("/v1/batches", "GET", batches.list_batches, generate),
+        route("/v1/batches/{batch_id}", "GET", batches.get_batch, generate),
+        route("/v1/batches/{batch_id}/cancel", "POST", batches.cancel_batch, generate),
         route("/tokenize", "POST", tokens.tokenize, f"{_INFERENCE}/Tokenize"),
         route("/detokenize", "POST", tokens.detokenize, f"{_INFERENCE}/Detokenize"),
         route("/", "GET", files, is_counted=False),

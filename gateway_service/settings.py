@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from splitpoint.config import parse_size
-from splitpoint.options.gateway import DRAIN_SECONDS, MAX_BODY, MAX_REQUESTS, RESPONSE_MEMORY
+from splitpoint.options.gateway import (
+    BATCH_REQUESTS,
+    DRAIN_SECONDS,
+    MAX_BODY,
+    MAX_REQUESTS,
+    RESPONSE_MEMORY,
+)
 from splitpoint.options.service import GRACE_SECONDS
 
 
@@ -26,6 +32,11 @@ class Limits:
     # Of all conversations of /v1/responses that are kept, and seconds until one is forgotten.
     response_bytes: int = parse_size(RESPONSE_MEMORY.default)
     response_seconds: float = 3600.0
+    # Seconds until an upload must have arrived; each part of it within `body_seconds`.
+    upload_seconds: float = 3600.0
+    # Batches that are answered at a time, and generations of all of them that are open.
+    batches: int = 4
+    batch_requests: int = BATCH_REQUESTS.default
     # A connection is closed if its client does not read for this long, or sends no request.
     stall_seconds: float = 30.0
     idle_seconds: float = 75.0

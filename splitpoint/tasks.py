@@ -1,13 +1,16 @@
-"""Several coroutines at a time, or one after another."""
+"""Several coroutines at a time, or one after another; calls that block, in a thread."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from splitpoint.errors import Unavailable
+
+Result = TypeVar("Result")
 
 # How long a call waits for the one before it.
 TURN_SECONDS = 30.0
@@ -21,6 +24,27 @@ async def run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
                 group.create_task(each)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+class FileThread:
+    """One thread for calls that block, such as those of a file: they run in their order.
+
+    When the block of `async with` ends, also by an error, none of them runs any more.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "files")
+
+    async def run(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Return what a call returns."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        ending = asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
+        await asyncio.shield(ending)
 
 
 class NamedTurns:

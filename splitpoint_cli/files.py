@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.host.files import replace_file
 
 
 def check_output(path: Path | None, field: str) -> None:
@@ -25,23 +25,6 @@ def check_output(path: Path | None, field: str) -> None:
         raise InvalidArgument(f"{option}: {path} is a folder, not a file", field=field)
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise InvalidArgument(f"{option}: {path} cannot be written", field=field)
-
-
-def replace_file(path: Path, content: bytes, mode: int) -> None:
-    """Write or replace a file in one step; until then only this user can read it."""
-    # mkstemp makes it with mode 0600, under a new name.
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    fresh = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            os.fchmod(file.fileno(), mode)
-        fresh.replace(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
 
 
 def write_private_json(path: Path, value: Mapping[str, object]) -> None:

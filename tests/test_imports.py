@@ -331,6 +331,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "settings",
         "http",
         "upstream",
+        "batch",
         "engine_protocol",
         "page",
         "endpoints",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import ipaddress
 import json
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
+from gateway_service.batch.batches import Batches
+from gateway_service.batch.folder import Folder
 from gateway_service.endpoints.kept_responses import KeptResponses
 from gateway_service.http.budget import ByteBudget
 from gateway_service.http.exchange import ClientGone, Exchange
@@ -42,6 +45,8 @@ _log = logging.getLogger(__name__)
 # nginx's status for a client that left before its answer; only the log and metrics show it.
 GONE = 499
 _LONGEST_KEY = 4096
+# Clients who may call it may generate.
+GENERATE = "/splitpoint.v1.InferenceService/Generate"
 # Every path without an endpoint.
 OTHER = "other"
 
@@ -62,10 +67,11 @@ class Ended:
 
 
 class Gateway:
-    """What the endpoints share. Of requests that have ended it keeps `responses` only.
+    """What the endpoints share. Of ended requests it keeps `responses` and `batches` only.
 
     Attributes:
         responses: conversations that clients may go on with.
+        batches: files and batches of clients; None: it keeps none.
         access: permitted keys; None: the scheduler alone checks them.
         checks_host: refuse requests for other hosts than this one by name: without keys a page of
             another site could come here through a name of its own that leads to loopback.
@@ -92,6 +98,7 @@ class Gateway:
         self.checks_host = checks_host
         self.created = int(time.time())
         self.responses = KeptResponses(limits.response_bytes, limits.response_seconds)
+        self.batches: Batches | None = None
         self.budget = ByteBudget(limits.all_bodies_bytes, limits.retry_seconds)
         self.open_count = 0
         self.is_leaving = False
@@ -114,14 +121,23 @@ class Gateway:
             if len(key) > _LONGEST_KEY or not key.isascii() or not key.isprintable():
                 raise Unauthenticated("the key is malformed", reason="TOKEN_MALFORMED")
         metadata = tuple((METADATA_KEY, key) for key in keys)
-        if self.access is None:
-            exchange.owner = hashlib.sha256(json.dumps(keys).encode()).hexdigest() if keys else ""
-        else:
-            caller = self.access.admit(method, metadata)
-            has_tenant = bool(caller.tenant)
-            exchange.owner = f"tenant/{caller.tenant}" if has_tenant else f"name/{caller.name}"
+        exchange.owner = self.owner_of(method, metadata)
         parent = received_parent(exchange.headers(TRACEPARENT.encode()))
         return (*metadata, (TRACEPARENT, parent)) if parent else metadata
+
+    def owner_of(self, method: str, metadata: Metadata) -> str:
+        """Return who owns what a client leaves here. Raises as `admit`."""
+        if self.access is None:
+            keys = [key for _, key in metadata]
+            return hashlib.sha256(json.dumps(keys).encode()).hexdigest() if keys else ""
+        caller = self.access.admit(method, metadata)
+        return f"tenant/{caller.tenant}" if caller.tenant else f"name/{caller.name}"
+
+    def keep_batches(self, folder: Folder) -> None:
+        """Serve the files and batches of a folder from now on."""
+        owner_of = functools.partial(self.owner_of, GENERATE)
+        self.batches = Batches(folder, self.upstream, self.limits, owner_of)
+        self.batches.start()
 
     def check_host(self, exchange: Exchange) -> None:
         """Raise PermissionDenied for a host by another name."""

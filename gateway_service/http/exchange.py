@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from gateway_service.openai.errors import ErrorAnswer, HttpError
 from gateway_service.openai.fields import parsed
 from gateway_service.settings import Limits
 from splitpoint.config import format_size
+from splitpoint.tasks import FileThread
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -117,6 +118,29 @@ class Exchange:
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the body of an upload as it comes; its size is the caller's to bound.
+
+        Raises HttpError (408), ClientGone.
+        """
+        loop, limits = asyncio.get_running_loop(), self._limits
+        end = loop.time() + limits.upload_seconds
+        has_more = True
+        while has_more:
+            try:
+                async with asyncio.timeout_at(min(end, loop.time() + limits.body_seconds)):
+                    message = await self._receive()
+            except TimeoutError:
+                raise HttpError(
+                    408, "the body did not arrive in time", reason="BODY_TIMEOUT"
+                ) from None
+            if message["type"] == "http.disconnect":
+                self.is_gone = True
+                raise ClientGone
+            has_more = message.get("more_body", False)
+            if part := message.get("body", b""):
+                yield part
+
     def _check_size(self, size: int) -> None:
         most = self._limits.body_bytes
         if size > most:
@@ -172,6 +196,19 @@ class Exchange:
         length = (b"content-length", str(len(body)).encode())
         await self._begin(status, [(b"content-type", content_type), length, *more])
         await self.end(body)
+
+    async def respond_pieces(self, pieces: Iterator[bytes], size: int) -> None:
+        """Send a file of so many bytes; a thread reads its pieces as the client takes them."""
+        head = [
+            (b"content-type", b"application/octet-stream"),
+            (b"x-content-type-options", b"nosniff"),
+            (b"content-length", str(size).encode()),
+        ]
+        await self._begin(200, head)
+        async with FileThread() as files:
+            while piece := await files.run(lambda: next(pieces, b"")):
+                await self.write(piece)
+        await self.end()
 
     async def fail(self, error: ErrorAnswer) -> None:
         """Send an error, as the answer or, once a stream has begun, as its last event."""

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from gateway_service.openai.batches import BATCH_FIELDS
 from gateway_service.openai.chat.job import CHAT_FIELDS
 from gateway_service.openai.completions import COMPLETION_FIELDS
 from gateway_service.openai.embeddings import EMBEDDING_FIELDS
@@ -20,16 +21,22 @@ _BODIES: dict[str, Table] = {
     "ChatCompletionRequest": CHAT_FIELDS,
     "ResponseRequest": RESPONSE_FIELDS,
     "EmbeddingRequest": EMBEDDING_FIELDS,
+    "BatchRequest": BATCH_FIELDS,
     "TokenizeRequest": TOKENIZE_FIELDS,
     "DetokenizeRequest": DETOKENIZE_FIELDS,
 }
 _ANSWERS: dict[str, Schema] = {
+    "Batch": schemas.BATCH,
+    "Batches": schemas.page_of("Batch"),
     "ChatCompletion": schemas.CHAT_COMPLETION,
     "ChatCompletionChunk": schemas.CHAT_CHUNK,
     "Completion": schemas.COMPLETION,
     "CompletionChunk": schemas.COMPLETION_CHUNK,
     "Embeddings": schemas.EMBEDDINGS,
+    "DeletedFile": schemas.DELETED_FILE,
     "Error": schemas.ERROR,
+    "File": schemas.FILE,
+    "Files": schemas.page_of("File"),
     "Health": schemas.HEALTH,
     "Model": schemas.MODEL,
     "Models": schemas.MODELS,
@@ -45,15 +52,16 @@ _ERRORS = {
     400: "The request is wrong: `param` names the field.",
     401: "The key is missing or unknown.",
     403: "The key does not permit this, or the host is not this one's.",
-    404: "There is no such model, or no previous response by this id.",
+    404: "There is no such model, previous response, file or batch.",
     408: "The body did not come in time.",
     409: "The request contradicts one that is running.",
-    413: "The body is too large.",
-    415: "The body is not application/json, or is compressed.",
+    413: "The body or the file is too large.",
+    415: "The body has another type, or is compressed.",
     429: "Too many requests, or a full queue or quota.",
     500: "A bug; the log explains the incident.",
     503: "No scheduler or worker is ready.",
     504: "A scheduler did not answer in time.",
+    507: "The disk space of files and batches is used up.",
 }
 _WITHOUT_BODY = (400, 401, 403, 429, 500, 503, 504)
 _RETRY_AFTER = {
@@ -111,6 +119,58 @@ def _get(
     return {"get": _operation(name, summary, answer, errors)}
 
 
+def _of_id(name: str, path: dict[str, Any]) -> dict[str, Any]:
+    """The calls of a path with an id. All may find nothing."""
+    for operation in path.values():
+        operation["responses"].setdefault("404", _error(404))
+    schema = {"type": "string", "minLength": 1}
+    return {
+        **path,
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": schema}],
+    }
+
+
+def _list(name: str, summary: str, answer: str, most: int) -> dict[str, Any]:
+    found = _get(name, summary, _answer(answer, "A page."), (*_WITHOUT_BODY, 404))
+    limit = {"type": "integer", "minimum": 1, "maximum": most}
+    found["get"]["parameters"] = [
+        {"name": "limit", "in": "query", "schema": limit},
+        {"name": "after", "in": "query", "schema": schemas.STRING},
+        {"name": "order", "in": "query", "schema": schemas.one_of("asc", "desc")},
+    ]
+    return found
+
+
+def _batch_paths() -> dict[str, Any]:
+    upload = _operation("create_file", "Keep a file.", _answer("File", "The file."), [*_ERRORS])
+    upload["requestBody"] = {
+        "required": True,
+        "content": {"multipart/form-data": {"schema": schemas.UPLOAD}},
+    }
+    content = _answer("", "The file.", "application/octet-stream")
+    removed = _operation(
+        "delete_file", "Remove a file.", _answer("DeletedFile", "Done."), (*_WITHOUT_BODY, 507)
+    )
+    file, batch = _answer("File", "The file."), _answer("Batch", "The batch.")
+    cancelled = _operation("cancel_batch", "End a batch early.", batch, (*_WITHOUT_BODY, 507))
+    return {
+        "/v1/files": {"post": upload, **_list("list_files", "Files.", "Files", 10_000)},
+        "/v1/files/{file_id}": _of_id(
+            "file_id", {**_get("get_file", "A file.", file), "delete": removed}
+        ),
+        "/v1/files/{file_id}/content": _of_id(
+            "file_id",
+            _get("get_file_content", "A file's content.", content, (*_WITHOUT_BODY, 507)),
+        ),
+        "/v1/batches": {
+            **_post("create_batch", "Answer a file of requests.", "BatchRequest", "Batch"),
+            **_list("list_batches", "Batches.", "Batches", 100),
+        },
+        "/v1/batches/{batch_id}": _of_id("batch_id", _get("get_batch", "A batch.", batch)),
+        "/v1/batches/{batch_id}/cancel": _of_id("batch_id", {"post": cancelled}),
+    }
+
+
 def _open_get(name: str, summary: str, answer: dict[str, Any], *errors: int) -> dict[str, Any]:
     """A call that asks for no key."""
     found = _get(name, summary, answer, (403, *errors))
@@ -158,6 +218,7 @@ def _paths() -> dict[str, Any]:
             "EmbeddingRequest",
             "Embeddings",
         ),
+        **_batch_paths(),
         "/v1/models": _get("list_models", "The served models.", _answer("Models", "All of them.")),
         "/v1/models/{model}": model,
         "/tokenize": _post(

@@ -347,6 +347,61 @@ TOKENS = obj(
     token_strs=nullable(array(STRING)),
 )
 TEXT = obj(prompt=STRING)
+UPLOAD: Schema = {
+    "type": "object",
+    "properties": {
+        "purpose": one_of("batch"),
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "expires_after[anchor]": one_of("created_at"),
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 30 * 24 * 3600},
+    },
+    "required": ["purpose", "file"],
+    "additionalProperties": False,
+}
+FILE = obj(
+    id=STRING,
+    object=one_of("file"),
+    bytes=COUNT,
+    created_at=_SECONDS,
+    expires_at=_SECONDS,
+    filename=STRING,
+    purpose=one_of("batch", "batch_output"),
+    status=one_of("processed"),
+)
+DELETED_FILE = obj(id=STRING, object=one_of("file"), deleted=BOOLEAN)
+_ENDS = ("completed", "failed", "expired", "cancelled")
+_TIMES = ("in_progress_at", "cancelling_at", "finalizing_at", *(f"{end}_at" for end in _ENDS))
+_BATCH_ERROR = obj(code=STRING, message=STRING, param=nullable(STRING), line=nullable(COUNT))
+BATCH = obj(
+    _TIMES,
+    id=STRING,
+    object=one_of("batch"),
+    endpoint=STRING,
+    errors=nullable(obj(object=one_of("list"), data=array(_BATCH_ERROR))),
+    input_file_id=STRING,
+    completion_window=STRING,
+    status=one_of("validating", "in_progress", "cancelling", *_ENDS),
+    output_file_id=nullable(STRING),
+    error_file_id=nullable(STRING),
+    created_at=_SECONDS,
+    expires_at=_SECONDS,
+    request_counts=obj(total=COUNT, completed=COUNT, failed=COUNT),
+    metadata=nullable(OBJECT),
+    **dict.fromkeys(_TIMES, _SECONDS),
+)
+
+
+def page_of(name: str) -> Schema:
+    """A list of objects of this name."""
+    return obj(
+        object=one_of("list"),
+        data=array(reference(name)),
+        first_id=nullable(STRING),
+        last_id=nullable(STRING),
+        has_more=BOOLEAN,
+    )
+
+
 HEALTH = obj(status=one_of("ok"))
 VERSION = obj(version=STRING)
 STATUS = obj(scheduler=OBJECT, queue=OBJECT, workers=array(OBJECT))

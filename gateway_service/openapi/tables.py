@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
+from gateway_service.openai.batches import BATCH_FIELDS
 from gateway_service.openai.chat.job import CHAT_FIELDS
 from gateway_service.openai.completions import COMPLETION_FIELDS
 from gateway_service.openai.embeddings import EMBEDDING_FIELDS
@@ -21,6 +22,7 @@ TABLES: dict[str, Table] = {
     "completions": COMPLETION_FIELDS,
     "responses": RESPONSE_FIELDS,
     "embeddings": EMBEDDING_FIELDS,
+    "batches": BATCH_FIELDS,
     "tokenize": TOKENIZE_FIELDS,
     "detokenize": DETOKENIZE_FIELDS,
 }

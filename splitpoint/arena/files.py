@@ -6,7 +6,6 @@ import errno
 import fcntl
 import logging
 import os
-import stat
 import uuid
 from pathlib import Path
 
@@ -22,10 +21,6 @@ _log = logging.getLogger(__name__)
 _KEPT_OF_DAMAGED_BYTES = 64 << 20
 # Files that took an arena's place and were renamed. They may fill the memory, so they are few.
 _MOST_FOREIGN = 3
-
-
-class FolderNotPrivate(FailedPrecondition):
-    """The arena's folder belongs to, or is open to, another user."""
 
 
 class NotOurArena(FailedPrecondition):
@@ -111,28 +106,6 @@ def remove_unfinished(path: Path) -> None:
     except ArenaFormatError as error:
         raise NotOurArena(f"{error.message}; it was left alone", path=path) from error
     os.unlink(path)
-
-
-def private_folder(folder: Path) -> None:
-    """Make the folder with mode 700. Raises FolderNotPrivate, or NotFound without its parent."""
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
-    except FileNotFoundError as error:
-        raise NotFound(f"{folder.parent} does not exist") from error
-    except OSError as error:
-        raise FolderNotPrivate(f"{folder} cannot be made: {error.strerror}") from error
-    found = folder.lstat()
-    if (
-        not stat.S_ISDIR(found.st_mode)
-        or found.st_uid != os.geteuid()
-        or stat.S_IMODE(found.st_mode) & 0o077
-    ):
-        raise FolderNotPrivate(
-            f"{folder} must be a folder of this user alone (mode 700), not a link",
-            folder=folder,
-        )
 
 
 def is_at(fd: int, path: Path) -> bool:

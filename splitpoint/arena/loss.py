@@ -12,10 +12,11 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from splitpoint.arena.files import is_at, lock_path_of, private_folder
+from splitpoint.arena.files import is_at, lock_path_of
 from splitpoint.arena.mapping import Arena
 from splitpoint.config import format_size
 from splitpoint.errors import DataLoss
+from splitpoint.host.files import private_folder
 
 
 class Loss(enum.StrEnum):

@@ -21,7 +21,6 @@ from splitpoint.arena.files import (
     damaged_path,
     is_at,
     lock_path_of,
-    private_folder,
     remove_unfinished,
     rename_foreign,
     set_aside,
@@ -43,6 +42,7 @@ from splitpoint.arena.loss import Loss, check_there, note_loss, pop_note
 from splitpoint.arena.mapping import Arena, open_arena, read_superblock
 from splitpoint.config import format_size
 from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted
+from splitpoint.host.files import private_folder
 from splitpoint.host.huge_pages import Backing
 from splitpoint.shapes import ArenaLayout
 

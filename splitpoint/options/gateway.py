@@ -64,6 +64,30 @@ RESPONSE_MEMORY: Option[str] = Option(
     "0: none is kept.",
     unit=SIZE,
 )
+BATCH_FOLDER: Option[str | None] = Option(
+    "batch-folder",
+    str,
+    None,
+    "Private folder for /v1/files and /v1/batches, made if it is absent, for one gateway; absent: "
+    "these endpoints answer 404.",
+    unit="DIR",
+)
+BATCH_DISK: Option[str] = Option(
+    "batch-disk",
+    str,
+    "1GiB",
+    "Disk space for the files and batches of --batch-folder; uploads beyond it are refused.",
+    unit=SIZE,
+)
+BATCH_REQUESTS: Option[int] = Option(
+    "batch-requests",
+    int,
+    16,
+    "Largest number of generations of all batches that are open at a time.",
+    unit="N",
+    least=1,
+    most=1024,
+)
 DRAIN_SECONDS: Option[float] = Option(
     "drain-seconds",
     float,
@@ -94,6 +118,7 @@ SECTIONS = (
     Section("process", (LISTEN, PARENT_FD)),
     Section("scheduler", (SCHEDULER, CA, SCHEDULER_CERT, TLS_SERVER_NAME)),
     Section("requests", (MAX_BODY, MAX_REQUESTS, RESPONSE_MEMORY, DRAIN_SECONDS, GRACE_SECONDS)),
+    Section("batches (docs/gateway.md)", (BATCH_FOLDER, BATCH_DISK, BATCH_REQUESTS)),
     Section("engine protocol (docs/smg.md)", (ENGINE_LISTEN, ENGINE_TOKEN_FILE)),
     LOGS,
     Section("traces (docs/tracing.md)", (OTLP_ENDPOINT,)),

@@ -32,9 +32,7 @@ from splitpoint_cli.report import AsJson, OutputFile, facts_table, hand_over, pr
 from splitpoint_cli.stack.options import HOST_MEMORY
 
 if TYPE_CHECKING:
-    from splitpoint_cli.batch.answers import AnswerFile
-    from splitpoint_cli.batch.run import Batch, Totals
-    from splitpoint_cli.batch.source import Source
+    from gateway_service.batch.run import Batch, Totals
 
 # Their warnings are about the cache of a stack that others use, too.
 _SERVICES = ("kvstore_service", "worker_service", "scheduler_service", "splitpoint")
@@ -147,10 +145,10 @@ def batch(
 
     A request that fails has its error as its answer.
     """
-    from splitpoint_cli.batch.answers import AnswerFile
-    from splitpoint_cli.batch.jobs import URLS
-    from splitpoint_cli.batch.run import Batch, Order
-    from splitpoint_cli.batch.source import Source
+    from gateway_service.batch.answers import AnswerFile
+    from gateway_service.batch.jobs import URLS
+    from gateway_service.batch.run import Batch, Order, unanswered
+    from gateway_service.batch.source import Source
 
     engine_options = options.engine_options()
     began = time.monotonic()
@@ -162,9 +160,9 @@ def batch(
         source.index()
         target = opened.enter_context(AnswerFile(answers))
         if options.retry_failed:
-            _left(source, target, with_failed=False)  # or it is another batch's file
+            unanswered(source, target, with_failed=False)  # or it is another batch's file
             target.drop_failed()
-        totals, positions = _left(source, target)
+        totals, positions = unanswered(source, target)
         on_progress = opened.enter_context(shown(err, len(source)))
         run = Batch(
             source,
@@ -209,41 +207,6 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _left(
-    source: Source, target: AnswerFile, *, with_failed: bool = True
-) -> tuple[Totals, array[int]]:
-    """Return the positions of requests without an answer. Raises InvalidArgument.
-
-    `with_failed`: answers that are errors count.
-    """
-    from splitpoint_cli.batch.run import Totals
-
-    totals = Totals(line_count=len(source))
-    is_answered = bytearray(len(source))
-    for earlier in target.earlier():
-        if earlier.has_failed and not with_failed:
-            continue
-        position = source.position_of(earlier.custom_id, earlier.number)
-        if position is None:
-            raise InvalidArgument(
-                f"{target.path} has an answer to {earlier.custom_id or f'line {earlier.number}'}, "
-                f"which is no request of {source.path}; give another file",
-                field="out",
-            )
-        if earlier.digest != source.digest_of(position):
-            raise InvalidArgument(
-                f"{target.path} has an answer to another request with the custom_id "
-                f"{earlier.custom_id!r} than {source.path} has; give another file",
-                field="out",
-            )
-        if not is_answered[position]:
-            is_answered[position] = 1
-            totals.earlier_count += 1
-            totals.earlier_failed_count += earlier.has_failed
-    positions = array("Q", (n for n in range(len(source)) if not is_answered[n]))
-    return totals, positions
-
-
 def _run_online(run: Batch, positions: array[int], address: str, identity: Identity) -> None:
     async def work() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -281,8 +244,8 @@ def _run_offline(
 async def _answer(
     run: Batch, positions: array[int], addresses: tuple[str, ...], identity: Identity
 ) -> None:
+    from gateway_service.batch.jobs import Requests
     from gateway_service.upstream.schedulers import Upstream
-    from splitpoint_cli.batch.jobs import Requests
 
     upstream = Upstream(addresses, identity, call_seconds=_CALL_SECONDS)
     try:

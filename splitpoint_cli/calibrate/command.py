@@ -18,6 +18,7 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.support import read_shape
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need
+from splitpoint.host.files import replace_file
 from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
 from splitpoint.shapes import ModelShape
 from splitpoint.words import counted
@@ -25,7 +26,6 @@ from splitpoint_cli.bench.shared import options
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hand_over_report, hardware
 from splitpoint_cli.calibrate.report import table_of
-from splitpoint_cli.files import replace_file
 from splitpoint_cli.models import parse_dtype
 from splitpoint_cli.report import AsJson, OutputFile
 

@@ -10,10 +10,11 @@ import typer
 
 from splitpoint.config import parse_size
 from splitpoint.errors import AlreadyExists
+from splitpoint.host.files import replace_file
 from splitpoint.options import worker
 from splitpoint.options.option import Option
 from splitpoint_cli.compose.file import MARK, Node, override_file, targets_file
-from splitpoint_cli.files import check_output, replace_file
+from splitpoint_cli.files import check_output
 from splitpoint_cli.options import of, takes_options
 from splitpoint_cli.output import out
 from splitpoint_cli.stack.options import HOST_MEMORY

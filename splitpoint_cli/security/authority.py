@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from splitpoint.errors import AlreadyExists, InvalidArgument
-from splitpoint_cli.files import replace_file
+from splitpoint.host.files import replace_file
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 # New certificates are valid on machines whose clock is behind.

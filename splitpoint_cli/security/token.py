@@ -15,6 +15,7 @@ from typing import Annotated, TextIO
 import typer
 
 from splitpoint.errors import AlreadyExists, InvalidArgument
+from splitpoint.host.files import replace_file
 from splitpoint.options.option import Option
 from splitpoint.transport.access import (
     LEAST_WEIGHT,
@@ -28,7 +29,6 @@ from splitpoint.transport.access import (
     parse_tokens,
 )
 from splitpoint.transport.tls import read_private
-from splitpoint_cli.files import replace_file
 from splitpoint_cli.options import of, takes_options
 
 TOKEN_BYTES = 32

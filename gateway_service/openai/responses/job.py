@@ -70,7 +70,7 @@ def _read_metadata(name: str, value: Any) -> dict[str, str]:
 
 
 _KEY, _VALUE = text_of(most=64), text_of(most=512)
-_METADATA = Kind(
+METADATA = Kind(
     _read_metadata,
     {
         "type": "object",
@@ -145,7 +145,7 @@ RESPONSE_FIELDS = Table(
             "Keep the conversation in memory for an hour, for previous_response_id.",
             default=True,
         ),
-        Field("metadata", _METADATA, "Is returned with the answer."),
+        Field("metadata", METADATA, "Is returned with the answer."),
         Field("stream_options", nested(_STREAM_OPTIONS), "Has nothing to set."),
         CHAT_PROMPT_FIELDS[0],
         _ignored("max_tool_calls", "There are no built-in tools."),

@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitpoint.arena.files import is_at, private_folder
+from splitpoint.arena.files import is_at
 from splitpoint.errors import FailedPrecondition
+from splitpoint.host.files import private_folder
 from splitpoint.shapes import ArenaLayout, align
 
 LOCK_NAME = "lock"

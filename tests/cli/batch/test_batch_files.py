@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from gateway_service.batch import source as source_module
+from gateway_service.batch.answers import AnswerFile, Earlier, fault_row, response_row
+from gateway_service.batch.order import PrefixOrder, prefix_key
+from gateway_service.batch.source import Fault, Line, Source
 from splitpoint.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from splitpoint_cli.batch import source as source_module
-from splitpoint_cli.batch.answers import AnswerFile, Earlier, fault_row, response_row
-from splitpoint_cli.batch.order import PrefixOrder, prefix_key
-from splitpoint_cli.batch.source import Fault, Line, Source
 
 URL = "/v1/completions"
 

@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from gateway_service.batch.answers import AnswerFile
+from gateway_service.batch.jobs import Outcome
+from gateway_service.batch.order import prefix_key
+from gateway_service.batch.run import Batch, Order, Totals
+from gateway_service.batch.source import Line, Source
 from splitpoint.errors import (
     Internal,
     InvalidArgument,
@@ -19,11 +24,6 @@ from splitpoint.errors import (
     SplitpointError,
     Unavailable,
 )
-from splitpoint_cli.batch.answers import AnswerFile
-from splitpoint_cli.batch.jobs import Outcome
-from splitpoint_cli.batch.order import prefix_key
-from splitpoint_cli.batch.run import Batch, Order, Totals
-from splitpoint_cli.batch.source import Line, Source
 from splitpoint_cli.main import app
 
 URL = "/v1/completions"

@@ -18,9 +18,9 @@ from kvstore_helpers import LAYOUT
 
 from kvstore_service.tiers.disk.folder import DiskTierInUse
 from kvstore_service.tiers.disk.format import Division
-from splitpoint.arena.files import FolderNotPrivate
 from splitpoint.arena.mapping import Arena
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
+from splitpoint.host.files import FolderNotPrivate
 
 SIZE = 1 << 20
 RECORDS = Division.of(LAYOUT, SIZE).record_count

@@ -18,7 +18,7 @@ from kvstore_helpers import LAYOUT, read_payload, write_payload
 
 from splitpoint.arena import mapping as arenas
 from splitpoint.arena import presence
-from splitpoint.arena.files import FolderNotPrivate, NotOurArena
+from splitpoint.arena.files import NotOurArena
 from splitpoint.arena.format import (
     BadMagic,
     BadSlotCount,
@@ -37,6 +37,7 @@ from splitpoint.arena.owner import (
 )
 from splitpoint.arena.records import PayloadMismatch, RowsNotZero
 from splitpoint.errors import NotFound, ResourceExhausted
+from splitpoint.host.files import FolderNotPrivate
 from splitpoint.shapes import ArenaLayout, DataType, Encoding
 
 SLOTS = 6

@@ -15,7 +15,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -46,15 +46,21 @@ class Earlier:
 class AnswerFile:
     """The answers of a batch, and those of its earlier runs. Close it, or use `with`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, *, mode: int = 0o666, take: Callable[[int], None] = lambda size: None
+    ) -> None:
         """Open or make the file, and lock it.
+
+        `mode`: of a new file. `take`: called with the bytes of a line before it is written; what it
+        raises, `write` raises.
 
         Raises InvalidArgument if it cannot be written, FailedPrecondition if another batch
         writes it.
         """
         self.path = path
+        self._take = take
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
         except OSError as error:
             raise InvalidArgument(f"{path}: {error.strerror}", field="out") from error
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
@@ -108,6 +114,7 @@ class AnswerFile:
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line. Raises ResourceExhausted; the line is then not in the file."""
         line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
+        self._take(len(line))
         written = 0
         try:
             while written < len(line):
@@ -191,10 +198,12 @@ def response_row(
     }
 
 
-def fault_row(custom_id: str | None, digest: str, number: int, message: str) -> dict[str, Any]:
-    """Return the line of a line that is no request. `number`: counted from 1."""
+def fault_row(
+    custom_id: str | None, digest: str, number: int, message: str, *, code: str = "invalid_line"
+) -> dict[str, Any]:
+    """Return the line of a line that is no request, or is not asked. `number`: counted from 1."""
     error = {
-        "code": "invalid_line",
+        "code": code,
         "message": f"line {number}: {message}",
         "param": None,
         "line": number,

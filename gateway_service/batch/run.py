@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
+from gateway_service.batch.answers import AnswerFile, Earlier, fault_row, response_row
+from gateway_service.batch.jobs import Outcome, Requests, refused
+from gateway_service.batch.order import PrefixOrder
+from gateway_service.batch.source import Fault, Source
 from splitpoint.client.tries import pause_after
 from splitpoint.errors import (
+    InvalidArgument,
     PermissionDenied,
     Retryable,
     SplitpointError,
     Unauthenticated,
     Unavailable,
 )
-from splitpoint.tasks import run_all
-from splitpoint_cli.batch.answers import AnswerFile, fault_row, response_row
-from splitpoint_cli.batch.jobs import Outcome, Requests, refused
-from splitpoint_cli.batch.order import PrefixOrder
-from splitpoint_cli.batch.source import Fault, Source
+from splitpoint.tasks import FileThread, run_all
 
 Result = TypeVar("Result")
 
@@ -88,6 +90,57 @@ class Totals:
         self.completion_tokens += outcome.completion_tokens
 
 
+def unanswered(
+    source: Source,
+    *targets: AnswerFile,
+    with_failed: bool = True,
+    on_row: Callable[[], None] = lambda: None,
+) -> tuple[Totals, array[int]]:
+    """Return the positions of requests without an answer. Raises InvalidArgument.
+
+    `with_failed`: answers that are errors count. `on_row`: called with each answer that is there.
+    """
+    totals = Totals(line_count=len(source))
+    is_answered = bytearray(len(source))
+    for target in targets:
+        for earlier in target.earlier():
+            on_row()
+            if earlier.has_failed and not with_failed:
+                continue
+            position = _position_of(earlier, source, target)
+            if not is_answered[position]:
+                is_answered[position] = 1
+                totals.earlier_count += 1
+                totals.earlier_failed_count += earlier.has_failed
+    positions = array("Q", (n for n in range(len(source)) if not is_answered[n]))
+    return totals, positions
+
+
+def _position_of(earlier: Earlier, source: Source, target: AnswerFile) -> int:
+    position = source.position_of(earlier.custom_id, earlier.number)
+    if position is None:
+        raise InvalidArgument(
+            f"{target.path} has an answer to {earlier.custom_id or f'line {earlier.number}'}, "
+            f"which is no request of {source.path}; give another file",
+            field="out",
+        )
+    if earlier.digest != source.digest_of(position):
+        raise InvalidArgument(
+            f"{target.path} has an answer to another request with the custom_id "
+            f"{earlier.custom_id!r} than {source.path} has; give another file",
+            field="out",
+        )
+    return position
+
+
+class Answers(Protocol):
+    """Where answers go, such as an AnswerFile."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one line. Raises ResourceExhausted."""
+        ...
+
+
 # Gets what is done ("sorting", "answering"), and how many requests so far.
 OnProgress = Callable[[str, int], None]
 
@@ -102,7 +155,7 @@ class Batch:
     """
 
     source: Source
-    answers: AnswerFile
+    answers: Answers
     order: Order
     concurrency: int
     retry_seconds: float
@@ -112,33 +165,39 @@ class Batch:
     _progressed_at: float = 0.0
 
     async def run(self, requests: Requests, positions: Sequence[int]) -> None:
-        """Answer the requests at these positions. Raises the error that ends the batch."""
+        """Answer the requests at these positions. Raises the error that ends the batch.
+
+        Their files are read and written in a thread.
+        """
         self._progressed_at = time.monotonic()
-        if self.order is Order.PREFIX:
-            positions = await self._sorted(requests, positions)
-
-        async def answer(position: int) -> None:
-            await self._answer(requests, position)
-            self.on_progress("answering", totals.earlier_count + totals.answered_count)
-
         totals = self.totals
-        await self._each(positions, answer)
+        async with FileThread() as files:
+            if self.order is Order.PREFIX:
+                positions = await self._sorted(files, requests, positions)
 
-    async def _sorted(self, requests: Requests, positions: Sequence[int]) -> Sequence[int]:
+            async def answer(position: int) -> None:
+                await self._answer(files, requests, position)
+                self.on_progress("answering", totals.earlier_count + totals.answered_count)
+
+            await self._each(positions, answer)
+
+    async def _sorted(
+        self, files: FileThread, requests: Requests, positions: Sequence[int]
+    ) -> Sequence[int]:
         done = 0
         with PrefixOrder() as order:
 
             async def add(position: int) -> None:
                 nonlocal done
-                order.add(await self._key(requests, position), position)
+                order.add(await self._key(files, requests, position), position)
                 done += 1
                 self.on_progress("sorting", done)
 
             await self._each(positions, add)
             return order.positions()
 
-    async def _key(self, requests: Requests, position: int) -> bytes:
-        line = self.source.read(position)
+    async def _key(self, files: FileThread, requests: Requests, position: int) -> bytes:
+        line = await files.run(self.source.read, position)
         if isinstance(line, Fault):
             return b""
         try:
@@ -146,10 +205,11 @@ class Batch:
         except SplitpointError:  # it will be answered with this error; those come first
             return b""
 
-    async def _answer(self, requests: Requests, position: int) -> None:
-        line, digest = self.source.read(position), self.source.digest_of(position)
+    async def _answer(self, files: FileThread, requests: Requests, position: int) -> None:
+        line = await files.run(self.source.read, position)
+        digest, write = self.source.digest_of(position), self.answers.write
         if isinstance(line, Fault):
-            self.answers.write(fault_row(line.custom_id, digest, line.number, line.message))
+            await files.run(write, fault_row(line.custom_id, digest, line.number, line.message))
             self.totals.add_fault()
             return
         try:
@@ -157,7 +217,7 @@ class Batch:
         except SplitpointError as error:
             outcome = refused(line, error)
         row = response_row(line.custom_id, digest, outcome.status, outcome.request_id, outcome.body)
-        self.answers.write(row)
+        await files.run(write, row)
         self.totals.add(outcome)
 
     async def _repeated(self, work: Callable[[], Awaitable[Result]]) -> Result:

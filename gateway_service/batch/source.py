@@ -60,9 +60,12 @@ class Fault:
 class Source:
     """The requests of a file. Close it, or use `with`."""
 
-    def __init__(self, path: Path, urls: frozenset[str]) -> None:
+    def __init__(
+        self, path: Path, urls: frozenset[str], most_line_bytes: int | None = None
+    ) -> None:
         """`urls`: those that a request may have. Raises InvalidArgument."""
         self.path = path
+        self._most_bytes = most_line_bytes or MOST_LINE_BYTES
         self._urls = urls
         try:
             self._file: BinaryIO = path.open("rb")
@@ -88,7 +91,7 @@ class Source:
         Raises InvalidArgument if two lines have one custom_id.
         """
         for number, offset, text in self._lines():
-            line = _read(number, text, self._urls)
+            line = self._line(number, text)
             custom_id = line.custom_id
             position = len(self._offsets)
             if custom_id is None:
@@ -109,7 +112,7 @@ class Source:
     def read(self, position: int) -> Line | Fault:
         """Return the line at a position, counted from 0 without empty lines."""
         self._file.seek(self._offsets[position])
-        return _read(self._numbers[position], self._next(), self._urls)
+        return self._line(self._numbers[position], self._next())
 
     def digest_of(self, position: int) -> str:
         """Return the digest of the request at a position."""
@@ -144,17 +147,20 @@ class Source:
 
     def _next(self) -> bytes | None:
         """Return the next line with its end; empty at the end of the file, None if too long."""
-        text = self._file.readline(MOST_LINE_BYTES + 1)
-        if len(text) <= MOST_LINE_BYTES:
+        text = self._file.readline(self._most_bytes + 1)
+        if len(text) <= self._most_bytes:
             return text
         while text and not text.endswith(b"\n"):
-            text = self._file.readline(MOST_LINE_BYTES)
+            text = self._file.readline(self._most_bytes)
         return None
 
+    def _line(self, number: int, text: bytes | None) -> Line | Fault:
+        if text is None:
+            return Fault(number, None, f"the line has more than {self._most_bytes:,} bytes")
+        return _read(number, text, self._urls)
 
-def _read(number: int, text: bytes | None, urls: frozenset[str]) -> Line | Fault:
-    if text is None:
-        return Fault(number, None, f"the line has more than {MOST_LINE_BYTES:,} bytes")
+
+def _read(number: int, text: bytes, urls: frozenset[str]) -> Line | Fault:
     try:
         value = parsed(text)
     except InvalidArgument as error:

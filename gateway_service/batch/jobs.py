@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from gateway_service.batch.order import prefix_key
+from gateway_service.batch.source import Line
 from gateway_service.openai.answers import Answer, Job
 from gateway_service.openai.chat.job import ChatJob, read_chat
 from gateway_service.openai.completions import CompletionJob, read_completion
@@ -16,12 +19,11 @@ from gateway_service.openai.responses.job import ResponseJob, read_response
 from gateway_service.openai.values import wrong
 from gateway_service.upstream.models import Models
 from gateway_service.upstream.schedulers import Upstream
+from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.schedulers import INFERENCE
 from splitpoint.errors import SplitpointError
 from splitpoint.tasks import run_all
 from splitpoint.v1 import scheduler_pb2 as pb
-from splitpoint_cli.batch.order import prefix_key
-from splitpoint_cli.batch.source import Line
 
 # Ids of answers begin with these, and bodies are read by these.
 _READS: dict[str, tuple[str, Callable[..., Job]]] = {
@@ -45,24 +47,40 @@ class Outcome:
 
 
 class Requests:
-    """Sends requests of a batch to the schedulers. Belongs to one event loop."""
+    """Sends requests of a batch to the schedulers. Belongs to one event loop.
 
-    def __init__(self, upstream: Upstream) -> None:
+    Args:
+        caller: returns the metadata of the next call; raises if its key may no longer be used.
+        priority: of all requests, the scheduler's; None: as their bodies say.
+        turns: entered by each generation while it is open.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        *,
+        caller: Callable[[], Metadata] = lambda: (),
+        priority: int | None = None,
+        turns: AbstractAsyncContextManager[Any, Any] | None = None,
+    ) -> None:
         self._upstream = upstream
         self._models = Models(upstream)
+        self._caller = caller
+        self._priority = priority
+        self._turns: AbstractAsyncContextManager[Any, Any] = turns or nullcontext()
 
     async def answer(self, line: Line) -> Outcome:
         """Return the answer to a request. Raises SplitpointError."""
         job = _job_of(line)
         if isinstance(job, CompletionJob):
             for index, request in job.to_detokenize.items():
-                told = await self._upstream.call(INFERENCE, "Detokenize", request)
+                told = await self._upstream.call(INFERENCE, "Detokenize", request, self._caller())
                 job.detokenized(index, told.text)
         if isinstance(job, ChatJob | ResponseJob) and job.needs_model:
-            job.model_found(await self._models.get(job.model, ()))
+            job.model_found(await self._models.get(job.model, self._caller()))
         answers = [Answer() for _ in job.requests]
         await run_all(
-            self._upstream.generate(request, (), _taken_by(answer))
+            self._generate(request, answer)
             for request, answer in zip(job.requests, answers, strict=True)
         )
         usages = [answer.finished.usage for answer in answers]
@@ -74,6 +92,12 @@ class Requests:
             sum(usage.cached_tokens for usage in usages),
             sum(usage.completion_tokens for usage in usages),
         )
+
+    async def _generate(self, request: pb.GenerateRequest, answer: Answer) -> None:
+        if self._priority is not None:
+            request.priority = self._priority
+        async with self._turns:
+            await self._upstream.generate(request, self._caller(), _taken_by(answer))
 
     async def key(self, line: Line) -> bytes:
         """Return what sorts a request by its prompt; of several prompts the first counts.
@@ -91,7 +115,7 @@ class Requests:
                 asked.chat.CopyFrom(request.chat)
             else:
                 asked.text = request.text
-            told = await self._upstream.call(INFERENCE, "Tokenize", asked)
+            told = await self._upstream.call(INFERENCE, "Tokenize", asked, self._caller())
             token_ids = told.token_ids
         return prefix_key(request.model, request.cache_salt, token_ids)
 
