@@ -206,9 +206,11 @@ class Exchange:
         ]
         await self._begin(200, head)
         async with FileThread() as files:
-            while piece := await files.run(lambda: next(pieces, b"")):
+            # The last piece ends the answer: the client may ask again as soon as it has all of it.
+            while (piece := await files.run(lambda: next(pieces, b""))) and len(piece) < size:
                 await self.write(piece)
-        await self.end()
+                size -= len(piece)
+        await self.end(piece)
 
     async def fail(self, error: ErrorAnswer) -> None:
         """Send an error, as the answer or, once a stream has begun, as its last event."""
