@@ -14,6 +14,7 @@ import openai
 import pytest
 from fork_server import Child
 from gateway_stack import MODEL, GatewayStack, gateway_stack, logs
+from openai.types import Batch
 
 from splitpoint.transport.access import Caller, Role, TokenEntry, digest_of, entry_text
 
@@ -59,6 +60,11 @@ def start(stack: GatewayStack, tmp_path: Path) -> Iterator[Callable[..., Gateway
     for each in started:
         each.child.signal(signal.SIGTERM)
         each.child.wait_ended()
+
+
+def completed(batch: Batch) -> int:
+    assert batch.request_counts is not None
+    return batch.request_counts.completed
 
 
 def request(custom_id: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
@@ -307,19 +313,19 @@ def test_a_killed_gateway_answers_each_line_once(start: Callable[..., Gateway]) 
     for _ in range(3):
         with gateway.client() as client:
             deadline = time.monotonic() + SECONDS
-            while (batch := client.batches.retrieve(batch_id)).request_counts.completed <= seen:
+            while completed(batch := client.batches.retrieve(batch_id)) <= seen:
                 assert time.monotonic() < deadline, batch
                 if batch.status == "completed":
                     break
                 time.sleep(0.02)
             assert seen or batch.status == "in_progress"  # of the first kill at least
-            seen = batch.request_counts.completed
+            seen = completed(batch)
         gateway.restart()
     with gateway.client() as client:
         batch = until(client, batch_id, "completed")
         found = rows(client, batch.output_file_id)
         assert sorted(int(row["custom_id"]) for row in found) == [*range(60)]
-        assert batch.request_counts.completed == 60
+        assert completed(batch) == 60
         assert batch.error_file_id is None
         gateway.restart()
     with gateway.client() as client:  # nothing of an ended batch is lost
@@ -327,7 +333,7 @@ def test_a_killed_gateway_answers_each_line_once(start: Callable[..., Gateway]) 
 
 
 def endless(count: int) -> bytes:
-    body = {"prompt": "class A:", "max_tokens": 3000, "ignore_eos": True}
+    body: dict[str, Any] = {"prompt": "class A:", "max_tokens": 3000, "ignore_eos": True}
     return lines(*(request(str(n), **body) for n in range(count)))
 
 
@@ -357,7 +363,7 @@ def test_what_is_not_answered_in_time_says_so(start: Callable[..., Gateway]) -> 
         quick = request("quick", prompt="class A:", max_tokens=1)
         batch_id = begun(client, lines(quick) + endless(20))
         deadline = time.monotonic() + SECONDS
-        while not client.batches.retrieve(batch_id).request_counts.completed:
+        while not completed(client.batches.retrieve(batch_id)):
             assert time.monotonic() < deadline
             time.sleep(0.02)
     gateway.child.kill()
