@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from gateway_service.endpoints import batches, embeddings, models, operations, page, tokens
@@ -69,7 +69,8 @@ class App:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._router = Router(routes_of(gateway), redirect_slashes=False)
+        self._routes = routes_of(gateway)
+        self._router = Router(self._routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
@@ -82,7 +83,15 @@ class App:
             # By no name of the client's: callers must not be able to add series.
             gateway.on_ended(Ended(OTHER, error.status_code, seconds))
             answer = error_answer(_refusal(error.status_code, scope))
-            await exchange.respond(answer.body, status=answer.status, headers=error.headers)
+            headers = error.headers
+            if error.status_code == 405:
+                headers = {"Allow": ", ".join(sorted(self._methods(scope)))}
+            await exchange.respond(answer.body, status=answer.status, headers=headers)
+
+    def _methods(self, scope: Scope) -> set[str]:
+        """Return the methods at a path; Starlette names those of the first route alone."""
+        at_path = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
+        return {method for route in at_path for method in route.methods or ()}
 
 
 def _refusal(status: int, scope: Scope) -> HttpError:
