@@ -119,10 +119,10 @@ def test_generate_json(commands: ForkedCommands, address: str) -> None:
     assert answer["finish_reason"] == "length"
     assert answer["worker"] in ("0", "1")
     assert set(answer["plan"]) == {
-        *("residency", "split_tokens", "method", "schedule", "reason", "fetched_tokens"),
-        *("device_tokens", "fetch_source", "fetch_transfer"),
+        *("residency", "split_tokens", "method", "schedule", "reason", "reason_details"),
+        *("device_tokens", "fetched_tokens", "fetch_source", "fetch_transfer"),
         *("recomputed_tokens", "resident_tokens", "predicted_restore_seconds"),
-        *("predicted_load_seconds", "predicted_step_seconds"),
+        *("predicted_load_seconds", "predicted_recompute_seconds", "predicted_step_seconds"),
     }
     assert 0 < answer["ttft_seconds"] <= answer["seconds"]
 
