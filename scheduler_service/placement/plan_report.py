@@ -132,7 +132,7 @@ def _on_device(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
         left = counted(expected, "token that was", "tokens that were")
         detail = f"the {left} expected on the device had left it"
     else:
-        detail = f"{found:,} of the {expected:,} tokens expected on the device were there"
+        detail = f"{found:,} of {counted(expected, 'token')} expected on the device were there"
     return explained(plan, detail, device_tokens=found)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.words import counted
 from splitpoint_cli.bench.serve.options import Goodput, MoreGoals
 from splitpoint_cli.bench.serve.workload import read_goals
 from splitpoint_cli.files import check_output
@@ -71,7 +72,9 @@ def simulate(
                 wanted=given.good_share,
                 most=given.most_devices,
                 processes=given.processes,
-                on_try=lambda count, share: err.print(f"{count:,} devices: {share:.1%} good"),
+                on_try=lambda count, share: err.print(
+                    f"{counted(count, 'device')}: {share:.1%} good"
+                ),
             )
             report["find"] = {
                 "device_count": found.device_count,

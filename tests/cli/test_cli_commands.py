@@ -413,9 +413,9 @@ def test_generate_passes_every_option_on(script: Script) -> None:
         allowed_token_ids=[4, 7],
         bad_words=["no"],
     )
-    # What was set above, two that the next tests set, and embeddings' are all there is: a field
-    # that is added needs its option.
-    others = {"structured_output", "fills_context", "returns_hidden_state"}
+    # What was set above, two that the next tests set, and what only embeddings and evaluations by
+    # HTTP ask for are all there is: a field that is added needs its option.
+    others = {"structured_output", "fills_context", "returns_hidden_state", "prompt_logprobs"}
     assert others | {field.name for field, _ in request.sampling.ListFields()} == {
         field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields
     }

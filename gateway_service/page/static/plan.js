@@ -142,7 +142,7 @@ function details(report) {
   }
   const list = el("dl", { class: "table" });
   for (const [name, value] of rows) list.append(el("dt", {}, name), el("dd", {}, value));
-  const why = el("ul", { class: "reason", "aria-label": "What led to the plan" });
+  const why = el("ul", { class: "reason-details", "aria-label": "What led to the plan" });
   for (const clause of plan ? plan.reason_details : []) why.append(el("li", {}, clause));
   return el("details", {}, el("summary", {}, "All figures"), list, plan ? why : null);
 }

@@ -217,7 +217,7 @@ def test_the_report_says_what_drafts_came_to() -> None:
         ({"speculate": ["self"]}, "speculate"),
         ({"speculate": ["model"]}, "draft_model"),
         ({"model": "somewhere"}, "model"),
-        ({"peers": "vllm"}, "peers"),
+        ({"peers": "sglang"}, "peers"),
         ({"temperature": 0.8}, "temperature"),
     ],
 )
