@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import shutil
@@ -31,6 +32,15 @@ KERNEL_MODULES = ("worker_service.kernels.choice", "worker_service.kernels.row_c
 
 # Folders whose files take longest. They run first, so that all jobs of `make test` end together.
 LONGEST_FIRST = ("e2e", "worker", "security", "kvstore", "cli")
+
+# How long an example takes says how busy the machine is. A GPU machine may lack Hypothesis.
+with contextlib.suppress(ModuleNotFoundError):
+    import hypothesis
+
+    hypothesis.settings.register_profile(
+        "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("suite")
 
 # Two threads on two cores only fight when several processes test at once;
 # child processes inherit this, and torch reads it when it is first imported.

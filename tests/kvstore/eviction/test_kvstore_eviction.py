@@ -69,7 +69,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(steps=STEPS)
 def test_policies_choose_what_naive_ones_choose(
     name: str, steps: list[tuple[str, int, int]]
@@ -220,7 +220,7 @@ def test_a_chunk_is_admitted_the_second_time() -> None:
     assert filter_.kept_out_total == 3 + 1 + 0 + 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.lists(st.integers(0, 30), max_size=6, unique=True), max_size=40))
 def test_the_filter_remembers_between_one_and_two_capacities(sequences: list[list[int]]) -> None:
     capacity = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvstore_helpers import LAYOUT
 
@@ -25,7 +25,6 @@ slot_pairs = st.integers(1, 20).flatmap(
 )
 
 
-@settings(deadline=None)
 @given(slot_pairs, st.integers(1, 4096))
 def test_pieces_copy_each_slots_bytes_and_no_others(
     slots: tuple[list[int], list[int]], most: int

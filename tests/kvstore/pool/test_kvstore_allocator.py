@@ -29,7 +29,7 @@ def fewest_runs(free: set[int], count: int) -> int:
     return used
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=60))
 def test_against_a_set(slot_count: int, steps: list[tuple[bool, int]]) -> None:
     allocator = RunAllocator(slot_count)

@@ -491,7 +491,6 @@ def test_the_store_against_a_dictionary() -> None:
         settings=settings(
             max_examples=int(os.environ.get("SPLITPOINT_STORE_EXAMPLES", "500")),
             stateful_step_count=50,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

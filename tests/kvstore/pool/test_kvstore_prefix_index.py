@@ -57,7 +57,7 @@ def common(first: list[int], second: list[int]) -> int:
     return same
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(tokens, max_size=12), tokens, st.integers(0, 3))
 def test_finds_the_naive_longest_prefix(
     sequences: list[list[int]], query: list[int], cut: int
@@ -78,7 +78,7 @@ def test_finds_the_naive_longest_prefix(
     assert index.match(b"other", query).entries == ()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(tokens, min_size=1, max_size=8), st.data())
 def test_removing_leaves_the_rest_findable(sequences: list[list[int]], data: st.DataObject) -> None:
     index = PrefixIndex(HASH, CHUNK)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 from disk_tier_helpers import TierBench, bound_of
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -163,9 +163,4 @@ class DiskTierMachine(RuleBasedStateMachine):
 
 
 TestDiskTier = DiskTierMachine.TestCase
-TestDiskTier.settings = settings(
-    max_examples=40,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestDiskTier.settings = settings(max_examples=40, stateful_step_count=30)

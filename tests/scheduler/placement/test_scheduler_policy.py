@@ -327,9 +327,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert ledger.running_count == len(here)
 
 
-AdmissionMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+AdmissionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestAdmissionMachine = AdmissionMachine.TestCase
 
 

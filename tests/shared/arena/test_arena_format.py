@@ -74,7 +74,7 @@ layouts = st.builds(
 # -- geometry ----------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(layouts, st.integers(1, 100_000))
 def test_regions_follow_each_other(layout: ArenaLayout, slot_count: int) -> None:
     geometry = Geometry(layout, slot_count)
@@ -91,7 +91,7 @@ def test_regions_follow_each_other(layout: ArenaLayout, slot_count: int) -> None
     assert geometry.size_bytes % (2 << 20) == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(layouts, st.integers(0, 1 << 40))
 def test_the_largest_arena_that_fits(layout: ArenaLayout, size_bytes: int) -> None:
     if Geometry(layout, 1).size_bytes > size_bytes:
@@ -125,7 +125,7 @@ def test_the_offsets_of_the_document() -> None:
 # -- superblocks --------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     layouts,
     st.integers(1, 2**20),
@@ -147,7 +147,7 @@ def test_superblocks_come_back(
     assert written.offset == (sequence % 2) * 4096
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, SUPERBLOCK_BYTES * 8 - 1))
 def test_no_flipped_bit_of_a_superblock_passes(bit: int) -> None:
     block = bytearray(SUPERBLOCK.encode())
@@ -300,7 +300,7 @@ def test_the_offsets_of_a_record() -> None:
     assert struct.unpack_from("<I", raw, 252) == (zlib.crc32(raw[64:252]),)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, (RECORD_BYTES + len(ROW)) * 8 - 1))
 def test_no_flipped_bit_serves_another_chunk(bit: int) -> None:
     raw = bytearray(record() + ROW)

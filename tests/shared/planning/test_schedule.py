@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from splitpoint.planning.schedule import (
@@ -36,7 +36,6 @@ def works(draw: st.DrawFn) -> RestoreWork:
     )
 
 
-@settings(deadline=None)
 @given(works(), st.sampled_from(list(Schedule)))
 def test_every_token_of_every_layer_is_rebuilt_or_loaded_exactly_once(
     work: RestoreWork, schedule: Schedule
@@ -53,7 +52,6 @@ def test_every_token_of_every_layer_is_rebuilt_or_loaded_exactly_once(
         assert loaded == list(range(max(work.first, start), work.cached))
 
 
-@settings(deadline=None)
 @given(works(), st.sampled_from(list(Schedule)))
 def test_tasks_wait_only_for_earlier_ones_and_never_fill_a_slot_that_is_read(
     work: RestoreWork, schedule: Schedule
@@ -83,7 +81,6 @@ def test_tasks_wait_only_for_earlier_ones_and_never_fill_a_slot_that_is_read(
                 assert run.ends[index] <= run.starts[reader]
 
 
-@settings(deadline=None)
 @given(works(), st.floats(0.1, 5), st.floats(0.1, 5), st.floats(0.1, 5))
 def test_serial_is_the_sum_and_column_is_kvprs_equation(
     work: RestoreWork, send: float, load: float, rebuild: float
@@ -126,7 +123,6 @@ def test_serial_is_the_sum_and_column_is_kvprs_equation(
         assert run.seconds == pytest.approx(expected)
 
 
-@settings(deadline=None)
 @given(works(), st.floats(0.1, 5), st.floats(0.1, 5), st.floats(0.1, 5))
 def test_pipelined_is_never_slower_than_column_or_serial_and_never_beats_its_bound(
     work: RestoreWork, send: float, load: float, rebuild: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from splitpoint.planning.weight_placement import (
@@ -204,7 +204,6 @@ def test_too_little_memory_is_answered_with_what_it_would_take() -> None:
     assert placement.on_host.head
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 80),
     st.booleans(),
@@ -232,7 +231,6 @@ def test_what_fits_is_never_refused_and_no_other_placement_is_better(
         assert less < least * MIB or less / (streamed - 10 * MIB) ** 2 <= cache / streamed**2
 
 
-@settings(deadline=None)
 @given(st.integers(1, 100), st.data())
 def test_host_layers_are_spread_evenly(layers: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(0, layers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from splitpoint.planning.schedule import (
@@ -52,7 +52,6 @@ def costs(draw: st.DrawFn) -> PassCosts:
     )
 
 
-@settings(deadline=None)
 @given(passes(), costs())
 def test_pieces_are_never_slower_than_whole_layers(work: PassWork, cost: PassCosts) -> None:
     fine = simulate_pass(work, cost, WeightOrder.FINE)
@@ -79,7 +78,6 @@ def test_where_rebuilding_is_long_pieces_save_what_comes_behind_the_first() -> N
     assert simulate_pass(work, cost, WeightOrder.FINE).seconds == 3 + 5 + 0.5
 
 
-@settings(deadline=None)
 @given(passes(), costs(), st.sampled_from(WeightOrder))
 def test_nothing_is_read_before_it_came_or_overwritten_before_it_was_read(
     work: PassWork, cost: PassCosts, order: WeightOrder
@@ -144,7 +142,6 @@ def restores(draw: st.DrawFn) -> RestoreWork:
     )
 
 
-@settings(deadline=None)
 @given(restores(), st.sampled_from(Schedule), seconds)
 def test_a_restore_sends_the_weights_it_rebuilds_with_and_no_slot_too_early(
     work: RestoreWork, schedule: Schedule, weights: float

@@ -61,7 +61,7 @@ def rows(draw: st.DrawFn) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("encoding", LOSSY)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rows())
 def test_every_value_comes_back_within_half_a_step(encoding: Encoding, row: torch.Tensor) -> None:
     decoded = through(row, encoding)
@@ -72,7 +72,7 @@ def test_every_value_comes_back_within_half_a_step(encoding: Encoding, row: torc
 
 
 @pytest.mark.parametrize("encoding", LOSSY)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(rows())
 def test_a_second_pass_moves_nothing_further_than_the_first(
     encoding: Encoding, row: torch.Tensor
@@ -181,7 +181,7 @@ def test_groups_do_not_touch_each_other(encoding: Encoding) -> None:
 
 @pytest.mark.parametrize("encoding", LOSSY)
 @pytest.mark.parametrize("dtype", TYPES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(width=widths)
 def test_rows_are_encoded_one_by_one_into_their_size(
     encoding: Encoding, dtype: torch.dtype, width: int

@@ -244,7 +244,7 @@ def test_masks_are_those_of_an_exhaustive_search(
     assert seen > 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     texts=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4),
     seed=st.integers(0, 10**6),
