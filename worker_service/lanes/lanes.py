@@ -158,6 +158,11 @@ class Lanes(ABC):
             if group in self._groups:
                 self._groups.remove(group)
 
+    @property
+    def group_count(self) -> int:
+        """How many groups are attached."""
+        return len(self._groups)
+
     @abstractmethod
     def poke(self) -> None:
         """Let the link look for pieces again: some of them may have become ready.

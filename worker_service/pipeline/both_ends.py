@@ -66,7 +66,7 @@ class BothEndsRestore(RestoreRun):
         `expected_tokens`, which decides how much each begins with; the serial twin meets
         there. The link does further `copies` last. Nothing begins before `begin`.
         """
-        super().__init__(lanes, Group(self._draw, on_change))
+        super().__init__(lanes, on_change)
         self._transfer = transfer
         self._prefix = prefix
         self._target = target
@@ -135,8 +135,11 @@ class BothEndsRestore(RestoreRun):
     def _is_loaded(self) -> bool:
         return self._back_ended and not (self._left or self._works or self._copies)
 
+    @property
+    def wants_owner(self) -> bool:
+        return True  # the two sides meet where either of them got to
+
     def _draw(self) -> Piece | None:
-        """Return the next copy; see `Group`."""
         if not self._works and not self._back_ended:
             self._claim_back()
         if self._works:

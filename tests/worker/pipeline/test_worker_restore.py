@@ -273,3 +273,30 @@ def test_what_is_left_is_counted_as_it_is(one: StoredPrefix, seed: int) -> None:
     for layer, wanted in enumerate(one.computed.keys):
         found = one.rows(keys[layer], range(len(one.chunks)), TOKENS)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_the_owner_is_called_when_there_is_something_to_do(one: StoredPrefix) -> None:
+    """Not after each piece: its thread would take turns with the one that copies."""
+    lanes = SerialLanes(CPU)
+    keys, values = one.empty_cache(17)
+    pages = list(range(len(one.chunks)))
+    prefix = Prefix(one.chunks, 0, pages, one.token_ids, TOKENS, 0)
+    calls: list[bool] = []
+    run = SplitRestore(
+        one.transfer(8),
+        lanes,
+        prefix,
+        Target(keys, values),
+        tile_tokens=2 * CHUNK,
+        piece_bytes=1,
+        on_change=lambda: calls.append(run.is_done),
+    )
+    began = time.perf_counter()
+    run.begin()
+    # What else it calls for, once in 10 ms, are counters and claims.
+    most = 2 + (time.perf_counter() - began) / 0.01
+    run.close()
+    assert calls[-1]
+    assert len(run.group.take_spans()) > len(calls)
+    assert len(calls) <= most
