@@ -284,7 +284,7 @@ def _worker_lines(worker: Worker, wide: bool) -> Iterator[str]:
     if eager and (wide or not worker.device.startswith("cpu")):
         yield f"decoding steps are no CUDA graphs: {eager}"
     if worker.profile is not None and (rates := known_rates(worker.profile)):
-        yield "chunks came from " + ", ".join(f"{name} at {rate}" for name, rate in rates)
+        yield "plans expect chunks from " + ", ".join(f"{name} at {rate}" for name, rate in rates)
     if worker.speculation is not None and worker.speculation.methods:
         yield speculation_text(worker)
     if worker.selection_methods:
