@@ -191,4 +191,7 @@ async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
         )
         error = Internal(f"internal error, incident {incident}", incident=incident)
     status = status_of(error)
-    await context.abort(_CODES[status.code], status.message, trailers_of(error, status))
+    try:
+        await context.abort(_CODES[status.code], status.message, trailers_of(error, status))
+    except grpc.aio.InternalError as left:
+        raise asyncio.CancelledError from left  # it has gone without reading its status

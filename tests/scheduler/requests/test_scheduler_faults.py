@@ -603,6 +603,26 @@ async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
         assert len((await running.generate(ids_request([8], 50))).token_ids) == 50
 
 
+async def test_a_reader_that_takes_nothing_and_leaves_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its status waited for it behind what it never read."""
+    worker = long_worker()
+    limits = Limits(lag_tokens=64, stall_seconds=0.3)
+    async with stack(worker, model=LONG, limits=limits) as running:
+        request = ids_request(PROMPT, 5_000, request_id="stuck")
+        request.sampling.logprobs = 20
+        channel, stub = small_window_stub(running)
+        stuck = stub.Generate(request)
+        await stuck.read()
+        await running.until(lambda: worker.cancels)
+        await running.until(lambda: all_is_released(running))
+        stuck.cancel()
+        await channel.close()
+        assert len((await running.generate(ids_request([8], 50))).token_ids) == 50
+    assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
+
+
 async def test_too_many_calls_are_turned_away() -> None:
     worker = WorkerDouble()
     worker.pace = steps = Steps()
