@@ -48,8 +48,7 @@ from worker_service.device.populating import Populator
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepEvent, StepOutput
 from worker_service.hardware.monitor import monitor_of
-from worker_service.lanes.timeline import Span
-from worker_service.lanes.totals import LaneTotals
+from worker_service.lanes.timeline import LaneTotals, Span
 from worker_service.metrics import WorkerMetrics
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure

@@ -35,8 +35,7 @@ from scheduler_service.placement.planning import PlanOptions, plan_attempt
 from scheduler_service.prefixes.lookup import FetchSource
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import parse_size
-from splitpoint.costs.fetching import rate_of
-from splitpoint.costs.meeting import TierEnds
+from splitpoint.costs.fetching import TierEnds, rate_of
 from splitpoint.keys import numerics_salt
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.tiers import Tier

@@ -25,7 +25,7 @@ from benchmarks.quiet import Timed, is_quiet, median_seconds
 from benchmarks.shared import finish, parser_of, random_ids
 from scheduler_service.placement.planning import plan_attempt
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.costs.meeting import TierEnds
+from splitpoint.costs.fetching import TierEnds
 from splitpoint.planning.plan import Plan
 from splitpoint_cli.bench.shared.ending import run_until_signal
 from splitpoint_cli.bench.shared.progress import Progress

@@ -24,11 +24,11 @@ from kvstore_service.stats import StoreInfo
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.disk.format import Division
 from kvstore_service.tiers.opening import TierSettings, tier_settings, tiers_of
+from splitpoint.arena.files import ArenaLost
 from splitpoint.arena.format import Geometry
-from splitpoint.arena.loss import ArenaLost
 from splitpoint.arena.owner import OpenedArena, open_or_create_arena
+from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import model_fingerprint
-from splitpoint.checkpoint.support import read_shape
 from splitpoint.config import format_size, parse_rate, parse_size
 from splitpoint.discovery.redis_announcer import Announcer, announced
 from splitpoint.errors import InvalidArgument
@@ -41,7 +41,7 @@ from splitpoint.options import store as options
 from splitpoint.options.option import parser_of
 from splitpoint.service import OnReady, Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, WeightFormat
-from splitpoint.transport.calls import count_calls
+from splitpoint.transport.guard import count_calls
 from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.transport.tls import Identity
 from splitpoint.v1 import kvstore_pb2_grpc

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore_service.calls import validation
-from kvstore_service.calls.messages import handle_of
+from kvstore_service.calls.validation import handle_of
 from kvstore_service.idempotency import Call, IdempotentCalls
 from kvstore_service.maintenance import Maintenance
 from kvstore_service.store import KvStore, Matched

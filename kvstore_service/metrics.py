@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvstore_service.server import KvStoreServicer
+from kvstore_service.stats import tier_stats, transfer_stats
 from kvstore_service.store import KvStore
-from kvstore_service.tiers.report import tier_stats, transfer_stats
-from splitpoint.arena.loss import Loss
+from splitpoint.arena.files import Loss
 from splitpoint.arena.records import SlotState
 from splitpoint.observe import metrics as m
 from splitpoint.observe.meters import Reading

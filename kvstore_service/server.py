@@ -15,25 +15,22 @@ from contextlib import aclosing
 from typing import Any
 
 from kvstore_service.calls import validation
-from kvstore_service.calls.messages import sealed_chunks
-from kvstore_service.calls.reserver import Reserver
-from kvstore_service.calls.sealer import READ_AT_ONCE_BYTES, Sealer
+from kvstore_service.calls.slots import READ_AT_ONCE_BYTES, Reserver, Sealer
+from kvstore_service.calls.validation import sealed_chunks
 from kvstore_service.idempotency import Call, IdempotentCalls, Response
 from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.maintenance import Maintenance
 from kvstore_service.matcher import Matcher
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.pool.slot_grants import GrantedRun, Preparation
-from kvstore_service.remote.reader import ChunkReader
-from kvstore_service.remote.turns import StreamTurns
+from kvstore_service.remote.reader import ChunkReader, StreamTurns
 from kvstore_service.remote.writer import ChunkWriter
 from kvstore_service.session_calls import SessionCalls
 from kvstore_service.stats import StoreInfo, stats_response
 from kvstore_service.store import KvStore
-from kvstore_service.tiers.filler import SlotFiller
-from kvstore_service.tiers.loader import ChunkLoader
+from kvstore_service.tiers.loader import ChunkLoader, SlotFiller
 from kvstore_service.tiers.manager import TierManager
-from kvstore_service.tiers.transfer import ChunkTransfer
+from kvstore_service.tiers.tier import ChunkTransfer
 from splitpoint.errors import FailedPrecondition
 from splitpoint.observe import tracing
 from splitpoint.v1 import kvstore_pb2 as pb

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from google.protobuf.duration_pb2 import Duration
 
 from kvstore_service.calls import validation
-from kvstore_service.calls.messages import next_message
+from kvstore_service.calls.validation import next_message
+from kvstore_service.stats import endpoint_message
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.manager import TierManager
-from kvstore_service.tiers.report import endpoint_message
-from kvstore_service.tiers.transfer import ChunkTransfer
+from kvstore_service.tiers.tier import ChunkTransfer
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
 from splitpoint.transport.convert import layout_to_proto, tier_to_proto
 from splitpoint.v1 import kvstore_pb2 as pb

@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from kvstore_service.eviction.cache_admission import SecondUseFilter
-from kvstore_service.eviction.policies import EvictionPolicy, LeastRecentlyUsed
-from kvstore_service.eviction.stats import InstrumentedPolicy
+from kvstore_service.eviction.policies import EvictionPolicy, InstrumentedPolicy, LeastRecentlyUsed
 from kvstore_service.integrity.inspection import Inspection
 from kvstore_service.pool.chunk_pool import (
     ARENA_FULL,
@@ -24,8 +23,7 @@ from kvstore_service.pool.chunk_pool import (
 from kvstore_service.pool.prefix_index import Entry, PrefixMatch
 from kvstore_service.pool.slot_grants import GrantedRun, Preparation
 from kvstore_service.pool.slot_table import MetadataWriter
-from kvstore_service.recovery.recovered_chunks import RecoveredChunks, damage_of
-from kvstore_service.recovery.scan import read_arena
+from kvstore_service.recovery.scan import RecoveredChunks, damage_of, read_arena
 from kvstore_service.session_manager import SessionManager
 from kvstore_service.sessions import Session
 from splitpoint.arena import presence

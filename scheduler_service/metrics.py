@@ -10,7 +10,7 @@ from scheduler_service.placement.admission import AdmissionQueue
 from scheduler_service.requests.accounts import Accounts
 from scheduler_service.requests.manager import RequestManager
 from scheduler_service.requests.tenants import TenantFacts
-from splitpoint.costs.kappa import kappa_crit
+from splitpoint.costs.first_token import kappa_crit
 from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
 

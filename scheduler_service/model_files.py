@@ -14,10 +14,9 @@ from splitpoint.chat.source import (
     read_template_file,
     read_templates,
 )
-from splitpoint.checkpoint.config import with_context
+from splitpoint.checkpoint.config import read_shape, with_context
 from splitpoint.checkpoint.files import is_there
 from splitpoint.checkpoint.resolve import TOKENIZER_FILES, eos_token_ids
-from splitpoint.checkpoint.support import read_shape
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument
 from splitpoint.options.scheduler import read_served_names

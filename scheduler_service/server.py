@@ -26,17 +26,17 @@ from scheduler_service.explain import explain_plans
 from scheduler_service.requests.manager import RequestManager
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.checkpoint.text import TooManyTokens
+from splitpoint.config import counted
 from splitpoint.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
     ResourceExhausted,
 )
-from splitpoint.numerics import Numerics
 from splitpoint.observe import tracing
 from splitpoint.observe.logs import set_request
 from splitpoint.observe.tracing import Span
-from splitpoint.shapes import Encoding, WeightFormat
+from splitpoint.shapes import Encoding, Numerics, WeightFormat
 from splitpoint.transport.access import current_caller
 from splitpoint.transport.convert import (
     draft_method_to_proto,
@@ -49,7 +49,6 @@ from splitpoint.transport.convert import (
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc
-from splitpoint.words import counted
 
 INFERENCE_SERVICE = "splitpoint.v1.InferenceService"
 

@@ -23,7 +23,7 @@ from splitpoint.observe.logs import log_failure
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.transport import servers
-from splitpoint.transport.calls import count_calls
+from splitpoint.transport.guard import count_calls
 from splitpoint.v1 import scheduler_pb2_grpc
 
 if TYPE_CHECKING:

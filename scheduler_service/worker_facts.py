@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from splitpoint.costs.first_token import FirstToken
 from splitpoint.costs.profile import Profile
-from splitpoint.numerics import Numerics
 from splitpoint.planning.schedule import Schedule
 from splitpoint.selection import SelectionMethod
-from splitpoint.shapes import Encoding, ModelShape, WeightFormat
+from splitpoint.shapes import Encoding, ModelShape, Numerics, WeightFormat
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 
 # Layout hash, and digest of the numerics. Workers of one key space can share chunks.

@@ -1,4 +1,4 @@
-"""Values of options that several programs share: sizes, rates, addresses and folders."""
+"""Values of options that several programs share: sizes, rates, addresses, folders and counts."""
 
 from __future__ import annotations
 
@@ -240,3 +240,8 @@ def remove_tree(folder: Path) -> None:
     """Remove a folder and its contents, if it exists."""
     if folder.exists():
         shutil.rmtree(folder)
+
+
+def counted(count: int, singular: str, plural: str = "") -> str:
+    """Return "1 token" or "2,000 tokens". `plural`: if it is not the singular with an s."""
+    return f"{count:,} {singular if count == 1 else plural or f'{singular}s'}"

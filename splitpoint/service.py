@@ -19,7 +19,7 @@ from splitpoint.observe import tracing
 from splitpoint.observe.logs import log_options, setup_logging
 from splitpoint.options.option import Section, check_values
 from splitpoint.transport.access import Access, access_of
-from splitpoint.transport.failure import failure_line
+from splitpoint.transport.statuses import failure_line
 from splitpoint.transport.tls import Identity, identity_of
 
 READY_PREFIX = "READY "

@@ -12,7 +12,7 @@ import hashlib
 import json
 import struct
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import lru_cache
 from typing import Any
 
@@ -485,3 +485,12 @@ BUILT_IN_SHAPES: dict[str, ModelShape] = {
         ),
     )
 }
+
+
+class Numerics(StrEnum):
+    """What the bits of a row's result depend on (docs/numerics.md)."""
+
+    # On that row's inputs and the model alone.
+    INVARIANT = "invariant"
+    # Also on what is computed beside it, and on where its prefix was computed.
+    FAST = "fast"

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from splitpoint.costs.growth import PageCosts
-from splitpoint.costs.page_choice import PageChoice, choose_page
+from splitpoint.costs.page_choice import PageChoice, PageCosts, choose_page
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.options.store import CHUNK_TOKENS
 from splitpoint.shapes import ArenaLayout, ModelShape

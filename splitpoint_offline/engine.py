@@ -1,4 +1,7 @@
-"""The services in a thread of their own: started, called from other threads, and stopped."""
+"""The services in a thread of their own: started, called from other threads, and stopped.
+
+A process of its own removes their files if this one ends without closing them, kill -9 included.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,61 @@ import concurrent.futures.thread
 import functools
 import logging
 import os
+import shutil
+import subprocess
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitpoint.client import AsyncClient
+from splitpoint.config import remove_tree
 from splitpoint.errors import FailedPrecondition
 from splitpoint_offline.options import Settings
-from splitpoint_offline.remover import Remover
 
 if TYPE_CHECKING:
     from splitpoint_offline.services import Services
+
+
+# Waits for the end of its input, which the kernel brings about however the writer ends.
+_SCRIPT = 'read -r line; rm -rf -- "$@"'
+
+
+class Remover:
+    """Folders that must not outlive this process.
+
+    A small process of its own waits for the end of this one: a killed process removes nothing,
+    and an arena in /dev/shm is memory.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        shell = shutil.which("sh")
+        self._process = shell and subprocess.Popen(
+            [shell, "-c", _SCRIPT, "splitpoint-remover", *map(str, folders)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            # Ctrl-C and signals to this process's group do not reach it.
+            start_new_session=True,
+        )
+
+    def leave_to_parent(self) -> None:
+        """Close a forked process's end of the pipe, which would outlive the parent's."""
+        if self._process and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def close(self) -> None:
+        """Remove the folders now, and wait for the process that would have done so."""
+        for folder in self._folders:
+            remove_tree(folder)
+        if self._process:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+
 
 log = logging.getLogger(__name__)
 

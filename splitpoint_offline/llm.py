@@ -13,26 +13,75 @@ sockets in a private folder. So answers, prefix reuse, plans and errors are thos
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, Unpack
 
 from splitpoint.client import AsyncClient
-from splitpoint.client.answers import Completion, Model, Tokenization
+from splitpoint.client.answers import Completion, FinishReason, Logprobs, Model, Tokenization, Usage
 from splitpoint.client.clients import AsyncGeneration
 from splitpoint.client.requests import Prompt, TemplateOptions
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.extras import need_all
+from splitpoint.planning.plan import Plan
 from splitpoint.tasks import run_all
-from splitpoint.words import counted
-from splitpoint_offline.bar import OnResult, shown
 from splitpoint_offline.engine import Engine
 from splitpoint_offline.options import EngineOptions, settings_of
 from splitpoint_offline.params import SamplingParams
-from splitpoint_offline.results import Conversation, Result
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The answers to one prompt, or why there are none.
+
+    The properties are those of the first answer; they raise `error` if there is one.
+
+    Attributes:
+        prompt: as it was given: text, token ids, or a conversation.
+        completions: `SamplingParams.n` answers in order; empty if `error` is set.
+        error: None if every answer came.
+    """
+
+    prompt: Prompt | Conversation
+    completions: tuple[Completion, ...]
+    error: SplitpointError | None = None
+
+    @property
+    def completion(self) -> Completion:
+        if self.error is not None:
+            raise self.error
+        return self.completions[0]
+
+    @property
+    def text(self) -> str:
+        return self.completion.text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.completion.token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.completion.finish_reason
+
+    @property
+    def logprobs(self) -> tuple[Logprobs, ...]:
+        return self.completion.logprobs
+
+    @property
+    def usage(self) -> Usage:
+        return self.completion.usage
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.completion.plan
+
 
 Params = SamplingParams | Mapping[str, Any] | None
 
@@ -44,6 +93,42 @@ class _Request:
     prompt: Prompt | Conversation
     params: SamplingParams
     begin: Callable[[AsyncClient, int], AsyncGeneration]
+
+
+# Is called with each result as it comes.
+OnResult = Callable[[Result], None]
+
+
+@contextmanager
+def shown(total: int, *, wanted: bool | None) -> Iterator[OnResult]:
+    """Show the prompts that are done on stderr. `wanted`: None: if stderr is a terminal."""
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total, tokens=0)
+        tokens = 0
+
+        def on_result(result: Result) -> None:
+            nonlocal tokens
+            tokens += sum(len(each.token_ids) for each in result.completions)
+            progress.update(task, advance=1, tokens=tokens)
+
+        yield on_result
+
+
+# Messages with `role` and `content`, as the model's chat template takes them.
+Conversation = Sequence[Mapping[str, Any]]
 
 
 class LLM:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from splitpoint import config
+from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import resolve_model
-from splitpoint.checkpoint.support import read_shape
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import available_cores, default_host_memory
 from splitpoint.options import scheduler, store, worker

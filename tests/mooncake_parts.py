@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from own_names import free_ports
 
-from kvstore_service.mooncake.installed import how_to_install
 from kvstore_service.mooncake.process import Duty
+from kvstore_service.mooncake.settings import how_to_install
 
 _CAPACITY = "master_total_capacity_bytes "
 

@@ -255,7 +255,6 @@ def test_types_are_checked_in_every_folder_of_tests() -> None:
 LAYERS: dict[str, tuple[str, ...]] = {
     "splitpoint": (
         *(
-            "words",
             "errors",
             "extras",
             "keys",
@@ -263,7 +262,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "shapes",
             "config",
             "speculation",
-            "numerics",
             "selection",
             "tasks",
             "tiers",
@@ -294,7 +292,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "calls",
         "remote",
         "tiers.tier",
-        "tiers.transfer",
         "mooncake",
         "tiers.disk",
         "tiers",
@@ -316,7 +313,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "profiling",
             "numerics",
         ),
-        *("account", "streams", "engine_calls", "prefixes", "runtime", "startup"),
+        *("account", "streams", "prefixes", "runtime", "startup"),
     ),
     "scheduler_service": (
         *("limits", "worker_facts", "policy", "options"),

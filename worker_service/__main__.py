@@ -32,7 +32,7 @@ from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.progress import Progress
 from splitpoint.service import OnReady, Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import DataType, WeightFormat
-from splitpoint.transport.calls import count_calls
+from splitpoint.transport.guard import count_calls
 from splitpoint.transport.limits import WATCHER_SECONDS, answer_pings_within
 from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.transport.tls import Identity

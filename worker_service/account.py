@@ -15,7 +15,7 @@ from splitpoint.selection import UNUSED
 from splitpoint.speculation import DraftMethod
 from worker_service.engine.messages import RestoreEvent, StepEvent, StepOutput
 from worker_service.fetching.results import FetchTotals
-from worker_service.lanes.totals import LaneTotals
+from worker_service.lanes.timeline import LaneTotals
 from worker_service.store.write_back import WriteTotals
 
 

@@ -15,7 +15,7 @@ from splitpoint.selection import SelectionUsage
 from worker_service.account import METHODS, Account, Predicted, Traffic, predictions
 from worker_service.engine.messages import StepOutput
 from worker_service.graphs.decode_graphs import DecodeGraphs
-from worker_service.graphs.eager_reason import EagerReason
+from worker_service.graphs.support import EagerReason
 from worker_service.startup.worker import LoadedWorker
 
 

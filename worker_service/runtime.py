@@ -1,18 +1,21 @@
 """Joins the engine's thread with the event loop: requests, store lookups, write-back, outputs.
 
-All methods run on the event loop, except where they say otherwise. The engine's commands go
-through `Engine.post`; its outputs come to `_on_output`.
+All methods run on the event loop, except where they say otherwise. The engine's commands go through
+`Engine.post`; its outputs come to `_on_output`. Calls of other threads run on the engine's thread,
+between two of its steps.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import Internal, SplitpointError, Unavailable
@@ -23,6 +26,7 @@ from splitpoint.structured.grammar import unavailable
 from worker_service.account import Account
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import (
+    Call,
     Cancel,
     Command,
     FinishEvent,
@@ -33,7 +37,6 @@ from worker_service.engine.messages import (
     Stop,
 )
 from worker_service.engine.sequence import Admission
-from worker_service.engine_calls import ENGINE_FAILED, EngineCalls
 from worker_service.lanes.spans import RequestSpans
 from worker_service.prefixes import RequestPrefixes
 from worker_service.store.client import StoreClient
@@ -41,6 +44,76 @@ from worker_service.store.write_back import SequenceKey
 from worker_service.streams import Listener, RunStreams
 from worker_service.structured.compiler import GrammarCompiler
 from worker_service.structured.matcher import GrammarMatcher
+
+Result = TypeVar("Result")
+
+# Message to callers and requests after the engine's thread has failed.
+ENGINE_FAILED = "the engine failed; the worker restarts"
+# Time limit of one engine step: more than a long prefill on a slow device takes.
+STEP_TIMEOUT_SECONDS = 120.0
+
+
+class EngineCalls:
+    """The calls that wait for the engine's thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._has_failed = False
+        self._waiting: set[concurrent.futures.Future[Any]] = set()
+
+    async def run(self, function: Callable[[], Result]) -> Result:
+        """Run `function` on the engine's thread; called on the event loop.
+
+        Raises Internal if the engine has failed, and what the function raises.
+        """
+        if self._has_failed:
+            raise Internal(ENGINE_FAILED, reason="ENGINE_FAILED")
+        done = self._post(function)
+        self._waiting.add(done)
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            self._waiting.discard(done)
+
+    def without_copies(self, function: Callable[[], None]) -> None:
+        """Run `function` on the engine's thread while nothing is copied, and wait for it.
+
+        Call it from any thread except the engine's and the event loop's. Raises TimeoutError
+        if the engine does not start `function` in time; `function` is then never run.
+        """
+
+        def call() -> None:
+            with self._engine.lanes.without_copies():
+                function()
+
+        done = self._post(call)
+        concurrent.futures.wait([done], STEP_TIMEOUT_SECONDS)
+        if done.cancel():
+            raise TimeoutError(f"the engine's step did not end within {STEP_TIMEOUT_SECONDS:g} s")
+        done.result()
+
+    def fail(self) -> None:
+        """End all calls, those of later, too: the engine has failed. Called on the event loop."""
+        self._has_failed = True
+        for call in self._waiting:
+            if not call.done():
+                call.set_exception(Internal(ENGINE_FAILED, reason="ENGINE_FAILED"))
+
+    def _post(self, function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
+        """Post a call; it does not run if its future is cancelled before it begins."""
+        done: concurrent.futures.Future[Result] = concurrent.futures.Future()
+
+        def begin() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(function())
+            except Exception as error:
+                done.set_exception(error)
+
+        self._engine.post(Call(begin))
+        return done
+
 
 log = logging.getLogger(__name__)
 

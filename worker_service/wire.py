@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT, numerics_salt
-from splitpoint.planning.plan import Plan, Residency, RestoreMethod
-from splitpoint.planning.split_line import SplitLine
+from splitpoint.planning.plan import Plan, Residency, RestoreMethod, SplitLine
 from splitpoint.selection import check_served, speculation_beside
 from splitpoint.shapes import ModelShape
 from splitpoint.speculation import PLAIN, Speculation

@@ -20,7 +20,7 @@ from gateway_service.openai.values import wrong
 from gateway_service.upstream.models import Models
 from gateway_service.upstream.schedulers import Upstream
 from splitpoint.client.caller_spans import Metadata
-from splitpoint.client.schedulers import INFERENCE
+from splitpoint.client.tries import INFERENCE
 from splitpoint.errors import SplitpointError
 from splitpoint.tasks import run_all
 from splitpoint.v1 import scheduler_pb2 as pb

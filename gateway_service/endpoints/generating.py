@@ -16,7 +16,7 @@ from gateway_service.openai.fields import Table
 from gateway_service.openai.responses.job import ResponseJob
 from gateway_service.upstream.schedulers import Take
 from splitpoint.client.caller_spans import Metadata
-from splitpoint.client.schedulers import INFERENCE
+from splitpoint.client.tries import INFERENCE
 from splitpoint.tasks import run_all
 from splitpoint.v1 import scheduler_pb2 as pb
 

@@ -10,7 +10,7 @@ from gateway_service.openai.errors import HttpError
 from gateway_service.page.files import INDEX, PageFile, read_files
 from gateway_service.page.readings import status_reading
 from splitpoint.client.caller_spans import Metadata
-from splitpoint.client.schedulers import ADMIN
+from splitpoint.client.tries import ADMIN
 from splitpoint.v1 import scheduler_pb2 as pb
 
 

@@ -6,7 +6,7 @@ from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.http.exchange import Exchange
 from gateway_service.openai.tokens import read_detokenize, read_tokenize
 from splitpoint.client.caller_spans import Metadata
-from splitpoint.client.schedulers import INFERENCE
+from splitpoint.client.tries import INFERENCE
 from splitpoint.v1 import scheduler_pb2 as pb
 
 

@@ -18,7 +18,7 @@ from gateway_service.engine_protocol.model import data_type_name, model_info, to
 from gateway_service.engine_protocol.requests import generate_requests
 from gateway_service.upstream.schedulers import Upstream
 from splitpoint.client.caller_spans import Metadata
-from splitpoint.client.schedulers import ADMIN, INFERENCE
+from splitpoint.client.tries import ADMIN, INFERENCE
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.observe.tracing import TRACEPARENT, received_parent
 from splitpoint.transport.access import METADATA_KEY

@@ -43,9 +43,9 @@ from gateway_service.openai.values import (
     wrong,
     wrong_type,
 )
+from splitpoint.config import counted
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
-from splitpoint.words import counted
 
 OBJECT = "text_completion"
 # OpenAI's, where a client says nothing.

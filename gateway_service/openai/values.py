@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
-from splitpoint.words import counted
 
 # Takes the field's name and its value. Returns the value as the program uses it; raises
 # InvalidArgument.

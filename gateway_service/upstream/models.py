@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from gateway_service.upstream.schedulers import Upstream
 from splitpoint.client.caller_spans import Metadata
-from splitpoint.client.schedulers import INFERENCE
+from splitpoint.client.tries import INFERENCE
 from splitpoint.v1 import scheduler_pb2 as pb
 
 _SECONDS = 5.0

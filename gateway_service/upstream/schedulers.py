@@ -16,8 +16,7 @@ from grpc_health.v1 import health_pb2
 from splitpoint.client.answers import drop_known
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.requests import check_size
-from splitpoint.client.schedulers import HEALTH, OnRetry, Round, Schedulers
-from splitpoint.client.tries import DEFAULT_RETRY_SECONDS, Tries
+from splitpoint.client.tries import DEFAULT_RETRY_SECONDS, HEALTH, OnRetry, Round, Schedulers, Tries
 from splitpoint.errors import (
     DeadlineExceeded,
     Internal,

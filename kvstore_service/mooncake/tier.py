@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from kvstore_service.mooncake.limits import POOL_CANCEL_SECONDS, QUESTION_SECONDS, pool_seconds_for
 from kvstore_service.mooncake.messages import names
-from kvstore_service.mooncake.process import MooncakeProcess
+from kvstore_service.mooncake.process import (
+    POOL_CANCEL_SECONDS,
+    QUESTION_SECONDS,
+    MooncakeProcess,
+    pool_seconds_for,
+)
 from kvstore_service.mooncake.trailer import DAMAGED
 from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.tiers.tier import TierStats

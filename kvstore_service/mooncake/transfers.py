@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from kvstore_service.mooncake.limits import seconds_for
-from kvstore_service.mooncake.process import MooncakeProcess
-from kvstore_service.tiers.transfer import TransferEndpoint, TransferStats
+from kvstore_service.mooncake.process import MooncakeProcess, seconds_for
+from kvstore_service.tiers.tier import TransferEndpoint, TransferStats
 from splitpoint.errors import FailedPrecondition, SplitpointError, Unavailable
 from splitpoint.keys import KEY_BYTES
 from splitpoint.shapes import ArenaLayout

@@ -11,11 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore_service.eviction.stats import InstrumentedPolicy
-from kvstore_service.pool.chunk_identity import ChunkIdentity
-from kvstore_service.pool.leases import Lease, LeaseTable
-from kvstore_service.pool.prefix_index import Entry, PrefixIndex, PrefixMatch
-from kvstore_service.pool.protection import Protection
+from kvstore_service.eviction.policies import InstrumentedPolicy
+from kvstore_service.pool.leases import Lease, LeaseTable, Protection
+from kvstore_service.pool.prefix_index import ChunkIdentity, Entry, PrefixIndex, PrefixMatch
 from kvstore_service.pool.recovered_state import RecoveredState
 from kvstore_service.pool.slot_grants import Preparation, SlotGrants
 from kvstore_service.pool.slot_table import MetadataWriter, SlotTable

@@ -6,16 +6,15 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 
 from kvstore_service.calls import validation
-from kvstore_service.calls.messages import next_message, sealed_chunks
-from kvstore_service.calls.reserver import Reserver, places
-from kvstore_service.calls.sealer import Sealer
+from kvstore_service.calls.slots import Reserver, Sealer, places
+from kvstore_service.calls.validation import next_message, sealed_chunks
 from kvstore_service.idempotency import Call, IdempotentCalls
 from kvstore_service.pool.chunk_pool import WrittenChunk
-from kvstore_service.remote import turns
-from kvstore_service.remote.turns import StreamTurns
+from kvstore_service.remote import reader
+from kvstore_service.remote.reader import StreamTurns
 from kvstore_service.sessions import Session
 from kvstore_service.store import KvStore
-from splitpoint.arena.payload import PIECE_BYTES, Payload
+from splitpoint.arena.mapping import PIECE_BYTES, Payload
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.v1 import kvstore_pb2 as pb
 
@@ -144,12 +143,12 @@ class ChunkWriter:
         """
         ends = [self._streams.stopping] + ([] if session is None else [session.ended])
         try:
-            return await next_message(parts, turns.PIECE_SECONDS, *ends)
+            return await next_message(parts, reader.PIECE_SECONDS, *ends)
         except TimeoutError:
             self._streams.check_stopping()
             if session is not None and session.ended.is_set():
                 raise FailedPrecondition("the session ended", reason="SESSION_EXPIRED") from None
-            raise turns.stalled() from None
+            raise reader.stalled() from None
 
 
 def _places(chunks: Iterable[WrittenChunk]) -> list[tuple[int, int]]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from kvstore_service.mooncake.settings import MooncakeSettings, settings_of
 from kvstore_service.pool.chunk_pool import ChunkPool
 from kvstore_service.tiers.manager import TierManager
-from kvstore_service.tiers.tier import ChunkTier
-from kvstore_service.tiers.transfer import ChunkTransfer
+from kvstore_service.tiers.tier import ChunkTier, ChunkTransfer
 from splitpoint.config import parse_rate, parse_size
 from splitpoint.errors import InvalidArgument
 from splitpoint.transport.tls import PLAIN, Identity

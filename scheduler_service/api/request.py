@@ -17,12 +17,12 @@ from scheduler_service.api.output import Output
 from scheduler_service.api.selection import SelectionTally
 from scheduler_service.api.speculation import DraftTally
 from scheduler_service.prefixes.lookup import CachedPrefix
+from splitpoint.config import counted
 from splitpoint.errors import FailedPrecondition, OutOfRange, SplitpointError
 from splitpoint.observe.tracing import NO_SPAN, Span
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.selection import FULL, Selection
 from splitpoint.v1 import scheduler_pb2, types_pb2
-from splitpoint.words import counted
 
 # Characters of a client's id that stay readable in the name of a tenant's request; with
 # `~` and 24 random digits that makes 64, the longest id.

@@ -20,6 +20,7 @@ from scheduler_service.api.prompts import (
 )
 from scheduler_service.api.request import FROM_THE_START, Request, Resume
 from scheduler_service.policy.waiting import LEAST_PRIORITY, MOST_PRIORITY
+from splitpoint.config import counted
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.keys import SALT_LIMIT, request_seed
 from splitpoint.planning.plan import Residency, RestoreMethod, check_forced_method
@@ -33,7 +34,6 @@ from splitpoint.transport.convert import (
     speculation_from_proto,
 )
 from splitpoint.v1 import scheduler_pb2, types_pb2
-from splitpoint.words import counted
 
 REQUEST_ID_LIMIT = 64
 DEFAULT_MAX_TOKENS = 128

@@ -39,11 +39,11 @@ from scheduler_service.policy.rooms import WorkerLimits
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.policy.waiting import Need, Waiting
 from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.config import counted
 from splitpoint.costs.first_token import Backlog
 from splitpoint.options.scheduler import Policy
 from splitpoint.planning.plan import Objective, Residency
 from splitpoint.shapes import chunks_of
-from splitpoint.words import counted
 
 _FIFO = PolicySettings()
 

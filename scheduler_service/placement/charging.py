@@ -10,9 +10,9 @@ from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.placement.footprint import Fits, Grant, grant_of
 from scheduler_service.placement.ledger import Charge, Ledger
 from scheduler_service.policy.waiting import Need
+from splitpoint.config import counted
 from splitpoint.planning.plan import Residency
 from splitpoint.shapes import chunks_of
-from splitpoint.words import counted
 
 
 @dataclass(slots=True, kw_only=True)

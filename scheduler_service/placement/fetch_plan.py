@@ -23,14 +23,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from scheduler_service.prefixes.lookup import FetchSource
-from splitpoint.costs.fetching import rate_of
-from splitpoint.costs.meeting import TierEnds
+from splitpoint.config import counted
+from splitpoint.costs.fetching import TierEnds, rate_of
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.planning.reasons import explained
 from splitpoint.shapes import ModelShape
 from splitpoint.tiers import Transfer
-from splitpoint.words import counted
 
 # Share of the seconds of loading that computing beside it must save.
 WORTH_IT = 0.05

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.config import format_size
+from splitpoint.config import counted, format_size
 from splitpoint.planning.plan import Residency
 from splitpoint.residency.selecting import pages_at_last
 from splitpoint.selection import FULL, Selection
 from splitpoint.shapes import chunks_of
-from splitpoint.words import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from scheduler_service.placement.power import PowerAdvice, RecentKappa, advise_power
 from scheduler_service.placement.trial import Trial
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.costs.kappa import kappa_crit
+from splitpoint.config import counted
+from splitpoint.costs.first_token import kappa_crit
 from splitpoint.v1 import types_pb2
-from splitpoint.words import counted
 
 
 @dataclass(frozen=True, slots=True)

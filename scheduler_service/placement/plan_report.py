@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitpoint.config import format_size
+from splitpoint.config import counted, format_size
 from splitpoint.planning.plan import Plan, Residency
 from splitpoint.planning.reasons import explained
 from splitpoint.selection import Selection, SelectionUsage
@@ -10,7 +10,6 @@ from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint.tiers import Transfer
 from splitpoint.transport.convert import draft_method_from_proto, method_from_proto
 from splitpoint.v1 import types_pb2, worker_pb2
-from splitpoint.words import counted
 
 # A restore within these multiples of its predicted time is not commented on, nor is one
 # that differs by less than the seconds below: other work on the processor does as much.

@@ -12,13 +12,13 @@ from scheduler_service.placement.fetch_plan import ChunkSizes, PlannedAttempt, b
 from scheduler_service.placement.footprint import Grant, NeverFits, footprint_of, grant_of
 from scheduler_service.prefixes.lookup import FetchSource
 from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
-from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.reasons import explained
 from splitpoint.planning.split_costs import tiles_of
-from splitpoint.words import counted
+from splitpoint.shapes import Numerics
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from enum import StrEnum
 from scheduler_service.placement.charging import Way
 from scheduler_service.placement.ledger import Ledger
 from scheduler_service.policy.hold import Hold
-from splitpoint.config import format_size
-from splitpoint.words import counted
+from splitpoint.config import counted, format_size
 
 
 class Cause(StrEnum):

@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
+from splitpoint.config import counted
 from splitpoint.errors import Internal, SplitpointError, Unavailable
 from splitpoint.v1 import types_pb2
-from splitpoint.words import counted
 
 # Tokens beyond the last one that came before the failure after which a suspect is cleared: an
 # engine may be a few steps ahead of what the scheduler has read. Each further failure multiplies

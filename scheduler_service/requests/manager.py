@@ -44,6 +44,7 @@ from scheduler_service.requests.starts import Starts
 from scheduler_service.requests.table import RequestTable
 from scheduler_service.requests.tasks import RequestTasks
 from scheduler_service.requests.tenants import TenantFacts, TenantLabels, tenants_of
+from splitpoint.config import counted
 from splitpoint.errors import (
     FailedPrecondition,
     Internal,
@@ -56,7 +57,6 @@ from splitpoint.observe.logs import for_request
 from splitpoint.observe.tracing import NO_SPAN, Span
 from splitpoint.options.scheduler import AnswerCharge
 from splitpoint.v1 import types_pb2, worker_pb2
-from splitpoint.words import counted
 
 _log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from scheduler_service.api.request import Request
 from scheduler_service.limits import Limits
+from splitpoint.config import counted
 from splitpoint.errors import AlreadyExists, ResourceExhausted
-from splitpoint.words import counted
 
 
 @dataclass(slots=True)

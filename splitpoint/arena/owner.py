@@ -14,13 +14,17 @@ import secrets
 from pathlib import Path
 
 from splitpoint.arena.files import (
+    Loss,
     NotOurArena,
     allocate,
     boot_id,
     check_room,
+    check_there,
     damaged_path,
     is_at,
     lock_path_of,
+    note_loss,
+    pop_note,
     remove_unfinished,
     rename_foreign,
     set_aside,
@@ -38,7 +42,6 @@ from splitpoint.arena.format import (
     Superblock,
     UnsupportedVersion,
 )
-from splitpoint.arena.loss import Loss, check_there, note_loss, pop_note
 from splitpoint.arena.mapping import Arena, open_arena, read_superblock
 from splitpoint.config import format_size
 from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted

@@ -13,15 +13,13 @@ from typing import Any
 
 from splitpoint.checkpoint.config import (
     GEMMA_FAMILIES,
-    shape_from_config,
-    text_config,
-)
-from splitpoint.checkpoint.config_values import (
     boolean,
     positive,
     positive_integer,
     refuse,
+    shape_from_config,
     shown,
+    text_config,
     unsupported,
 )
 from splitpoint.checkpoint.rope_config import Rope, read_layered_ropes, read_rope

@@ -6,13 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from splitpoint.checkpoint.config_values import (
-    positive,
-    positive_integer,
-    refuse,
-    shown,
-    unsupported,
-)
+from splitpoint.checkpoint.config import positive, positive_integer, refuse, shown, unsupported
 from splitpoint.shapes import ModelShape
 
 _DEFAULT_ROPE_THETA = 10000.0

@@ -33,15 +33,17 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar, Unpack
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from splitpoint.client import answers, request_values, requests
+from splitpoint.client import answers, requests
 from splitpoint.client.answers import (
     Completion,
     Model,
     Queue,
+    SchedulerStatus,
     Tokenization,
     Tokens,
     Worker,
     WorkerPlan,
+    scheduler_status,
 )
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.requests import (
@@ -52,9 +54,16 @@ from splitpoint.client.requests import (
     Prompt,
     TokenizeOptions,
 )
-from splitpoint.client.schedulers import ADMIN, HEALTH, INFERENCE, OnRetry, Round, Schedulers
-from splitpoint.client.telemetry import SchedulerStatus, scheduler_status
-from splitpoint.client.tries import DEFAULT_RETRY_SECONDS, Tries
+from splitpoint.client.tries import (
+    ADMIN,
+    DEFAULT_RETRY_SECONDS,
+    HEALTH,
+    INFERENCE,
+    OnRetry,
+    Round,
+    Schedulers,
+    Tries,
+)
 from splitpoint.config import check_addresses, default_address
 from splitpoint.errors import (
     DeadlineExceeded,
@@ -292,7 +301,7 @@ class _Connection:
         return self._tries(requests.chat_request(messages, options), options)
 
     def _tries(self, request: pb.GenerateRequest, options: GenerateOptions) -> Tries:
-        timeout = request_values.seconds("timeout", options.get("timeout"))
+        timeout = requests.checked_seconds("timeout", options.get("timeout"))
         requests.check_size(request)
         return Tries(self._schedulers, request, timeout, metadata=self._metadata)
 

@@ -1,18 +1,24 @@
 """Requests from the arguments of the clients' methods, and the limit of their size.
 
-Knows no channel and no call.
+Each value's type is checked, and an error names the argument: Protobuf would take a string as
+several strings, letter by letter, and True as 1. The types come from the fields' descriptors. The
+server checks the ranges. Knows no channel and no call.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from numbers import Real
+from types import MappingProxyType
+from typing import Any, TypedDict, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from splitpoint.client import request_values
 from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.planning.plan import Objective, Residency, RestoreMethod
@@ -23,6 +29,165 @@ from splitpoint.transport import convert
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
+
+_Message = TypeVar("_Message", bound=Message)
+_Enum = TypeVar("_Enum", bound=Enum)
+# Bytes are integers and sets have no order, so they would pass for token ids.
+_NO_IDS = (str, bytes, bytearray, memoryview, Mapping, set, frozenset)
+_INTEGER_BITS = {FieldDescriptor.CPPTYPE_INT32: 31, FieldDescriptor.CPPTYPE_INT64: 63}
+
+
+def filled(
+    kind: type[_Message], values: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})
+) -> _Message:
+    """Return a message with these values in the fields of their names; None is left out.
+
+    Repeated fields take one value or an iterable of them, maps any mapping.
+
+    Raises TypeError for a value of the wrong type, InvalidArgument for one that its field
+    cannot hold. Both give the argument's name.
+
+    Args:
+        names: fields of arguments that have another name.
+    """
+    fields: Mapping[str, Any] = kind.DESCRIPTOR.fields_by_name
+    converted = {}
+    for name, value in values.items():
+        if value is not None:
+            field = fields[names.get(name, name)]
+            converted[field.name] = field_value(name, value, field)
+    return kind(**converted)
+
+
+def field_value(name: str, value: Any, field: FieldDescriptor) -> Any:
+    """Return the value as `field` holds it. `name`: the argument. Raises as `filled`."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return _mapping(name, value, field)
+    convert = _conversion(field)
+    # Only repeated fields have the default []. The oldest supported protobuf has no `is_repeated`.
+    if field.default_value != []:
+        return convert(name, value)
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray | Mapping):
+        return [convert(f"{name}[{index}]", item) for index, item in enumerate(value)]
+    try:
+        return [convert(name, value)]
+    except TypeError:
+        is_text = field.cpp_type == FieldDescriptor.CPPTYPE_STRING
+        wanted = "a string or a list of strings" if is_text else "an int or a list of ints"
+        raise _wrong_type(name, value, wanted) from None
+
+
+def checked_token_ids(name: str, value: Any) -> list[int]:
+    """Return token ids from any ordered iterable of integers. Raises as `filled`."""
+    if isinstance(value, _NO_IDS) or not isinstance(value, Iterable):
+        raise _wrong_type(name, value, "text or a sequence of token ids")
+    return [_integer(f"{name}[{index}]", item, 31) for index, item in enumerate(value)]
+
+
+def checked_text(name: str, value: Any) -> str:
+    """Return text that UTF-8 can encode. Raises as `filled`."""
+    if not isinstance(value, str):
+        raise _wrong_type(name, value, "a str")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{name} is not valid UTF-8: character {error.start} is half of a surrogate pair",
+            field=name,
+        ) from error
+    return value
+
+
+def checked_text_or_bytes(name: str, value: Any) -> bytes:
+    """Return bytes as they are, and text in UTF-8. Raises as `filled`."""
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise _wrong_type(name, value, "bytes or a str")
+    return checked_text(name, value).encode()
+
+
+def checked_choice(name: str, value: Any, kind: type[_Enum]) -> _Enum:
+    """Return the member from a member or its value. Raises as `filled`."""
+    if not isinstance(value, str | kind):
+        raise _wrong_type(name, value, f"a {kind.__name__} or its value")
+    try:
+        return kind(value)
+    except ValueError:
+        names = ", ".join(member.value for member in kind)
+        raise InvalidArgument(f"{name} {value!r} is not one of {names}", field=name) from None
+
+
+def checked_seconds(name: str, value: Any) -> float | None:
+    """Return a time limit; None: no limit. Raises as `filled`."""
+    if value is None:
+        return None
+    number = _number(name, value)
+    if not 0 < number < float("inf"):
+        raise InvalidArgument(f"{name} must be finite and above 0 seconds", field=name)
+    return number
+
+
+def _conversion(field: FieldDescriptor) -> Callable[[str, Any], Any]:
+    if field.cpp_type in _INTEGER_BITS:
+        bits = _INTEGER_BITS[field.cpp_type]
+        return lambda name, value: _integer(name, value, bits)
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return lambda name, value: _instance(name, value, bytes)
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        return checked_text
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        return lambda name, value: _instance(name, value, bool)
+    if field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE:
+        return _number
+    # Messages and numbers of enumerations: the clients made them.
+    return lambda name, value: value
+
+
+def _mapping(name: str, value: Any, field: FieldDescriptor) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong_type(name, value, "a mapping")
+    entry: Mapping[str, Any] = field.message_type.fields_by_name  # type: ignore[union-attr]
+    key_of, value_of = _conversion(entry["key"]), _conversion(entry["value"])
+    return {
+        key_of(f"a key of {name}", key): value_of(f"{name}[{key!r}]", item)
+        for key, item in value.items()
+    }
+
+
+def _integer(name: str, value: Any, bits: int) -> int:
+    """Return an int from anything that can be an index, such as NumPy's; never from a bool."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise _wrong_type(name, value, "an int")
+    if not -(1 << bits) <= number < 1 << bits:
+        raise InvalidArgument(f"{name} does not fit into {bits + 1} bits", field=name)
+    return number
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _wrong_type(name, value, "a number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise InvalidArgument(f"{name} does not fit into 64 bits", field=name) from error
+
+
+def _instance(name: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise _wrong_type(name, value, f"a {kind.__name__}")
+    return value
+
+
+def _wrong_type(name: str, value: Any, wanted: str) -> TypeError:
+    """Return an error that names the type only: a prompt is never shown."""
+    article = "an" if type(value).__name__[0].lower() in "aeiou" else "a"
+    return TypeError(f"{name} must be {wanted}, not {article} {type(value).__name__}")
+
 
 # Text, or token ids.
 Prompt = str | Iterable[int]
@@ -138,10 +303,10 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     """
     request = _request(_known("generate", options, GenerateOptions))
     if isinstance(prompt, str):
-        request.text = request_values.text("prompt", prompt)
+        request.text = checked_text("prompt", prompt)
     else:
         request.token_ids.SetInParent()  # an empty prompt is not a missing one
-        request.token_ids.ids.extend(request_values.token_ids("prompt", prompt))
+        request.token_ids.ids.extend(checked_token_ids("prompt", prompt))
     return request
 
 
@@ -162,9 +327,9 @@ def _request(given: dict[str, Any]) -> pb.GenerateRequest:
     if "residency" in given:
         given["residency"] = _residency(given["residency"])
     if "cache_salt" in given:
-        given["cache_salt"] = request_values.text_or_bytes("cache_salt", given["cache_salt"])
+        given["cache_salt"] = checked_text_or_bytes("cache_salt", given["cache_salt"])
     if "restore" in given:
-        restore = request_values.choice("restore", given.pop("restore"), RestoreMethod)
+        restore = checked_choice("restore", given.pop("restore"), RestoreMethod)
         given["restore_method"] = convert.method_to_proto(restore)
     if speculation := _speculation(given):
         given["speculation"] = speculation
@@ -172,9 +337,9 @@ def _request(given: dict[str, Any]) -> pb.GenerateRequest:
         given["selection"] = _selection(given.pop("select"))
     if (wanted := _structured_output(structure)) is not None:
         sampling["structured_output"] = wanted
-    request = request_values.filled(pb.GenerateRequest, given, _REQUEST_FIELDS)
+    request = filled(pb.GenerateRequest, given, _REQUEST_FIELDS)
     request.request_id = request.request_id or uuid.uuid4().hex
-    request.sampling.CopyFrom(request_values.filled(types_pb2.SamplingParams, sampling))
+    request.sampling.CopyFrom(filled(types_pb2.SamplingParams, sampling))
     return request
 
 
@@ -217,7 +382,7 @@ def _json(name: str, value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must hold what JSON can hold: {error}") from None
-    return request_values.text(name, text)
+    return checked_text(name, text)
 
 
 def _plain(value: Any) -> Any:
@@ -239,13 +404,11 @@ def _structured_output(given: Mapping[str, Any]) -> types_pb2.StructuredOutput |
         names = ", ".join(sorted(values))
         raise InvalidArgument(f"an answer follows one of {names}", field=max(values))
     if "choice" in values:
-        texts = request_values.filled(
-            types_pb2.Choices, {"choice": values["choice"]}, {"choice": "texts"}
-        )
+        texts = filled(types_pb2.Choices, {"choice": values["choice"]}, {"choice": "texts"})
         return types_pb2.StructuredOutput(choice=texts)
     if isinstance(values.get("json_schema"), Mapping):
         values["json_schema"] = _json("json_schema", dict(values["json_schema"]))
-    return request_values.filled(types_pb2.StructuredOutput, values) if values else None
+    return filled(types_pb2.StructuredOutput, values) if values else None
 
 
 def _known(method: str, options: Mapping[str, Any], kind: Any) -> dict[str, Any]:
@@ -257,7 +420,7 @@ def _known(method: str, options: Mapping[str, Any], kind: Any) -> dict[str, Any]
 
 
 def _residency(value: Any) -> types_pb2.Residency:
-    return convert.residency_to_proto(request_values.choice("residency", value, Residency))
+    return convert.residency_to_proto(checked_choice("residency", value, Residency))
 
 
 def _speculation(given: dict[str, Any]) -> types_pb2.SpeculativeParams | None:
@@ -267,19 +430,19 @@ def _speculation(given: dict[str, Any]) -> types_pb2.SpeculativeParams | None:
     if not values:
         return None
     if "speculate" in values:
-        method = request_values.choice("speculate", values["speculate"], DraftMethod)
+        method = checked_choice("speculate", values["speculate"], DraftMethod)
         values["speculate"] = convert.draft_method_to_proto(method)
-    return request_values.filled(types_pb2.SpeculativeParams, values, _SPECULATION_FIELDS)
+    return filled(types_pb2.SpeculativeParams, values, _SPECULATION_FIELDS)
 
 
 def _selection(value: Any) -> types_pb2.SelectionParams:
     """Return the message of a selection or of its text. Raises as `filled`."""
     if not isinstance(value, Selection):
-        value = Selection.parsed(request_values.text("select", value))
+        value = Selection.parsed(checked_text("select", value))
     check_served(value)  # what only `splitpoint eval` knows has no field
     fields = {each.name: getattr(value, each.name) for each in _SELECTION_FIELDS}
     fields["method"] = convert.selection_method_to_proto(value.method)
-    return request_values.filled(types_pb2.SelectionParams, fields)
+    return filled(types_pb2.SelectionParams, fields)
 
 
 class ExplainOptions(TypedDict, total=False):
@@ -304,12 +467,12 @@ def explain_request(
     if "residency" in given:
         given["residency"] = _residency(given["residency"])
     if "objective" in given:
-        objective = request_values.choice("objective", given["objective"], Objective)
+        objective = checked_choice("objective", given["objective"], Objective)
         given["objective"] = convert.objective_to_proto(objective)
     if "tier" in given:
-        given["tier"] = convert.tier_to_proto(request_values.choice("tier", given["tier"], Tier))
+        given["tier"] = convert.tier_to_proto(checked_choice("tier", given["tier"], Tier))
     counts = {"cached_tokens": cached_tokens, "new_tokens": new_tokens}
-    return request_values.filled(pb.ExplainPlanRequest, {**given, **counts})
+    return filled(pb.ExplainPlanRequest, {**given, **counts})
 
 
 class TokenizeOptions(TemplateOptions, total=False):
@@ -330,12 +493,10 @@ def tokenize_request(
     if (text is None) == (messages is None):
         raise TypeError("tokenize() takes a text or messages")
     if messages is not None:
-        return request_values.filled(
-            pb.TokenizeRequest, {**given, "chat": _chat(messages, about_text)}
-        )
+        return filled(pb.TokenizeRequest, {**given, "chat": _chat(messages, about_text)})
     if about_text:
         raise TypeError(f"tokenize() takes {', '.join(sorted(about_text))} with messages only")
-    return request_values.filled(pb.TokenizeRequest, {**given, "text": text})
+    return filled(pb.TokenizeRequest, {**given, "text": text})
 
 
 def detokenize_request(
@@ -343,17 +504,17 @@ def detokenize_request(
 ) -> pb.DetokenizeRequest:
     """Return the message for token ids. Raises as `generate_request`."""
     values = {"keeps_special_tokens": keeps_special_tokens, "model": model}
-    request = request_values.filled(pb.DetokenizeRequest, values)
-    request.token_ids.extend(request_values.token_ids("token_ids", token_ids))
+    request = filled(pb.DetokenizeRequest, values)
+    request.token_ids.extend(checked_token_ids("token_ids", token_ids))
     return request
 
 
 def tokenizer_request(model: str) -> pb.GetTokenizerRequest:
-    return request_values.filled(pb.GetTokenizerRequest, {"model": model})
+    return filled(pb.GetTokenizerRequest, {"model": model})
 
 
 def model_request(name: str) -> pb.GetModelRequest:
-    return request_values.filled(pb.GetModelRequest, {"name": name}, {"name": "model"})
+    return filled(pb.GetModelRequest, {"name": name}, {"name": "model"})
 
 
 def resumed(request: pb.GenerateRequest, token_ids: Sequence[int]) -> pb.GenerateRequest:

@@ -1,13 +1,141 @@
-"""The choice of the page size by `--page-tokens auto`: policy only, from measured costs."""
+"""How many rows a cache should grow by at once: the model of BMC, and the choice of the page size.
+
+A kernel that reads whole buckets also reads their spare rows. Small buckets have few of them but
+cost something for each bucket: a contiguous cache copies all of its rows when it grows (the paper's
+case), and a paged cache merges one more partial result for each page in every step. Both costs,
+of n rows and buckets of r, are `u * n / r` a token, beside `a * r / 2` for the spare rows. So both
+have their least total at the same `r* = sqrt(2 * (u / a) * n)`, and the number of growths,
+`T = N / r*`, grows with the root of N (paper: "Striking the Right Balance between Compute and
+Copy", section V-A, whose constant does not fit its own figures: so constants are measured).
+`--page-tokens auto` chooses by it: policy only, from measured costs.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from splitpoint.config import format_size
-from splitpoint.costs.growth import PageCosts, Rows, best_rows, nearest_power
-from splitpoint.shapes import ModelShape
-from splitpoint.words import counted
+from splitpoint.config import counted, format_size
+from splitpoint.shapes import ModelShape, chunks_of
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A generation: `new` tokens after a prompt of `prompt` rows, in each sequence of a batch."""
+
+    prompt: int
+    new: int
+
+    @property
+    def mean(self) -> float:
+        """Rows of a sequence in the middle of the generation: `s + G / 2`."""
+        return self.prompt + self.new / 2
+
+    @property
+    def bucket_sizes(self) -> tuple[int, ...]:
+        """All powers of two below `new`, then `new` itself: everything upfront."""
+        powers = (1 << exponent for exponent in range(self.new.bit_length()))
+        return (*(power for power in powers if power < self.new), self.new)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCosts:
+    """Seconds of a contiguous cache that grows by buckets, of a whole batch.
+
+    Attributes:
+        step_seconds, row_seconds: attention of one token, and for each row that it reads.
+        growth_seconds, copy_seconds: one growth, and for each row that it copies.
+        spare_seconds: for each row of a new bucket, which is cleared.
+    """
+
+    step_seconds: float
+    row_seconds: float
+    growth_seconds: float
+    copy_seconds: float
+    spare_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """cc: the cost of copying a row over that of attending to it."""
+        return self.copy_seconds / self.row_seconds
+
+    def best_bucket(self, rows: Rows) -> float:
+        """Return r*, at most all new tokens, at least 1; not rounded.
+
+        A growth's cost besides copying counts, too (the paper's C_0, which it drops).
+        """
+        growth = self.growth_seconds + self.copy_seconds * rows.mean
+        return min(max(math.sqrt(2 * growth / self.row_seconds), 1.0), float(rows.new))
+
+    def seconds(self, rows: Rows, bucket: int, *, reads_spare: bool = True) -> float:
+        """Return the seconds of the whole generation, summed growth by growth.
+
+        reads_spare: attention reads whole buckets and masks the spare rows; False: it takes
+        a slice of the rows in use.
+        """
+        seconds = rows.new * self.step_seconds
+        for first, count in _growths(rows, bucket):
+            capacity = first + bucket
+            seconds += self.growth_seconds + self.copy_seconds * first + self.spare_seconds * bucket
+            # Token i of the bucket sees first + i + 1 rows.
+            read = capacity * count if reads_spare else first * count + count * (count + 1) // 2
+            seconds += self.row_seconds * read
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PageCosts:
+    """Seconds of attention over pages, of one token of each sequence of a batch.
+
+    Attributes:
+        step_seconds: besides pages and rows.
+        page_seconds: for each page of a sequence: its part of the merged result.
+        row_seconds: for each row of a sequence's pages, spare rows included.
+    """
+
+    step_seconds: float
+    page_seconds: float
+    row_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """The cost of a page over that of attending to a row.
+
+        Infinite if rows cost nothing that a measurement finds: a few rows of a fast kernel.
+        """
+        return self.page_seconds / self.row_seconds if self.row_seconds else math.inf
+
+    def best_page(self, rows: Rows) -> float:
+        """Return C*, at least 1, at most all rows; not rounded."""
+        return min(max(best_rows(self.ratio, rows.mean), 1.0), float(rows.prompt + rows.new))
+
+    def seconds(self, rows: Rows, page: int) -> float:
+        """Return the seconds of the whole generation, summed step by step."""
+        pages = sum(chunks_of(rows.prompt + done + 1, page) for done in range(rows.new))
+        each = self.page_seconds + page * self.row_seconds
+        return rows.new * self.step_seconds + pages * each
+
+
+def best_rows(ratio: float, mean_rows: float) -> float:
+    """Return `sqrt(2 * ratio * mean_rows)`, the size at which both costs are equal."""
+    return math.sqrt(2 * ratio * mean_rows)
+
+
+def nearest_power(rows: float, *, least: int = 1, most: int) -> int:
+    """Return the power of two in [least, most] with the smallest quotient to `rows`.
+
+    `least` is a power of two and not above `most`.
+    """
+    exponent = round(math.log2(min(max(rows, least), most)))
+    return max(least, min(1 << exponent, 1 << (most.bit_length() - 1)))
+
+
+def _growths(rows: Rows, bucket: int) -> Iterator[tuple[int, int]]:
+    """Yield of each growth the rows before it and the tokens until the next one."""
+    for done in range(0, rows.new, bucket):
+        yield rows.prompt + done, min(bucket, rows.new - done)
+
 
 # Each chunk costs the store a record and some 35 us of calls; only whole chunks of a prefix are
 # found, and a partial page holds memory.

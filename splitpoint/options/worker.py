@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from splitpoint.numerics import Numerics
 from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.options.option import RATE, SIZE, Option, Section
 from splitpoint.options.service import ADVERTISE, COMMON, MAX_MODEL_LEN
 from splitpoint.options.store import DTYPE, WEIGHTS
 from splitpoint.planning.weight_placement import WeightObjective
+from splitpoint.shapes import Numerics
 
 WORKER_ID: Option[str] = Option("worker-id", str, "0", "Name of this worker.", unit="ID")
 MODEL: Option[Path] = Option(

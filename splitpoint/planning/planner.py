@@ -18,10 +18,10 @@ from splitpoint.planning.plan import (
     Plan,
     PlanInput,
     Residency,
+    SplitLine,
 )
 from splitpoint.planning.reasons import details_of, explained
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import Encoding, ModelShape
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from splitpoint.config import format_size
+from splitpoint.config import counted, format_size
 from splitpoint.planning.choices import Candidate, Chooser, Comparison
 from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.tiers import Tier
-from splitpoint.words import counted
 
 # Link and device count as equally busy within this share.
 _BALANCED = 0.9

@@ -22,15 +22,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from splitpoint.config import counted
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.choices import NO_SPLIT
+from splitpoint.planning.plan import SplitLine
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import Scenario, SplitCosts
-from splitpoint.planning.split_line import SplitLine
 from splitpoint.planning.split_search import best_pipeline_options
 from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import Encoding, ModelShape, chunks_of
-from splitpoint.words import counted
 
 # Tokens of one page of Quest's bounds.
 QUEST_TOKENS = 16

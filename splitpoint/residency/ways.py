@@ -31,13 +31,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from splitpoint.config import format_size
+from splitpoint.config import counted, format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Objective
 from splitpoint.residency.load import DeviceRoom, RequestLoad
 from splitpoint.residency.seconds import PieceSeconds
 from splitpoint.shapes import ModelShape, chunks_of
-from splitpoint.words import counted
 
 
 class Way(Enum):

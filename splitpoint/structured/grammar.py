@@ -13,10 +13,10 @@ from enum import StrEnum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from splitpoint.config import counted
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.structured.schema import read_schema
 from splitpoint.v1 import types_pb2
-from splitpoint.words import counted
 
 if TYPE_CHECKING:
     import llguidance

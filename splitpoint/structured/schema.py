@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from splitpoint.words import counted
+from splitpoint.config import counted
 
 # Values of these are data, whatever they look like; those of the others may be schemas.
 _DATA = frozenset(("const", "default", "enum", "example", "examples"))

@@ -14,7 +14,6 @@ from google.protobuf.message import Message
 
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument
-from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Objective, Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.selection import (
@@ -25,7 +24,7 @@ from splitpoint.selection import (
     SelectionUsage,
     check_served,
 )
-from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, WeightFormat
+from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, Numerics, WeightFormat
 from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint.tiers import Tier
 from splitpoint.v1 import types_pb2 as pb

@@ -1,7 +1,12 @@
-"""Errors on the wire: a SplitpointError as a gRPC status with google.rpc details, and back."""
+"""Errors on the wire: a SplitpointError as a gRPC status with google.rpc details, and back.
+
+A service that cannot start tells its supervisor why by one line on stdout:
+FAILED {"code": 3, "reason": "...", "message": "..."}
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from typing import Any
@@ -21,6 +26,25 @@ from splitpoint.errors import (
     Unavailable,
     from_code,
 )
+
+FAILED_PREFIX = "FAILED "
+
+
+def failure_line(error: SplitpointError) -> str:
+    facts = {"code": error.code, "reason": error.reason, "message": error.message}
+    return FAILED_PREFIX + json.dumps(facts)
+
+
+def read_failure(line: str) -> SplitpointError | None:
+    """Return the error in a `failure_line`; None for any other line."""
+    if not line.startswith(FAILED_PREFIX):
+        return None
+    try:
+        facts = json.loads(line.removeprefix(FAILED_PREFIX))
+        return from_code(int(facts["code"]), str(facts["message"]), str(facts["reason"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
 
 _log = logging.getLogger(__name__)
 

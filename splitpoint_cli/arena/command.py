@@ -17,8 +17,8 @@ from rich.progress import Progress
 
 from splitpoint import config
 from splitpoint.arena.format import ArenaFormatError
+from splitpoint.config import counted
 from splitpoint.errors import NotFound
-from splitpoint.words import counted
 from splitpoint_cli.output import err, out
 from splitpoint_cli.report import AsJson, OutputFile, hand_over
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from kvstore_service.tiers.disk.folder import find_segments, holder_of
 from kvstore_service.tiers.disk.inspection import FolderContents, RecordDamage, read_folder
-from splitpoint.config import format_size
-from splitpoint.words import counted
+from splitpoint.config import counted, format_size
 
 
 def folder_bytes(path: Path) -> int:

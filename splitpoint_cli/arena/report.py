@@ -11,8 +11,7 @@ from typing import Any
 from splitpoint.arena.files import boot_id, is_locked
 from splitpoint.arena.format import Superblock
 from splitpoint.arena.mapping import Arena
-from splitpoint.config import format_size
-from splitpoint.words import counted
+from splitpoint.config import counted, format_size
 from splitpoint_cli.arena.check import Contents, Damage
 
 

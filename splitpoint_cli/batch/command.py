@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from splitpoint.checkpoint.resolve import BUNDLED_MODEL
-from splitpoint.config import DEFAULT_ADDRESS, check_addresses
+from splitpoint.config import DEFAULT_ADDRESS, check_addresses, counted
 from splitpoint.errors import Cancelled, InvalidArgument, SplitpointError
 from splitpoint.options import scheduler, store, worker
 from splitpoint.options.option import Option
 from splitpoint.transport.tls import PLAIN, Identity, client_identity
-from splitpoint.words import counted
 from splitpoint_cli.batch.progress import shown
 from splitpoint_cli.identity import Address, CaFile, TokenFile
 from splitpoint_cli.options import of, takes_options

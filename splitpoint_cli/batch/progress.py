@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from splitpoint.words import counted
+from splitpoint.config import counted
 
 LINE_SECONDS = 10.0
 

@@ -14,14 +14,14 @@ from typing import Annotated
 
 import typer
 
+from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import resolve_model
-from splitpoint.checkpoint.support import read_shape
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need
 from splitpoint.host.files import replace_file
 from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
 from splitpoint.shapes import ModelShape
-from splitpoint.words import counted
 from splitpoint_cli.bench.shared import options
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hand_over_report, hardware

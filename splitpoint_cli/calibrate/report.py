@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from splitpoint.words import counted
+from splitpoint.config import counted
 from splitpoint_cli.bench.shared.report import report_table
 from splitpoint_cli.output import duration_text
 

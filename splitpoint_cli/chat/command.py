@@ -13,7 +13,7 @@ from splitpoint.client import Client, Generation
 from splitpoint.client.answers import Completion
 from splitpoint.client.requests import GenerateOptions
 from splitpoint.client.tries import DEFAULT_RETRY_SECONDS
-from splitpoint.config import DEFAULT_ADDRESS
+from splitpoint.config import DEFAULT_ADDRESS, counted
 from splitpoint.errors import (
     Cancelled,
     FailedPrecondition,
@@ -22,7 +22,6 @@ from splitpoint.errors import (
     SplitpointError,
 )
 from splitpoint.transport.tls import client_identity
-from splitpoint.words import counted
 from splitpoint_cli.chat import terminal
 from splitpoint_cli.chat.conversation import Conversation, Turn
 from splitpoint_cli.chat.lines import Command, check_known, entries

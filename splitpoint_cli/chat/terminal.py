@@ -13,9 +13,9 @@ from rich.table import Table
 
 from splitpoint.client import Generation
 from splitpoint.client.answers import Completion
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Plan, RestoreMethod
-from splitpoint.words import counted
 from splitpoint_cli.chat.conversation import Turn, totals
 from splitpoint_cli.chat.lines import HELP
 from splitpoint_cli.output import err, seconds_text

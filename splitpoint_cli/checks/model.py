@@ -11,15 +11,12 @@ from pathlib import Path
 from splitpoint import config
 from splitpoint.chat.renderer import ChatRenderer
 from splitpoint.chat.source import read_template_file, read_templates
-from splitpoint.checkpoint.config import FAMILIES, model_name
-from splitpoint.checkpoint.config_values import UNSUPPORTED_MODEL
+from splitpoint.checkpoint.config import FAMILIES, UNSUPPORTED_MODEL, model_name, support_of
 from splitpoint.checkpoint.resolve import resolve_model, weight_files
-from splitpoint.checkpoint.support import support_of
 from splitpoint.checkpoint.tensors import read_header
-from splitpoint.config import format_size
+from splitpoint.config import counted, format_size
 from splitpoint.errors import InvalidArgument, NotFound, SplitpointError
 from splitpoint.shapes import ModelShape
-from splitpoint.words import counted
 from splitpoint_cli.checks.finding import Finding, Verdict, one_line
 from splitpoint_cli.models import find_draft, parse_dtype
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.numa import choose_node, gpu_nodes, parse_nodes
-from splitpoint.host.openmp import LONG, spin_count
+from splitpoint.host.processor import LONG, spin_count
 from splitpoint_cli.checks.finding import Finding, Places, Verdict, read_text
 
 

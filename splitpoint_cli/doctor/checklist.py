@@ -14,9 +14,8 @@ from pathlib import Path
 from splitpoint import config
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need
-from splitpoint.host.compiler import compiler
 from splitpoint.host.memory import available_cores, default_host_memory, memory_facts
-from splitpoint.host.processor import instruction_sets
+from splitpoint.host.processor import compiler, instruction_sets
 from splitpoint.options import store
 from splitpoint.options.speculation import read_speculative_config
 from splitpoint.planning.weight_placement import WeightSizes

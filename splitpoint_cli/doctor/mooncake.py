@@ -7,9 +7,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Iterator
 
-from kvstore_service.mooncake.installed import how_to_install
-from kvstore_service.mooncake.interface import address_of
-from kvstore_service.mooncake.settings import settings_of
+from kvstore_service.mooncake.settings import address_of, how_to_install, settings_of
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import MissingExtra
 from splitpoint_cli.checks.finding import Finding, Verdict

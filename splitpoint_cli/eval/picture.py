@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from splitpoint.config import counted
 from splitpoint.selection import Selection
-from splitpoint.words import counted
 from splitpoint_cli.plots import new_figure
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from splitpoint.words import counted
+from splitpoint.config import counted
 from splitpoint_cli.bench.shared.report import commit, hardware, report_table
 from splitpoint_cli.eval.workload import EvalWorkload
 

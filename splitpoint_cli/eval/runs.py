@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from splitpoint.checkpoint.config import read_decoder
 from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.checkpoint.resolve import resolve_model
-from splitpoint.checkpoint.support import read_decoder
 from splitpoint.checkpoint.text import Tokenizer
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.selection import FULL, Selection, SelectionMethod
 from splitpoint.shapes import DataType
-from splitpoint.words import counted
 from splitpoint_cli.bench.offload.pooled import load_pooled, pooled_shape
 from splitpoint_cli.bench.shared.passages import beginnings, read_unseen
 from splitpoint_cli.bench.shared.progress import Progress

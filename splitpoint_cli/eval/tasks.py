@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from splitpoint.checkpoint.text import Tokenizer
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
-from splitpoint.words import counted
 
 _WORDS = (
     *("alpha", "branch", "cache", "delta", "event", "frame", "group", "header", "index", "joint"),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitpoint.checkpoint.resolve import BUNDLED_MODEL
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
 from splitpoint.selection import FULL, PoolPolicy, Selection, SelectionMethod
-from splitpoint.words import counted
 
 RATIOS = (0.02, 0.05, 0.1, 0.2, 0.5)
 # The papers' own settings: alpha 4 (OPT) and 5 (Llama) with at most 20 %, and 12.5 %.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from splitpoint.config import format_size, parse_rate, parse_size
+from splitpoint.config import counted, format_size, parse_rate, parse_size
 from splitpoint.costs.profile import Profile, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
@@ -12,7 +12,6 @@ from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.tiers import Tier
-from splitpoint.words import counted
 from splitpoint_cli.models import costs_for, find_shape
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, seconds_text

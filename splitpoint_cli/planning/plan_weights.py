@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from splitpoint.config import counted
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Plan, PlanInput
 from splitpoint.planning.weight_placement import (
@@ -21,7 +22,6 @@ from splitpoint.planning.weight_step import (
     with_weights,
 )
 from splitpoint.shapes import ArenaLayout, ModelShape
-from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
 from worker_service.device.memory import STAGING_PAGES, divide, grown_prefill, place
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from splitpoint.config import format_size, parse_size
+from splitpoint.config import counted, format_size, parse_size
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Objective
@@ -16,7 +16,6 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.residency.load import DeviceRoom, RequestLoad
 from splitpoint.residency.ways import Comparison, Forecast, Impossible, compare_ways
 from splitpoint.shapes import Encoding, ModelShape
-from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
 from splitpoint_cli.planning.options import PlanOptions
 from splitpoint_cli.planning.size_examples import DEVICE_MEMORY

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from splitpoint.config import format_size
+from splitpoint.config import counted, format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Objective
 from splitpoint.planning.schedule import Schedule
 from splitpoint.residency.load import SLICE_TOKENS, RequestLoad
 from splitpoint.residency.ways import Forecast, Impossible
 from splitpoint.shapes import BUILT_IN_SHAPES
-from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
 from splitpoint_cli.planning.residency import Explained, explained
 from splitpoint_cli.planning.sizing import Node

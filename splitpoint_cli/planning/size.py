@@ -11,13 +11,12 @@ from typing import Annotated
 
 import typer
 
-from splitpoint.config import format_size, parse_size
+from splitpoint.config import counted, format_size, parse_size
 from splitpoint.costs.page_choice import LEAST_PIECE
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
 from splitpoint.shapes import Encoding, ModelShape, WeightFormat
-from splitpoint.words import counted
 from splitpoint_cli.models import NamedModel, find_named, find_profiled
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, seconds_text

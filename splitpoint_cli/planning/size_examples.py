@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from splitpoint.config import format_size
+from splitpoint.config import counted, format_size
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.plan import Plan, RestoreMethod
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
-from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
 from splitpoint_cli.planning.sizing import Load, Node, host_memory_of, size_up
 

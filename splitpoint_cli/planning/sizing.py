@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from splitpoint.config import counted
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Plan, PlanInput
@@ -17,11 +18,10 @@ from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
 from splitpoint.planning.weight_step import with_weights
 from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, WeightFormat, chunks_of
 from splitpoint.speculation import STEP_DRAFT_TOKENS, DraftMethod
-from splitpoint.words import counted
-from worker_service.device.draft_memory import draft_memory
 from worker_service.device.memory import (
     MemoryPlan,
     divide,
+    draft_memory,
     draft_window_pages,
     place,
     staging_pages_on_gpu,

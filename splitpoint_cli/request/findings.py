@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from splitpoint.client.answers import Worker
-from splitpoint.config import format_rate
+from splitpoint.config import counted, format_rate
 from splitpoint.transport.statuses import NO_ANSWER
 from splitpoint.v1 import kvstore_pb2
-from splitpoint.words import counted
 from splitpoint_cli.output import duration_text, plain_reason
 from splitpoint_cli.request import tiers
 from splitpoint_cli.request.gateways import Gateway

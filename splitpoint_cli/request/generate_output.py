@@ -8,10 +8,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from splitpoint.client.answers import Completion, Logprobs, SpeculationUsage
-from splitpoint.config import format_size
+from splitpoint.config import counted, format_size
 from splitpoint.planning.plan import Plan
 from splitpoint.selection import SelectionUsage
-from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
 
 

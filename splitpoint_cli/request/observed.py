@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from splitpoint.client import Client
-from splitpoint.client.answers import Model, Queue, Worker
-from splitpoint.client.telemetry import SchedulerStatus
+from splitpoint.client.answers import Model, Queue, SchedulerStatus, Worker
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.transport import channels, statuses
 from splitpoint.transport.tls import PLAIN, Identity

@@ -12,15 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from splitpoint.client import Client
-from splitpoint.client.answers import Worker
-from splitpoint.client.telemetry import TenantStatus
-from splitpoint.config import DEFAULT_ADDRESS, format_size
+from splitpoint.client.answers import TenantStatus, Worker
+from splitpoint.config import DEFAULT_ADDRESS, counted, format_size
 from splitpoint.costs.fetching import known_rates
 from splitpoint.errors import DeadlineExceeded, Unavailable
 from splitpoint.transport import convert
 from splitpoint.transport.tls import client_identity
 from splitpoint.v1 import kvstore_pb2
-from splitpoint.words import counted
 from splitpoint_cli.identity import Address, CaFile, TokenFile
 from splitpoint_cli.output import out, plain_reason
 from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from splitpoint.config import format_rate, format_size
+from splitpoint.config import counted, format_rate, format_size
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
-from splitpoint.words import counted
 
 _NAMES = {types_pb2.TIER_DISK: "disk", types_pb2.TIER_MOONCAKE: "mooncake"}
 # Of the chunks that should have gone down to a tier: a larger share of dropped ones is a finding.

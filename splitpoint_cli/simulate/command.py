@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
-from splitpoint.words import counted
 from splitpoint_cli.bench.serve.options import Goodput, MoreGoals
 from splitpoint_cli.bench.serve.workload import read_goals
 from splitpoint_cli.files import check_output

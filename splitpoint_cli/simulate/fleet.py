@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.costs.kappa import kappa_crit
+from splitpoint.costs.first_token import kappa_crit
 from splitpoint.costs.profile import Profile, assumed_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.schedule import Schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from splitpoint.words import counted
+from splitpoint.config import counted
 from splitpoint_cli.plots import new_figure
 from splitpoint_cli.simulate.outcome import Outcome
 

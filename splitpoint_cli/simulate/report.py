@@ -7,8 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from splitpoint.config import format_size
-from splitpoint.words import counted
+from splitpoint.config import counted, format_size
 from splitpoint_cli.bench.serve.measures import distribution
 from splitpoint_cli.output import duration_text
 from splitpoint_cli.simulate.fleet import DeviceType

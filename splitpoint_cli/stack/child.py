@@ -22,7 +22,7 @@ from splitpoint.errors import SplitpointError, from_code
 from splitpoint.observe.logs import level_of
 from splitpoint.progress import Progress, read_progress
 from splitpoint.service import READY_PREFIX
-from splitpoint.transport.failure import read_failure
+from splitpoint.transport.statuses import read_failure
 from splitpoint_cli.stack.options import API_KEY_VARIABLE
 
 TAIL_LINES = 20

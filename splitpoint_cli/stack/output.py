@@ -15,10 +15,10 @@ from typing import Protocol
 from rich.markup import escape
 
 from splitpoint import config
+from splitpoint.config import counted
 from splitpoint.errors import SplitpointError
 from splitpoint.observe.logs import LogFormat, json_line, level_of, message_of
 from splitpoint.progress import Progress
-from splitpoint.words import counted
 from splitpoint_cli.output import code_name, err, out, print_error
 from splitpoint_cli.stack.bars import LoadingBars
 from splitpoint_cli.stack.child import LogLine, ServiceExited, ServiceNotReady, ServiceNotStarted

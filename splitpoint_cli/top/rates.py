@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from splitpoint.client.answers import Worker
-from splitpoint.client.telemetry import SchedulerStatus, Telemetry
+from splitpoint.client.answers import SchedulerStatus, Telemetry, Worker
 from splitpoint.v1.kvstore_pb2 import GetStatsResponse
 from splitpoint_cli.request.gateways import Gateway, GatewayCounts
 from splitpoint_cli.request.observed import Status, Store

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from splitpoint.client.answers import Queue, Worker
-from splitpoint.client.telemetry import Telemetry
+from splitpoint.client.answers import Queue, Telemetry, Worker
 from splitpoint.config import format_rate, format_size
 from splitpoint.v1.kvstore_pb2 import TierStats
 from splitpoint_cli.output import duration_text, plain_reason, seconds_text

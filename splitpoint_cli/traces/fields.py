@@ -6,8 +6,8 @@ import math
 from typing import TypeGuard
 
 from scheduler_service.policy.waiting import LEAST_PRIORITY, MOST_PRIORITY
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
-from splitpoint.words import counted
 from splitpoint_cli.traces.arrival import BLOCK_TOKENS, Arrival
 
 # No model reads more; a larger number is a column in the wrong place.

@@ -26,11 +26,12 @@ from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import is_local_address
 from splitpoint.costs.fetching import (
     ASSUMED_BYTES_PER_SECOND,
+    MEETING_SECONDS,
     ROUND_TRIP_SECONDS,
+    TierEnds,
     known_rates,
     rate_of,
 )
-from splitpoint.costs.meeting import MEETING_SECONDS, TierEnds
 from splitpoint.costs.profile import Profile
 from splitpoint.discovery.entries import StoreEntry
 from splitpoint.errors import InvalidArgument

@@ -27,10 +27,9 @@ from scheduler_service.cluster.directory import Directory
 from scheduler_service.prefixes.catalog import StoreTokens
 from scheduler_service.prefixes.redis import RedisCatalog
 from scheduler_service.prefixes.stores import StoreCatalog
-from splitpoint.discovery.breaker import State
 from splitpoint.discovery.directory import add_announcement, prune, read_entries
 from splitpoint.discovery.entries import STORES, WORKERS, ModelName, StoreEntry, WorkerEntry
-from splitpoint.discovery.redis_link import RedisLink
+from splitpoint.discovery.redis_link import RedisLink, State
 from splitpoint.discovery.redis_options import (
     RedisOptions,
     parse_redis_url,

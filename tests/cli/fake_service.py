@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from splitpoint.errors import InvalidArgument, ResourceExhausted
-from splitpoint.transport.failure import failure_line
+from splitpoint.transport.statuses import failure_line
 
 
 def main() -> int:

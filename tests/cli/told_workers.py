@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from splitpoint.client.answers import Worker
-from splitpoint.client.telemetry import Telemetry
+from splitpoint.client.answers import Telemetry, Worker
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 
 STORE = "unix:/run/store"

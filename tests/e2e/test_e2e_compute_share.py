@@ -11,7 +11,7 @@ import pytest
 from local_stack import LocalStack, StackShape, local_stack, prompt_of
 from tiny_models import VOCABULARY, write_tiny
 
-from splitpoint.client.telemetry import Telemetry
+from splitpoint.client.answers import Telemetry
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint_cli.top import rates

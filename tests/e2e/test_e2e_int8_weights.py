@@ -15,7 +15,7 @@ from test_e2e_restarts import SECONDS, wait_sealed
 from up_process import up_process, wait_until_up
 
 from splitpoint.config import arena_path, remove_tree
-from splitpoint.host.compiler import compiler
+from splitpoint.host.processor import compiler
 
 INSTANCE = instance_name("int8")
 COMMAND = [

@@ -22,9 +22,8 @@ import pytest
 from fleet import Fleet, Load, Question, fleet, questions, until
 
 from splitpoint.client import AsyncClient
-from splitpoint.client.answers import Tokens
+from splitpoint.client.answers import Telemetry, Tokens
 from splitpoint.client.requests import GenerateOptions, generate_request
-from splitpoint.client.telemetry import Telemetry
 from splitpoint.errors import Internal, Unavailable
 from splitpoint.v1 import scheduler_pb2_grpc
 

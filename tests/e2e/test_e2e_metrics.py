@@ -24,8 +24,7 @@ from test_e2e_cli import assert_nothing_left
 from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
-from splitpoint.client.answers import Completion
-from splitpoint.client.telemetry import SchedulerStatus
+from splitpoint.client.answers import Completion, SchedulerStatus
 from splitpoint.errors import ResourceExhausted
 from splitpoint.observe import metrics as m
 from splitpoint.observe.metrics import Kind, Metric, Needs, Service, metrics_of

@@ -17,9 +17,9 @@ from kept_fleet import KeptFleet, busiest_worker, kept_fleet
 
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion, Logprobs, Tokens
-from splitpoint.host.compiler import compiler
-from splitpoint.numerics import Numerics
+from splitpoint.host.processor import compiler
 from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.shapes import Numerics
 from splitpoint.speculation import DraftMethod
 from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
 

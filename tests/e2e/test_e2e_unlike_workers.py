@@ -25,11 +25,11 @@ from local_stack import (
 from own_names import shared_memory_folder
 from tiny_models import write_tiny
 
-from splitpoint.checkpoint.support import read_shape
+from splitpoint.checkpoint.config import read_shape
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
-from splitpoint.host.compiler import compiler
-from splitpoint.numerics import Numerics
+from splitpoint.host.processor import compiler
+from splitpoint.shapes import Numerics
 
 PAGE = 16
 LENGTH = 8 * PAGE + 5

@@ -16,10 +16,9 @@ from tier_double import MemoryTier, MemoryTransfer
 from kvstore_service.eviction.watermarks import WatermarkEvictor, Watermarks
 from kvstore_service.metrics import readings
 from kvstore_service.server import KvStoreServicer
+from kvstore_service.stats import tier_stats, transfer_stats
 from kvstore_service.tiers.manager import TierManager
-from kvstore_service.tiers.report import tier_stats, transfer_stats
-from kvstore_service.tiers.tier import TierStats
-from kvstore_service.tiers.transfer import TransferStats
+from kvstore_service.tiers.tier import TierStats, TransferStats
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.discovery.redis_options import RedisOptions, read_redis_options
 from splitpoint.errors import ResourceExhausted

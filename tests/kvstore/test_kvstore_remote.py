@@ -195,7 +195,7 @@ async def test_written_chunks_are_read(remote: Remote) -> None:
 async def test_pieces_of_a_mebibyte(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     header, payloads = remote.header(TOKENS[:4], keep_leased=True)
     answer = await remote.send(*parts_of(header, payloads, size=1 << 20))
-    monkeypatch.setattr("splitpoint.arena.payload.PIECE_BYTES", 100)  # smaller than a plane's part
+    monkeypatch.setattr("splitpoint.arena.mapping.PIECE_BYTES", 100)  # smaller than a plane's part
     assert await remote.read([answer.chunks[0].handle]) == payloads
 
 
@@ -364,7 +364,7 @@ async def test_a_status_that_grpc_lost_is_no_internal_error(remote: Remote) -> N
 async def test_a_stream_without_a_header_ends(
     remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore_service.remote.turns.PIECE_SECONDS", 0.05)
+    monkeypatch.setattr("kvstore_service.remote.reader.PIECE_SECONDS", 0.05)
     with pytest.raises(DeadlineExceeded) as caught:
         await call(remote.stub.WriteChunks())
     assert caught.value.reason == "STALLED"

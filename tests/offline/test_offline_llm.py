@@ -14,7 +14,7 @@ import pytest
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint import LLM, SamplingParams
-from splitpoint.arena.loss import ArenaLost
+from splitpoint.arena.files import ArenaLost
 from splitpoint.client.answers import FinishReason
 from splitpoint.client.requests import Prompt
 from splitpoint.config import SHARED_MEMORY

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from splitpoint.words import counted
+from splitpoint.config import counted
 
 ROOT = Path(__file__).resolve().parents[2]
 # What people read. Errors of formats and of services among themselves count layouts.

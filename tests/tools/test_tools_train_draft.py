@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from splitpoint.checkpoint.config import read_config, shape_from_config
-from worker_service.speculation.draft_model import DraftModel
+from worker_service.speculation.model_draft import DraftModel
 
 ROOT = Path(__file__).resolve().parents[2]
 TEACHER = ROOT / "models" / "stdlib-llama"

@@ -23,9 +23,8 @@ from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.errors import FailedPrecondition
 from splitpoint.keys import chunk_key, private_salt
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import Residency, SplitLine
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_line import SplitLine
 from splitpoint.selection import FULL, Selection
 from splitpoint.shapes import ArenaLayout
 from worker_service.engine.engine import Engine

@@ -23,7 +23,7 @@ from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes
-from worker_service.lanes.totals import LaneTotals
+from worker_service.lanes.timeline import LaneTotals
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure
 

@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from splitpoint.numerics import Numerics
+from splitpoint.shapes import Numerics
 from tools.compose.images import check_image
 from tools.compose.stack import (
     Caller,

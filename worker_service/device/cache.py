@@ -18,7 +18,7 @@ from splitpoint.errors import ResourceExhausted
 from splitpoint.host.huge_pages import HUGE_PAGE_BYTES
 from splitpoint.shapes import ArenaLayout, DataType
 from worker_service.device.claims import Claims
-from worker_service.device.large_memory import large_zeros
+from worker_service.device.copies import large_zeros
 from worker_service.device.memory import MemoryPlan
 from worker_service.device.populating import PagedMemory
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
-from splitpoint.words import counted
 
 
 def choose_device(text: str) -> torch.device:

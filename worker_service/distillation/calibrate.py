@@ -1,4 +1,7 @@
-"""Makes the artefacts of one screen: samples, factors layer by layer, and how well they rank."""
+"""Makes the artefacts of one screen: samples, factors layer by layer, and how well they rank.
+
+Samples are what each layer makes of passages of text, on the frozen model.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,50 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.selection import SelectionMethod
 from worker_service.distillation.factors import Sums, closed_form, projected_form, skew
 from worker_service.distillation.measures import rank_agreement, recall, weight
-from worker_service.distillation.samples import sampled
 from worker_service.distillation.training import LowRank, Trained, Training, train
+from worker_service.model.attention import prefill_alone
 from worker_service.model.decoder import Decoder
+from worker_service.model.forward import through_layers
+from worker_service.model.layer import DecoderLayer
 from worker_service.selection.artifacts import Artifacts
-from worker_service.selection.columns import ColumnScreen, by_kv_head
+from worker_service.selection.columns import ColumnScreen, LowRankScreen, by_kv_head
 from worker_service.selection.kept_rows import to_int8
-from worker_service.selection.lowrank import LowRankScreen
 from worker_service.selection.maple import MapleScreen, MapleWeights, sparse_projection
 from worker_service.selection.screen import AttentionShape, LayerScreen, TokenRows
+
+
+@torch.no_grad()
+def sampled(model: Decoder, passage: Sequence[int]) -> list[TokenRows]:
+    """Return X, q and k of every layer for one passage, which is attended by itself."""
+    recorder = _Recorder()
+    ids = torch.tensor(passage, device=model.device)
+    positions = torch.arange(len(ids), device=model.device)
+    hidden = model.embed(ids, positions)
+    through_layers(model.visit(), hidden, model.rotary(positions), recorder)
+    return recorder.rows
+
+
+class _Recorder:
+    """Attends a whole passage, and keeps what its layers made of it, in order."""
+
+    def __init__(self) -> None:
+        self.rows: list[TokenRows] = []
+
+    def __call__(
+        self,
+        _index: int,
+        layer: DecoderLayer,
+        inputs: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        # Copies: keys are a view of keys and values.
+        self.rows.append(TokenRows(inputs, queries, keys.clone()))
+        return prefill_alone(
+            queries, keys, values, window=layer.window, scale=layer.scale, cap=layer.cap
+        )
+
 
 Item = TypeVar("Item")
 

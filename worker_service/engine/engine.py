@@ -47,7 +47,7 @@ from worker_service.engine.sampling import NonFiniteLogits
 from worker_service.engine.sequence import Admission, Sequence
 from worker_service.fetching.meeting import Meeting
 from worker_service.graphs.decode_graphs import DecodeGraphs
-from worker_service.graphs.eager_reason import EagerReason
+from worker_service.graphs.support import EagerReason
 from worker_service.hardware.current import make_current
 from worker_service.kernels.units import limit_parts
 from worker_service.lanes.cost_watch import CostWatch, Observers
@@ -58,8 +58,7 @@ from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.shared_split import SharedSplit
 from worker_service.pipeline.staging import Staging
-from worker_service.retrieval.screen_source import ScreenSource
-from worker_service.retrieval.selector import ScreensOf, Selector
+from worker_service.retrieval.selector import ScreensOf, ScreenSource, Selector
 from worker_service.store.client import Match
 from worker_service.store.verifier import Verifier
 from worker_service.store.write_back import ChunksStored, Flushed, StoreLimitReached, WriteFailed

@@ -12,8 +12,7 @@ from splitpoint.selection import SelectionUsage
 from splitpoint.speculation import DraftMethod
 from worker_service.engine.sampling import Choice, PromptScores
 from worker_service.engine.sequence import Sequence, Suspects
-from worker_service.lanes.timeline import StepTimes
-from worker_service.lanes.totals import LaneTotals
+from worker_service.lanes.timeline import LaneTotals, StepTimes
 from worker_service.pipeline.tiles import StreamedTokens
 from worker_service.store.client import Match
 from worker_service.store.write_back import (

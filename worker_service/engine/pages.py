@@ -15,9 +15,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from typing import Protocol
 
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import Residency, SplitLine
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_line import SplitLine
 from splitpoint.residency.selecting import StepSplit
 from splitpoint.selection import Selection
 from splitpoint.shapes import chunks_of

@@ -23,8 +23,8 @@ from worker_service.engine.messages import RestoreEvent
 from worker_service.engine.pages import PageManager
 from worker_service.engine.sequence import Sequence
 from worker_service.lanes.cost_watch import Observers
+from worker_service.lanes.groups import Claim, ComputeShare, by_claim
 from worker_service.lanes.lanes import Lanes
-from worker_service.lanes.share import Claim, ComputeShare, by_claim
 from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.both_ends import BothEndsRestore

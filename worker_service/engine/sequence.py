@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from splitpoint.checkpoint.text import TextStream
 from splitpoint.errors import SplitpointError
-from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.planning.plan import Residency, RestoreMethod, SplitLine
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_line import SplitLine
 from splitpoint.selection import FULL, Selection
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint.structured.grammar import GrammarText

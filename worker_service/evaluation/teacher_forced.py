@@ -23,8 +23,8 @@ from worker_service.evaluation.counts import LayerCounts, SelectionCounts
 from worker_service.model.attention import PartialAttention
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
-from worker_service.selection.centroids import Centroids
 from worker_service.selection.choose import Union, choose, visible_tokens
+from worker_service.selection.clusters import Centroids
 from worker_service.selection.guess import GuessFrom, GuessNorm, guess_of
 from worker_service.selection.pool import PROMPT_QUERIES, TokenPool
 from worker_service.selection.screen import (

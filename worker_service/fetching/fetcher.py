@@ -1,7 +1,9 @@
 """Fetches a prefix into the worker's own store, before its match.
 
-It comes from a tier of the own store or, by its transfer engine, from another host's store: the own
-store loads it then. Or it comes from another store's gRPC stream, through this process.
+It comes from a tier of the own store or, by its transfer engine, from another host's store: the
+own store loads it then, and the payload passes neither through these calls nor through the worker.
+Or it comes from another store's gRPC stream, through this process. Each fetch measures the rate of
+its source.
 
 A failed fetch costs reuse, never a request: chunks that were sealed before it failed stay, and
 the rest is computed. Fetches run on the event loop. Copies run on a lane.
@@ -13,20 +15,140 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from splitpoint.costs.fetching import measured_rate
+import grpc
+
+from splitpoint.costs.fetching import ASSUMED_BYTES_PER_SECOND, measured_rate
 from splitpoint.errors import FailedPrecondition, SplitpointError, Unavailable
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
 from splitpoint.tasks import NamedTurns
 from splitpoint.tiers import ChunkSource, Transfer
+from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
-from worker_service.fetching.loads import load_chunks
-from worker_service.fetching.rates import SourceRates
 from worker_service.fetching.results import FetchResult, FetchSource, FetchTotals
 from worker_service.fetching.stream import StreamFetcher
 from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import StoreClient
+
+# Time limit between two messages: each batch is at most 64 MiB.
+SILENCE_SECONDS = 30.0
+
+
+async def load_chunks(
+    store: StoreClient,
+    cleanups: Cleanups,
+    source: ChunkSource,
+    salt: bytes,
+    tokens: Sequence[int],
+    loaded: Callable[[pb.LoadChunksResponse], None],
+) -> None:
+    """Load what the arena lacks of `tokens`. Calls `loaded` after each batch.
+
+    The leases that protect the chunks meanwhile are released at the end, also if this is
+    cancelled. Raises what the store answers, and Unavailable if it is away or silent.
+    """
+    connection = store.connection
+    if connection is None:
+        raise Unavailable("the KV store is away", reason="STORE_LOST")
+    call = store.load_chunks(connection, salt, tokens, source)
+
+    async def end(*responses: pb.LoadChunksResponse | None) -> None:
+        call.cancel()
+        leases = [response.lease_id for response in responses if response is not None]
+        await store.release(connection, lease_ids=leases)
+
+    # The first message names the lease: a call that is cancelled before it came waits for it.
+    response = await cleanups.obtain(_next(call), end)
+    leasing = response
+    try:
+        while response is not None:
+            loaded(response)
+            leasing = response
+            response = await _next(call)
+    finally:
+        await cleanups.finish(end(leasing))
+
+
+async def _next(call: Any) -> pb.LoadChunksResponse | None:
+    """Return the next message; None at the end. Raises what the store answers."""
+    try:
+        async with asyncio.timeout(SILENCE_SECONDS):
+            response = await call.read()
+    except TimeoutError:
+        raise Unavailable(
+            f"the store loaded nothing for {SILENCE_SECONDS:g} s", reason="STALLED"
+        ) from None
+    except grpc.RpcError as error:
+        raise error_of(error) from error
+    return None if response is grpc.aio.EOF else response
+
+
+# Smaller fetches measure round trips, not the link.
+MEASURABLE_BYTES = 1 << 20
+# A rate below the assumed one that is not measured again for so long is doubled: a source that was
+# slow while the machine was busy is tried again, the sooner the less slow it was.
+AGING_SECONDS = 10.0
+# Weight of a new rate in the moving average.
+NEW_RATE_SHARE = 0.3
+
+
+class SourceRates:
+    """Moving averages, which go back to the assumed rate if nothing is measured for a while.
+
+    Attributes:
+        by_key: bytes per second by `ChunkSource.rate_key`.
+        aged: the keys among them whose rate was doubled since it was measured.
+    """
+
+    def __init__(self, on_change: Callable[[Mapping[str, float]], None]) -> None:
+        """`on_change` is called with all rates when one has changed."""
+        self.by_key: dict[str, float] = {}
+        self.aged: set[str] = set()
+        self._on_change = on_change
+        self._aging: dict[str, asyncio.TimerHandle] = {}
+
+    def learn(self, key: str, result: FetchResult) -> None:
+        """Let a rate follow the result of a fetch, if it was large enough to measure one."""
+        if result.late_rate:
+            # Else the next request would wait as long.
+            self.by_key[key] = min(self.by_key.get(key, ASSUMED_BYTES_PER_SECOND), result.late_rate)
+        elif result.bytes >= MEASURABLE_BYTES and result.rate > 0:
+            before = self.by_key.get(key, result.rate)
+            if before == ASSUMED_BYTES_PER_SECOND:  # aged back: nothing is known any more
+                before = result.rate
+            self.by_key[key] = before + NEW_RATE_SHARE * (result.rate - before)
+        else:
+            return
+        self.aged.discard(key)
+        self._changed(key)
+
+    def forget(self, key: str) -> None:
+        """Plan with the assumed rate again, or with that of another transfer."""
+        self.aged.discard(key)
+        if self.by_key.pop(key, None) is not None:
+            self._changed(key)
+
+    def close(self) -> None:
+        """Let no rate age any more."""
+        for timer in self._aging.values():
+            timer.cancel()
+
+    def _changed(self, key: str) -> None:
+        """Let the rate age if nothing is measured for a while, and report all rates."""
+        if (timer := self._aging.pop(key, None)) is not None:
+            timer.cancel()
+        if self.by_key.get(key, ASSUMED_BYTES_PER_SECOND) < ASSUMED_BYTES_PER_SECOND:
+            loop = asyncio.get_running_loop()
+            self._aging[key] = loop.call_later(AGING_SECONDS, self._age, key)
+        self._on_change(self.by_key)
+
+    def _age(self, key: str) -> None:
+        self.by_key[key] = min(2 * self.by_key[key], ASSUMED_BYTES_PER_SECOND)
+        self.aged.add(key)
+        self._changed(key)
+
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from splitpoint.arena.payload import Payload
+from splitpoint.arena.mapping import Payload
 from splitpoint.errors import DataLoss, Unavailable
 from splitpoint.observe import tracing
 from splitpoint.observe.tracing import NO_SPAN

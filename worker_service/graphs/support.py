@@ -1,18 +1,46 @@
-"""Whether a worker's decoding steps can be CUDA graphs, and the memory that graphs may take."""
+"""Whether a worker's decoding steps can be CUDA graphs, why not, and the memory of graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import StrEnum
 
 import torch
 
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
 from worker_service.device.cache import DeviceCache
 from worker_service.graphs.decode_graphs import DecodeGraphs
-from worker_service.graphs.eager_reason import EagerReason
 from worker_service.graphs.recorder import GraphRecorder, Recorder
 from worker_service.model.library_attention import library_of
 from worker_service.model.span_attention import kernels_of
+
+
+class EagerReason(StrEnum):
+    """One reason; its value is a label. The text of an exception is in the log alone."""
+
+    NOT_ASKED = "not_asked"
+    NO_GPU = "no_gpu"
+    WEIGHTS_ON_HOST = "weights_on_host"
+    ATTENTION_GATHERS = "attention_gathers"
+    ATTENTION_PLANS = "attention_plans"
+    NO_MEMORY = "no_memory"
+    RECORDING_FAILED = "recording_failed"
+
+    @property
+    def text(self) -> str:
+        return _TEXTS[self]
+
+
+_TEXTS = {
+    EagerReason.NOT_ASKED: "graphs were not asked for (--enforce-eager)",
+    EagerReason.NO_GPU: "the device is no GPU",
+    EagerReason.WEIGHTS_ON_HOST: "weights come from the host in each step",
+    EagerReason.ATTENTION_GATHERS: "decode attention gathers pages",
+    EagerReason.ATTENTION_PLANS: "FlashInfer plans each step on the host",
+    EagerReason.NO_MEMORY: "the device memory has no room for graphs",
+    EagerReason.RECORDING_FAILED: "a recording failed (see the log)",
+}
+
 
 # Of the device-memory budget, and at most.
 GRAPH_SHARE = 0.02

@@ -22,8 +22,7 @@ from typing import TextIO
 
 import torch
 
-from splitpoint.host.compiler import compiler
-from splitpoint.host.processor import instruction_sets
+from splitpoint.host.processor import compiler, instruction_sets
 
 log = logging.getLogger(__name__)
 

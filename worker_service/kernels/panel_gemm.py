@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch.nn import functional
 
-from worker_service.device.large_memory import large_zeros
+from worker_service.device.copies import large_zeros
 from worker_service.kernels.compiled import ELEMENTS, LANES, content, load
 
 _POINTERS = ("rows", "weights", "scales", "bias", "other", "outputs", "packed")

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from splitpoint.planning.schedule import Lane
-from worker_service.lanes.groups import Group, Piece
+from worker_service.lanes.groups import Group, LaneShare, Piece
 from worker_service.lanes.lanes import (
     SIDE_LANES,
     DoneEvent,
@@ -20,7 +20,6 @@ from worker_service.lanes.lanes import (
     FutureEvent,
     Lanes,
 )
-from worker_service.lanes.share import LaneShare
 from worker_service.lanes.timeline import Span
 from worker_service.lanes.work import Work
 

@@ -23,8 +23,7 @@ import torch
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.schedule import Lane, Schedule
 from worker_service.lanes.groups import Group, Piece, draw_first
-from worker_service.lanes.timeline import Span
-from worker_service.lanes.totals import LaneTotals
+from worker_service.lanes.timeline import LaneTotals, Span
 from worker_service.lanes.work import Work, span_of
 
 # Write-back uses the lane LINK_OUT from a thread of its own: see `run_in_this_thread`.

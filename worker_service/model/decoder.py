@@ -1,7 +1,7 @@
 """A decoder-only transformer as plain tensors, configured by data.
 
-Its callers decide where keys and values live, which requests the rows belong to, and
-what happens to the logits.
+Its callers decide where keys and values live, which requests the rows belong to, and what happens
+to the logits. The output head's matrix may stream from the host, some rows at a time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from splitpoint.checkpoint.config import read_decoder
 from splitpoint.checkpoint.decoder import DecoderConfig, Norm
-from splitpoint.checkpoint.support import read_decoder
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WEIGHT_SLOTS, OnHost
 from splitpoint.planning.weight_schedule import WeightOrder, WeightPiece
 from splitpoint.progress import Ticker
@@ -25,15 +25,39 @@ from worker_service.checkpoint.tensors import Checkpoint, RandomTensors, TensorS
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels.choice import Layout
 from worker_service.lanes.lanes import Lanes
-from worker_service.model.head import StreamedHead
-from worker_service.model.layer import DecoderLayer
+from worker_service.model.layer import DecoderLayer, NormWeights
 from worker_service.model.linear import Linear, Weight
-from worker_service.model.norms import NormWeights
 from worker_service.model.rope import Rotary, RotaryTable
 from worker_service.weights.host import HostUnit, Slot, read_tensor, read_unit, units_of_rows
 from worker_service.weights.matrices import MatrixShape, head_rows, layer_matrices
 from worker_service.weights.packing import Matrix, check_format, layout_of
 from worker_service.weights.stream import LentMatrix, WeightStream
+
+
+class StreamedHead:
+    """Computes the product of a Linear from pieces `[rows, in]` of its matrix."""
+
+    def __init__(
+        self, stream: WeightStream, role: str, pieces: Sequence[range], layout: Layout
+    ) -> None:
+        """`pieces[i]`: the rows of the stream's unit i; together they are all rows."""
+        self._stream = stream
+        self._pieces = [
+            (rows, Linear(LentMatrix(stream, index, role, WeightPiece.HEAD, len(rows), layout)))
+            for index, rows in enumerate(pieces)
+        ]
+        self._out_features = pieces[-1].stop
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map `[M, in]` to `[M, out]`; without rows nothing streams."""
+        product = rows.new_empty((len(rows), self._out_features))
+        if not len(rows):
+            return product
+        for index, (piece, linear) in enumerate(self._pieces):
+            with self._stream.reading(index):
+                product[:, piece.start : piece.stop] = linear(rows)
+        return product
+
 
 _DATA_TYPES = {dtype: data_type for data_type, dtype in TORCH_TYPES.items()}
 

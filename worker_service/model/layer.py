@@ -1,4 +1,4 @@
-"""One decoder layer, divided at the cache: before, at and after attention.
+"""One decoder layer, divided at the cache: before, at and after attention; its norms.
 
 `attention_input` gives the X that the arena stores, `project_kv` rebuilds K and V from
 it, and `finish` computes the rest after attention. This module knows neither attention
@@ -11,12 +11,45 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
-from splitpoint.checkpoint.decoder import Activation
+from splitpoint.checkpoint.decoder import Activation, Norm
 from splitpoint.planning.weight_schedule import WeightPiece
 from worker_service.model.linear import Linear
-from worker_service.model.norms import NormWeights
 from worker_service.model.rope import Rotary
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """One norm over the last dimension; RMS norms have no bias.
+
+    RMS is `x / sqrt(mean(x^2) + epsilon) * weight`, with the mean in fp32. For RMS_PLUS_ONE
+    `weight` holds `1 + weight` as fp32, and only the result is rounded.
+    """
+
+    kind: Norm
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    epsilon: float
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.kind is Norm.LAYER:
+            return functional.layer_norm(
+                rows, self.weight.shape, self.weight, self.bias, self.epsilon
+            )
+        if self.kind is Norm.RMS_PLUS_ONE:
+            wide = rows.to(torch.float32)
+            scaled = functional.rms_norm(wide, self.weight.shape, self.weight, self.epsilon)
+            return scaled.to(rows.dtype)
+        if rows.dtype == torch.float32:
+            return functional.rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
+        # As in the training of the checkpoints: normalise in fp32, round, then scale.
+        wide = rows.to(torch.float32)
+        return (
+            functional.rms_norm(wide, self.weight.shape, None, self.epsilon)
+            .to(rows.dtype)
+            .mul_(self.weight)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

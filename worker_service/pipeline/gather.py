@@ -115,7 +115,7 @@ def launch(
 
 def load_kernel() -> Any:
     """Return the kernel. Raises ModuleNotFoundError if Triton is not installed."""
-    from worker_service.pipeline.gather_kernel import gather_slots
+    from worker_service.pipeline.gather_kernels import gather_slots
 
     return gather_slots
 

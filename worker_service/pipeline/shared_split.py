@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from splitpoint.costs.profile import Profile
+from splitpoint.planning.plan import SplitLine
 from splitpoint.planning.planner import plan_batch
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ArenaLayout, ModelShape
 
 

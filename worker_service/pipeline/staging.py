@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from splitpoint.shapes import ArenaLayout
-from worker_service.store.codec import ChunkCodec
+from worker_service.store.quantization import ChunkCodec
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from worker_service.kernels.choice import Layout
 from worker_service.kernels.compiled import NoKernels, locked
 from worker_service.kernels.row_counts import row_counts, use_row_counts
 from worker_service.model.linear import Linear
-from worker_service.profiling.records import host_facts, keep, kept, path_of
+from worker_service.profiling.calibration import host_facts, keep, kept, path_of
 from worker_service.weights.packing import Matrix, layout_of
 
 log = logging.getLogger(__name__)

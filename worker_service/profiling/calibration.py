@@ -1,32 +1,91 @@
 """Which kernels are fastest on this host: measured once, then read from a file by all its workers.
 
-No processor's kind decides alone: what wins on one kind loses on another. A file keeps the
-first measurement, so that equal workers compute equal bits, also after a restart. It belongs to
-one processor, one torch, one version of the kernels, and to whether C++ kernels can be had;
-anything else is measured again.
+No processor's kind decides alone: what wins on one kind loses on another. A file keeps the first
+measurement, so that equal workers compute equal bits, also after a restart. It belongs to all that
+the measurement depends on: one processor, one torch, one version of the kernels, and whether C++
+kernels can be had; anything else is measured again, and has another file.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from splitpoint.host.processor import AMX_BF16, AVX512, instruction_sets
-from splitpoint.numerics import Numerics
+from splitpoint.host.processor import AMX_BF16, AVX512, instruction_sets, processor_name
+from splitpoint.shapes import Numerics
 from worker_service.kernels import paged_attention, panel_gemm
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, use
-from worker_service.kernels.compiled import NoKernels, locked, source_digest
+from worker_service.kernels.compiled import NoKernels, cache_folder, locked, source_digest
 from worker_service.model import attention
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.linear import Linear
-from worker_service.profiling.records import host_facts, keep, kept, path_of
 from worker_service.weights.packing import Matrix
 
 log = logging.getLogger(__name__)
+
+
+Facts = Mapping[str, object]
+Kept = TypeVar("Kept")
+
+
+def host_facts(file_format: int, dtype: torch.dtype, **others: object) -> Facts:
+    """Return the facts of a measurement with this type on this host."""
+    return {
+        "format": file_format,
+        "processor": processor_name(),
+        "flags": sorted(instruction_sets()),
+        "torch": torch.__version__,
+        "type": str(dtype),
+        **others,
+    }
+
+
+def path_of(name: str, facts: Facts) -> Path:
+    """Return the file of a measurement of this name with these facts. Raises NoKernels."""
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
+    return cache_folder() / f"{name}-{digest}.json"
+
+
+def kept(path: Path, facts: Facts, parsed: Callable[[dict[str, Any]], Kept]) -> Kept | None:
+    """Return what `parsed` makes of a file of these facts; None if there is none, or it is damaged.
+
+    Any error of `parsed` means that the file is damaged.
+    """
+    try:
+        record = json.loads(path.read_text())
+        return parsed(record) if record["facts"] == facts else None
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        log.warning("%s is damaged (%s): measured again", path, error)
+        return None
+
+
+def keep(path: Path, facts: Facts, **measured: object) -> None:
+    """Write the file of these facts, whole or not at all.
+
+    A disk that is full costs the file and not what was measured: others measure it again.
+    """
+    working = path.with_suffix(f".{os.getpid()}")
+    try:
+        working.write_text(json.dumps({"facts": facts, **measured}, indent=1))
+        working.rename(path)
+    except OSError as error:
+        log.warning("%s is not kept: %s", path, error)
+    finally:
+        with suppress(OSError):
+            working.unlink(missing_ok=True)
+
 
 FORMAT = 3
 AUTO = "auto"

@@ -18,8 +18,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from splitpoint.costs.growth import PageCosts
-from splitpoint.costs.page_choice import TYPICAL_BATCH, typical_rows
+from splitpoint.costs.page_choice import TYPICAL_BATCH, PageCosts, typical_rows
 from splitpoint.options.worker import NUMERICS
 from splitpoint.shapes import DataType, ModelShape, chunks_of
 from worker_service.device.cache import TORCH_TYPES

@@ -22,7 +22,7 @@ from worker_service.pipeline.both_ends import restore_from_both_ends
 from worker_service.pipeline.restore import Prefix, restore
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
-from worker_service.store.codec import ChunkCodec
+from worker_service.store.quantization import ChunkCodec
 
 # Chunks of the measured restores, in turn, so that their operations differ.
 CHUNKS = (1, 2, 4, 8)

@@ -95,7 +95,7 @@ def launch(kernel: Any, plane: RowPlane, sources: torch.Tensor, targets: torch.T
 def load_kernel() -> Any:
     """Return the kernel; None if Triton is not installed."""
     try:
-        from worker_service.retrieval.gather_rows_kernel import gather_rows_by_index
+        from worker_service.pipeline.gather_kernels import gather_rows_by_index
     except ModuleNotFoundError as error:
         # The host gathers the same rows; the log says why the faster way is missing.
         log.warning("selected rows are gathered by the host: %s", error)

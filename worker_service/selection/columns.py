@@ -1,8 +1,12 @@
-"""Screens by some columns of queries and keys after RoPE, raw or skewed (InfiniGen).
+"""Screens by some columns of queries and keys (InfiniGen), and screens by low-rank maps of both.
 
 The columns of a KV head are those with the largest `sum|Q| + sum|K|` over the prompt and the
-group's query heads. Skewing rotates both by an orthogonal A per KV head, which leaves q.k as it
-is and gathers it in few columns. RoPE does not commute with A, so A stands behind RoPE.
+group's query heads, after RoPE, raw or skewed. Skewing rotates both by an orthogonal A per KV head,
+which leaves q.k as it is and gathers it in few columns. RoPE does not commute with A, so A stands
+behind RoPE.
+
+The maps are one pair per KV head, behind RoPE. `lowrank` has the closed form, the best bilinear
+approximation of q.k on calibration text; `ranked` has maps that were trained on ranking.
 """
 
 from __future__ import annotations
@@ -10,13 +14,7 @@ from __future__ import annotations
 import torch
 
 from worker_service.selection.kept_rows import KeptRows, Records
-from worker_service.selection.screen import (
-    AttentionShape,
-    Guess,
-    TokenRows,
-    in_pieces,
-    to_logits,
-)
+from worker_service.selection.screen import AttentionShape, Guess, TokenRows, in_pieces, to_logits
 
 
 class ColumnScreen:
@@ -92,3 +90,39 @@ def _taken(heads: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     group = heads.shape[1] // len(columns)
     index = columns.repeat_interleave(group, 0).expand(len(heads), -1, -1)
     return heads.gather(-1, index)
+
+
+class LowRankScreen:
+    """Mapped keys of one layer of one sequence."""
+
+    block_tokens = 1
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        query_maps: torch.Tensor,
+        key_maps: torch.Tensor,
+        *,
+        int8: bool,
+        records: Records | None = None,
+    ) -> None:
+        """`query_maps`, `key_maps`: fp32 `[n_kv, d, r]`; q.k is about `(q M_q).(k M_k)`.
+
+        `records`: see `KeptRows`.
+        """
+        self._shape = shape
+        self._query_maps, self._key_maps = query_maps, key_maps
+        self._kept = KeptRows(int8=int8, records=records)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._kept.size_bytes
+
+    def extend(self, rows: TokenRows) -> None:
+        for keys in in_pieces(rows.keys):
+            mapped = by_kv_head(keys.float(), self._key_maps)
+            self._kept.extend(mapped.to(keys.dtype))
+
+    def scores(self, guess: Guess) -> torch.Tensor:
+        queries = by_kv_head(guess.queries.float(), self._query_maps)
+        return to_logits(self._kept.products(queries), self._shape)

@@ -11,11 +11,10 @@ from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.errors import InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.selection.artifacts import Artifacts, load
-from worker_service.selection.centroids import Centroids
-from worker_service.selection.columns import ColumnScreen
+from worker_service.selection.clusters import Centroids
+from worker_service.selection.columns import ColumnScreen, LowRankScreen
 from worker_service.selection.h2o import HeavyHitterScreen
 from worker_service.selection.kept_rows import Records
-from worker_service.selection.lowrank import LowRankScreen
 from worker_service.selection.maple import MapleScreen, MapleWeights
 from worker_service.selection.quest import QuestScreen
 from worker_service.selection.screen import AttentionShape, LayerScreen

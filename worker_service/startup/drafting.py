@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.config import model_name
-from splitpoint.checkpoint.support import read_decoder
+from splitpoint.checkpoint.config import model_name, read_decoder
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.progress import Ticker
 from splitpoint.shapes import ArenaLayout, ModelShape
@@ -21,7 +20,7 @@ from worker_service.drafts.suffix import SuffixDrafter
 from worker_service.engine.sequence import Sequence as EngineSequence
 from worker_service.lanes.lanes import Lanes
 from worker_service.model.decoder import Decoder
-from worker_service.speculation.draft_model import DraftModel
+from worker_service.speculation.model_draft import DraftModel
 from worker_service.speculation.self_draft import SelfDrafter
 
 Drafters = dict[DraftMethod, Drafter[EngineSequence]]

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.support import read_decoder
+from splitpoint.checkpoint.config import read_decoder
 from splitpoint.config import format_rate
 from splitpoint.errors import FailedPrecondition, InvalidArgument
-from splitpoint.host.openmp import spins_long
-from splitpoint.numerics import Numerics
+from splitpoint.host.processor import spins_long
 from splitpoint.options.cpu_kernels import with_panels
-from splitpoint.shapes import ArenaLayout, ModelShape, WeightFormat
+from splitpoint.shapes import ArenaLayout, ModelShape, Numerics, WeightFormat
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.choice import describe_device
 from worker_service.hardware.current import make_current
@@ -27,9 +26,8 @@ from worker_service.lanes.lanes import Lanes
 from worker_service.model.decoder import Decoder
 from worker_service.model.span_attention import Variant, try_kernels
 from worker_service.numerics.digest import facts_of, numerics_digest
-from worker_service.numerics.obstacles import obstacle
 from worker_service.numerics.self_check import dependence
-from worker_service.numerics.verdict import WorkerNumerics, decide
+from worker_service.numerics.verdict import WorkerNumerics, decide, obstacle
 from worker_service.profiling.agreeing_rows import use_agreeing_rows
 from worker_service.profiling.calibration import prefers_one_order, use_kernels
 from worker_service.startup.drafting import head_dims
@@ -130,7 +128,7 @@ def describe(lanes: Lanes, kernels: Choice | None = None) -> str:
 
 
 def _waiting() -> str:
-    """Return how compute threads wait for each other (splitpoint/host/openmp.py)."""
+    """Return how compute threads wait for each other (splitpoint/host/processor.py)."""
     spins = spins_long()
     if spins is None:
         return "threads wait as the user set"

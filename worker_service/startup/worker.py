@@ -1,4 +1,7 @@
-"""Builds a worker from its options: layout, weights, memory plan, engine, profile."""
+"""Builds a worker from its options: layout, weights, memory plan, store, engine, profile.
+
+The store must have been made for the worker's checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.config import with_context
-from splitpoint.checkpoint.support import read_decoder, read_shape
+from splitpoint.checkpoint.config import read_decoder, read_shape, with_context
+from splitpoint.checkpoint.resolve import model_fingerprint
 from splitpoint.costs.profile import Profile
-from splitpoint.numerics import Numerics
-from splitpoint.shapes import ArenaLayout, ModelShape
+from splitpoint.errors import FailedPrecondition
+from splitpoint.shapes import ArenaLayout, ModelShape, Numerics, WeightFormat
 from worker_service.device.choice import choose_device
+from worker_service.device.pinning import CudaRegistrar, Pinning
 from worker_service.device.populating import Populator
 from worker_service.engine.engine import Engine
 from worker_service.hardware.current import make_current
@@ -25,7 +29,7 @@ from worker_service.hardware.monitor import DeviceMonitor, monitor_of
 from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.numerics.verdict import NOT_CHECKED, WorkerNumerics, check_wish
-from worker_service.retrieval.screen_source import ScreenSource
+from worker_service.retrieval.selector import ScreenSource
 from worker_service.runtime import Runtime
 from worker_service.startup.drafting import NO_DRAFTS, WorkerSpeculation
 from worker_service.startup.engine import load_engine, lock_weights, prepare
@@ -38,10 +42,77 @@ from worker_service.startup.kernels import (
     obstacle_of,
 )
 from worker_service.startup.options import WorkerOptions
-from worker_service.startup.store import check_layout, store_client
 from worker_service.store.client import StoreClient
+from worker_service.store.remote_client import RemoteStoreClient
 from worker_service.structured.compiler import GrammarCompiler
 from worker_service.weights.lock import WeightLock
+
+
+def store_client(
+    options: WorkerOptions, device: torch.device, populator: Populator | None
+) -> StoreClient | None:
+    """Return a client of the worker's store, not yet connected; None if it has no store.
+
+    `populator` populates the mapping of its arena.
+    """
+    if options.kvstore_address is None:
+        return None
+    name, pinning = f"worker-{options.worker_id}", None
+    if device.type == "cuda" and options.pin_limit_bytes != 0:
+        pinning = Pinning(
+            CudaRegistrar(device),
+            limit_bytes=options.pin_limit_bytes,
+            progress_seconds=options.progress_seconds,
+        )
+    if options.mirror_memory_bytes is None:
+        return StoreClient(
+            options.kvstore_address,
+            name,
+            identity=options.identity,
+            pinning=pinning,
+            populator=populator,
+        )
+    return RemoteStoreClient(
+        options.kvstore_address,
+        name,
+        identity=options.identity,
+        mirror_bytes=options.mirror_memory_bytes,
+        pinning=pinning,
+    )
+
+
+def check_layout(layout: ArenaLayout, shape: ModelShape, options: WorkerOptions) -> None:
+    """Raise FailedPrecondition unless the store was made for this checkpoint, dtype and format."""
+    folder = options.model_folder
+
+    def layout_for(weights: WeightFormat) -> ArenaLayout:
+        return ArenaLayout.of(
+            shape,
+            chunk_tokens=layout.chunk_tokens,
+            has_activations=layout.has_activations,
+            model_fingerprint=model_fingerprint(folder, weights),
+            encoding=layout.encoding,
+        )
+
+    expected = layout_for(options.weights)
+    if expected.layout_hash != layout.layout_hash:
+        for other in WeightFormat:
+            if layout_for(other).layout_hash == layout.layout_hash:
+                raise FailedPrecondition(
+                    f"the KV store was made for --weights {other.value}, this worker has "
+                    f"{options.weights.value}: their caches differ",
+                    reason="LAYOUT_MISMATCH",
+                )
+        differing = [
+            name
+            for name in ArenaLayout.__dataclass_fields__
+            if getattr(expected, name) != getattr(layout, name)
+        ]
+        raise FailedPrecondition(
+            f"the KV store was made for another model: {', '.join(differing)} differ",
+            reason="LAYOUT_MISMATCH",
+        )
+
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from splitpoint.arena.mapping import Arena
 from splitpoint.errors import ChunkLost
 from worker_service.device.populating import PagedMemory
-from worker_service.store.codec import ChunkCodec
+from worker_service.store.quantization import ChunkCodec
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import xxhash
 
-from splitpoint.arena.payload import Payload, pieces
+from splitpoint.arena.mapping import Payload, pieces
 from splitpoint.errors import DataLoss, Internal, Unavailable
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from splitpoint.arena.payload import Payload
+from splitpoint.arena.mapping import Payload
 from splitpoint.errors import ResourceExhausted, SplitpointError
 from splitpoint.shapes import ArenaLayout
 from splitpoint.transport.store_session import CALL_SECONDS

@@ -43,7 +43,7 @@ from worker_service.lanes.timeline import Span, Trace
 from worker_service.lanes.work import Work
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.client import Match, StoreClient, written_chunks
-from worker_service.store.codec import ChunkCodec
+from worker_service.store.quantization import ChunkCodec
 from worker_service.store.session import Connection
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 
 from splitpoint.config import format_size
 from splitpoint.shapes import align
-from worker_service.device.registrar import LockedRanges, PinningFailed, Registrar, refusal
+from worker_service.device.pinning import LockedRanges, PinningFailed, Registrar, refusal
 
 log = logging.getLogger(__name__)
 

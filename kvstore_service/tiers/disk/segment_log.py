@@ -26,19 +26,19 @@ from kvstore_service.tiers.disk.folder import (
 )
 from kvstore_service.tiers.disk.format import FOLDER_BYTES, Division, record_offset, segment_size
 from kvstore_service.tiers.disk.index import Segment, SegmentIndex
-from kvstore_service.tiers.disk.segment_reader import (
+from kvstore_service.tiers.disk.segments import (
     LoadedSegment,
     Miss,
+    SegmentWriter,
     Wanted,
     load_segment,
     read_records,
     zero_header,
 )
-from kvstore_service.tiers.disk.segment_writer import SegmentWriter
 from splitpoint.arena.format import ArenaFormatError
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import ArenaLayout, align
-from splitpoint.words import counted
 
 _log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.tiers.disk.calls import (
     STALL_SECONDS,
+    DaemonThreads,
     DiskCalls,
     NoAnswer,
     SlotHolds,
@@ -25,14 +26,42 @@ from kvstore_service.tiers.disk.calls import (
 from kvstore_service.tiers.disk.files import Files, Part
 from kvstore_service.tiers.disk.folder import FolderLost, TierFolder
 from kvstore_service.tiers.disk.index import Segment
-from kvstore_service.tiers.disk.pause import LEAST_PAUSE_SECONDS, Pause
 from kvstore_service.tiers.disk.segment_log import LogCounts, SegmentLog
-from kvstore_service.tiers.disk.segment_reader import Wanted
-from kvstore_service.tiers.disk.threads import DaemonThreads
+from kvstore_service.tiers.disk.segments import Wanted
 from kvstore_service.tiers.tier import TierStats
 from splitpoint.arena.mapping import Arena
 from splitpoint.errors import FailedPrecondition, SplitpointError, Unavailable
 from splitpoint.tiers import Tier
+
+# Bounds of a pause, in seconds.
+LEAST_PAUSE_SECONDS = 1.0
+_MOST_PAUSE_SECONDS = 60.0
+
+
+class Pause:
+    """A pause that doubles with each error in a row.
+
+    Attributes:
+        seconds: length of the current or last pause.
+    """
+
+    def __init__(self, clock: Callable[[], float], first_seconds: float) -> None:
+        self.first_seconds = first_seconds
+        self.seconds = 0.0
+        self._clock = clock
+        self._until = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self._clock() < self._until
+
+    def begin(self) -> None:
+        self.seconds = min(max(self.first_seconds, 2 * self.seconds), _MOST_PAUSE_SECONDS)
+        self._until = self._clock() + self.seconds
+
+    def end(self) -> None:
+        self.seconds = self._until = 0.0
+
 
 _logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from splitpoint.checkpoint.support import read_decoder
+from splitpoint.checkpoint.config import read_decoder
 from splitpoint.options.cpu_kernels import AUTO, with_panels
 from splitpoint.shapes import ArenaLayout, DataType, WeightFormat
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
@@ -29,7 +29,7 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.sequence import Sequence
 from worker_service.graphs.support import MOST_GRAPH_BYTES, graph_obstacle, graphs_of
 from worker_service.model.decoder import Decoder
-from worker_service.speculation.draft_model import DraftModel
+from worker_service.speculation.model_draft import DraftModel
 
 # A draft model's memory is divided from this; it takes what it needs.
 _DRAFT_BUDGET_BYTES = 1 << 32

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoModelForCausalLM
 
-from splitpoint.host.openmp import SPIN_COUNT
+from splitpoint.host.processor import SPIN_COUNT
 from splitpoint.shapes import DataType, ModelShape, WeightFormat
 from splitpoint.speculation import DraftMethod
 from splitpoint_cli.bench.decode.ours import OurWorker, load_decoder

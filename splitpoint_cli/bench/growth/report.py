@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
-from splitpoint.costs.growth import BucketCosts, PageCosts, Rows
-from splitpoint.words import counted
+from splitpoint.config import counted
+from splitpoint.costs.page_choice import BucketCosts, PageCosts, Rows
 from splitpoint_cli.bench.growth.workload import GrowthWorkload, Point
 from splitpoint_cli.bench.shared.report import commit, hardware, report_table
 from splitpoint_cli.output import seconds_text

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from splitpoint.costs.growth import BucketCosts, PageCosts, Rows
+from splitpoint.costs.page_choice import BucketCosts, PageCosts, Rows
 from splitpoint.costs.profile import fit_line
 from splitpoint.errors import Internal
 from splitpoint.shapes import DataType, ModelShape

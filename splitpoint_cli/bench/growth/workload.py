@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from splitpoint.costs.growth import Rows
-from splitpoint.costs.page_choice import MOST_PAGE
+from splitpoint.costs.page_choice import MOST_PAGE, Rows
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
 from splitpoint_cli.bench.shared.options import built_in_shape, check_data_type

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import resolve_model
-from splitpoint.checkpoint.support import read_shape
 from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.extras import need_all
 from splitpoint.options.cpu_kernels import check_cpu_kernels

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from splitpoint.checkpoint.decoder import DecoderConfig
-from splitpoint.numerics import Numerics
-from splitpoint.shapes import BUILT_IN_SHAPES, DataType
+from splitpoint.shapes import BUILT_IN_SHAPES, DataType, Numerics
 from splitpoint_cli.bench.decode.ours import OurWorker
 from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts
 from splitpoint_cli.bench.decode.report import Run

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.support import read_decoder
+from splitpoint.checkpoint.config import read_decoder
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import Internal
-from splitpoint.numerics import Numerics
 from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.planning.plan import RestoreMethod
-from splitpoint.shapes import DataType, Encoding
+from splitpoint.shapes import DataType, Encoding, Numerics
 from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts
 from splitpoint_cli.bench.numerics.costs import measure_costs
 from splitpoint_cli.bench.numerics.host import NumericsHost
@@ -38,9 +37,8 @@ from worker_service.device.choice import choose_device
 from worker_service.kernels.choice import in_use
 from worker_service.model.decoder import Decoder
 from worker_service.model.span_attention import kernels_of
-from worker_service.numerics.obstacles import obstacle
 from worker_service.numerics.self_check import dependence
-from worker_service.numerics.verdict import WorkerNumerics, decide
+from worker_service.numerics.verdict import WorkerNumerics, decide, obstacle
 
 LEAST_PROMPT = 8
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import BUNDLED_MODEL, resolve_model
-from splitpoint.checkpoint.support import read_shape
 from splitpoint.config import parse_rate
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all

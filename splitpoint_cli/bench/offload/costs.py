@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from splitpoint.costs.profile import Profile
+from splitpoint.planning.plan import SplitLine
 from splitpoint.planning.planner import plan_batch
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts
-from splitpoint.planning.split_line import SplitLine
 from splitpoint.planning.split_search import best_pipeline_options
 from splitpoint.shapes import ModelShape
 

@@ -18,9 +18,8 @@ from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument, ResourceExhausted
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import Residency, SplitLine
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_line import SplitLine
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
 from splitpoint.planning.weight_schedule import WeightOrder
 from splitpoint.selection import FULL, Selection

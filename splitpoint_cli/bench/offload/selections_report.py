@@ -9,11 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
-from splitpoint.config import format_size
+from splitpoint.config import counted, format_size
 from splitpoint.residency.selecting import SelectedStep
 from splitpoint.selection import Selection
 from splitpoint.shapes import ModelShape
-from splitpoint.words import counted
 from splitpoint_cli.bench.offload.report import FULL_LOAD, RESIDENT, OffloadWorkload
 from splitpoint_cli.bench.shared.report import agreeing_share, commit, hardware, report_table
 

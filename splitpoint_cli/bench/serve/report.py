@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from splitpoint.words import counted
+from splitpoint.config import counted
 from splitpoint_cli.bench.serve import measures
 from splitpoint_cli.bench.serve.backends import Counters, ServedModel, Waits
 from splitpoint_cli.bench.serve.load import Record

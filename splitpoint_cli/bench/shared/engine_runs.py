@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from splitpoint.planning.plan import Residency
-from splitpoint.planning.split_line import SplitLine
+from splitpoint.planning.plan import Residency, SplitLine
 from splitpoint.selection import FULL, Selection
 from splitpoint.speculation import PLAIN, Speculation
 from splitpoint_cli.bench.shared.ending import held

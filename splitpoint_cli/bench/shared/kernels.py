@@ -6,10 +6,9 @@ from collections.abc import Collection
 
 import torch
 
-from splitpoint.numerics import Numerics
 from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.options.worker import NUMERICS
-from splitpoint.shapes import DataType
+from splitpoint.shapes import DataType, Numerics
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels.gpu_order import use_one_order
 from worker_service.profiling.calibration import prefers_one_order, use_kernels

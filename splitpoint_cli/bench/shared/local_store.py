@@ -25,8 +25,7 @@ from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
 from splitpoint_cli.bench.shared.arena import bench_arena_path
 from worker_service.device.cache import DeviceCache
-from worker_service.device.pinning import pieces_of
-from worker_service.device.registrar import CudaRegistrar, LockedRanges
+from worker_service.device.pinning import CudaRegistrar, LockedRanges, pieces_of
 from worker_service.engine.messages import Command, StepOutput
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.client import Match

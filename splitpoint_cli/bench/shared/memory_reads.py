@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from worker_service.device.large_memory import large_zeros
+from worker_service.device.copies import large_zeros
 
 # Far larger than any cache.
 BUFFER_BYTES = 512 << 20

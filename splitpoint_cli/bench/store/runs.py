@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 
-from kvstore_service.mooncake.installed import how_to_install
+from kvstore_service.mooncake.settings import how_to_install
 from splitpoint.arena.format import Geometry
 from splitpoint.config import format_size, remove_tree
 from splitpoint.keys import chunk_key

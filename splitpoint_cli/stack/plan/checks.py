@@ -7,12 +7,11 @@ from pathlib import Path
 from splitpoint import config
 from splitpoint.discovery.redis_options import read_redis_options
 from splitpoint.errors import InvalidArgument
-from splitpoint.host.compiler import compiler
-from splitpoint.numerics import Numerics
+from splitpoint.host.processor import compiler
 from splitpoint.observe.tracing import collector_url
 from splitpoint.options.cpu_kernels import check_cpu_kernels, with_panels
 from splitpoint.options.speculation import read_speculative_config
-from splitpoint.shapes import Encoding, WeightFormat
+from splitpoint.shapes import Encoding, Numerics, WeightFormat
 from splitpoint.tiers import Transfer
 from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity

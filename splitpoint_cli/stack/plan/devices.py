@@ -9,8 +9,7 @@ from pathlib import Path
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import available_cores, memory_facts
-from splitpoint.host.openmp import spin_count
-from splitpoint.host.processor import instruction_sets
+from splitpoint.host.processor import instruction_sets, spin_count
 from splitpoint.options.worker import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE
 from splitpoint_cli.checks.gpu_facts import Driver, FreeMemory, ask_free_memory, read_driver
 

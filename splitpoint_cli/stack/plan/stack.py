@@ -12,7 +12,7 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.costs.page_choice import PageChoice
 from splitpoint.extras import need, need_all
 from splitpoint.host.memory import default_host_memory
-from splitpoint.host.openmp import spin_environment
+from splitpoint.host.processor import spin_environment
 from splitpoint.observe.logs import LogFormat
 from splitpoint.options.scheduler import read_served_names
 from splitpoint.options.speculation import read_speculative_config

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from splitpoint.costs.growth import BucketCosts, PageCosts, Rows
+from splitpoint.costs.page_choice import BucketCosts, PageCosts, Rows
 from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
 from splitpoint_cli.bench.growth.caches import BucketCache, Cache, Drawn, PagedCache

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
-from splitpoint.host.compiler import compiler
+from splitpoint.host.processor import compiler
 from splitpoint_cli.bench.decode.command import decode
 from splitpoint_cli.bench.decode.perplexity import perplexity
 from splitpoint_cli.bench.decode.prompts import text_prompts

@@ -14,8 +14,8 @@ from tiny_models import write_tiny
 from typer.testing import CliRunner
 
 from splitpoint.errors import Internal, InvalidArgument
-from splitpoint.host.compiler import compiler
-from splitpoint.numerics import Numerics
+from splitpoint.host.processor import compiler
+from splitpoint.shapes import Numerics
 from splitpoint_cli.bench.decode.prompts import Prompts
 from splitpoint_cli.bench.decode.report import Run
 from splitpoint_cli.bench.numerics import runs

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvstore_service.mooncake.installed import how_to_install
-from splitpoint.arena.payload import PIECE_BYTES
+from kvstore_service.mooncake.settings import how_to_install
+from splitpoint.arena.mapping import PIECE_BYTES
 from splitpoint.errors import InvalidArgument, Unavailable
 from splitpoint_cli.bench.shared.processor_time import ProcessorTime
 from splitpoint_cli.bench.shared.progress import Progress

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from mooncake_parts import needs_mooncake
 
-from kvstore_service.mooncake import installed
 from kvstore_service.mooncake import settings as mooncake_settings
 from splitpoint.extras import need
 from splitpoint_cli.checks.finding import Finding, Verdict
@@ -39,19 +38,17 @@ def test_without_its_options_nothing_is_said() -> None:
 
 
 def test_a_missing_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (mooncake_settings, installed):
-        monkeypatch.setattr(module, "has_wheel", lambda: False)
+    monkeypatch.setattr(mooncake_settings, "has_wheel", lambda: False)
     [found] = findings(**WITH_TRANSFER)
     assert (found.verdict, found.found) == (Verdict.PROBLEM, "Mooncake is not installed")
     assert found.advice == "pip install 'splitpoint[mooncake]'"
 
 
-@pytest.mark.parametrize("library", installed.LIBRARIES)
+@pytest.mark.parametrize("library", mooncake_settings.LIBRARIES)
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
-    package = installed.LIBRARIES[library]
+    package = mooncake_settings.LIBRARIES[library]
     monkeypatch.setattr(mooncake_settings, "has_wheel", lambda: True)
-    monkeypatch.setattr(installed, "has_wheel", lambda: True)
-    monkeypatch.setattr(installed, "_loads", lambda name: name != library)
+    monkeypatch.setattr(mooncake_settings, "_loads", lambda name: name != library)
     found = findings(**WITH_TRANSFER)[0]
     assert found.verdict is Verdict.PROBLEM
     assert package in found.found
@@ -96,5 +93,5 @@ def test_a_master_that_does_not_answer_is_a_warning() -> None:
 
 
 def test_the_extra_brings_what_the_doctor_looks_for() -> None:
-    if installed.has_wheel():
+    if mooncake_settings.has_wheel():
         need("this test", "mooncake")

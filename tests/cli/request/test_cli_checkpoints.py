@@ -17,14 +17,13 @@ from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from own_names import instance_name
 
-from splitpoint.checkpoint.config import model_name
+from splitpoint.checkpoint.config import model_name, support_of
 from splitpoint.checkpoint.resolve import (
     eos_token_ids,
     model_fingerprint,
     resolve_model,
     weight_files,
 )
-from splitpoint.checkpoint.support import support_of
 from splitpoint.config import arena_path, runtime_path
 from splitpoint.errors import InvalidArgument, NotFound, SplitpointError, Unavailable
 from splitpoint_cli.checks.finding import Verdict

@@ -11,9 +11,8 @@ from fake_scheduler import Script, fake_scheduler
 
 from splitpoint import errors
 from splitpoint.client import AsyncClient, Client
-from splitpoint.client.answers import Completion, FinishReason, Tokens
+from splitpoint.client.answers import Completion, FinishReason, RedisStatus, Tokens
 from splitpoint.client.requests import generate_request
-from splitpoint.client.telemetry import RedisStatus
 from splitpoint.planning.plan import Objective, Residency
 from splitpoint.tiers import Tier
 from splitpoint.v1 import types_pb2

@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from splitpoint.client.answers import Queue, QueuedRequest, Worker
-from splitpoint.client.telemetry import RedisStatus, SchedulerStatus, Telemetry
+from splitpoint.client.answers import (
+    Queue,
+    QueuedRequest,
+    RedisStatus,
+    SchedulerStatus,
+    Telemetry,
+    Worker,
+)
 from splitpoint.costs.profile import Profile
-from splitpoint.numerics import Numerics
+from splitpoint.shapes import Numerics
 from splitpoint.transport.statuses import NO_ANSWER
 from splitpoint.v1 import kvstore_pb2, types_pb2
 from splitpoint_cli.request.findings import Finding, Severity, findings_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitpoint.client.telemetry import TenantStatus
+from splitpoint.client.answers import TenantStatus
 from splitpoint_cli.request.status import tenant_lines
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from splitpoint.costs.kappa import kappa_crit_of
+from splitpoint.costs.first_token import kappa_crit_of
 
 # Bytes per second of Table 2's links. A link of 16 lanes has at most 63.0e9 (costs/pcie.py).
 PCIE_4, PCIE_5 = 33.6e9, 67.2e9

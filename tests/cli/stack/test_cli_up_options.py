@@ -30,8 +30,8 @@ from splitpoint.errors import (
     PermissionDenied,
     SplitpointError,
 )
-from splitpoint.host.compiler import compiler
 from splitpoint.host.memory import MemoryFacts, memory_facts
+from splitpoint.host.processor import compiler
 from splitpoint.options import scheduler as scheduler_options
 from splitpoint.options import store as store_options
 from splitpoint.options import worker as worker_options
@@ -55,7 +55,7 @@ from splitpoint_cli.stack.plan.devices import visible_gpu_count
 from splitpoint_cli.stack.plan.stack import Stack, plan_stack
 from splitpoint_cli.stack.preflight import check_machine, check_secret, check_store_arguments
 from worker_service.__main__ import parse_arguments as parse_worker
-from worker_service.speculation.draft_model import DraftModel
+from worker_service.speculation.model_draft import DraftModel
 
 INSTANCE = instance_name("options")
 

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 from told_workers import STORE, telemetry, worker
 
-from splitpoint.client.answers import Queue, Worker
-from splitpoint.client.telemetry import SchedulerStatus
+from splitpoint.client.answers import Queue, SchedulerStatus, Worker
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.v1.kvstore_pb2 import GetStatsResponse
 from splitpoint_cli.request.observed import Status, Store

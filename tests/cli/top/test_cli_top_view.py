@@ -10,8 +10,7 @@ from rich.console import Console
 from test_cli_top_rates import reading, scheduler, stats
 from told_workers import telemetry, worker
 
-from splitpoint.client.answers import Queue, QueuedRequest, WorkerSpeculation
-from splitpoint.client.telemetry import RedisStatus
+from splitpoint.client.answers import Queue, QueuedRequest, RedisStatus, WorkerSpeculation
 from splitpoint.speculation import PLAIN as NO_DRAFTS
 from splitpoint.speculation import DraftMethod
 from splitpoint.v1.types_pb2 import TIER_DISK, TIER_MOONCAKE

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from kvstore_helpers import Bench, store_sequence
 
 from kvstore_service.eviction.cache_admission import SecondUseFilter
-from kvstore_service.eviction.policies import MOST_USES, POLICIES, LeastOftenUsed
-from kvstore_service.eviction.stats import InstrumentedPolicy
+from kvstore_service.eviction.policies import (
+    MOST_USES,
+    POLICIES,
+    InstrumentedPolicy,
+    LeastOftenUsed,
+)
 from kvstore_service.eviction.watermarks import BATCH_CHUNKS, WatermarkEvictor, Watermarks
 from splitpoint.errors import InvalidArgument
 

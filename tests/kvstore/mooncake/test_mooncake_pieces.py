@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvstore_helpers import LAYOUT
 
-from kvstore_service.mooncake.pieces import pieces_of, registered_ranges, slot_parts, slot_runs
+from kvstore_service.mooncake.engine import pieces_of, registered_ranges, slot_parts, slot_runs
 from splitpoint.arena.format import Geometry
 
 SOURCE, TARGET = Geometry(LAYOUT, 40), Geometry(LAYOUT, 24)

@@ -9,8 +9,12 @@ from mooncake_parts import needs_mooncake
 
 from kvstore_service.__main__ import parse_arguments
 from kvstore_service.mooncake import settings as mooncake
-from kvstore_service.mooncake.interface import address_of
-from kvstore_service.mooncake.settings import MooncakeSettings, PoolSettings, settings_of
+from kvstore_service.mooncake.settings import (
+    MooncakeSettings,
+    PoolSettings,
+    address_of,
+    settings_of,
+)
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import MissingExtra
 

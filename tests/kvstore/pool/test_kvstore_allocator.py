@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_service.pool.allocator import Run, RunAllocator
+from kvstore_service.pool.slot_grants import Run, RunAllocator
 
 
 def runs_of(free: set[int]) -> list[Run]:

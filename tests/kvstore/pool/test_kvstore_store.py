@@ -11,7 +11,7 @@ import pytest
 from kvstore_helpers import LAYOUT, Bench, read_payload, seed_of, store_sequence, write_payload
 
 from kvstore_service.eviction.policies import LeastRecentlyUsed
-from kvstore_service.pool import chunk_identity, prefix_index
+from kvstore_service.pool import prefix_index
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.pool.leases import LeaseTable
 from kvstore_service.store import SealOutcome
@@ -209,8 +209,7 @@ def test_equal_hashes_of_different_contents_are_told_apart(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A constant hash does not mix up chunks: tokens, parents and tenants differ."""
-    for module in (prefix_index, chunk_identity):
-        monkeypatch.setattr(module, "packed_chunk_key", lambda *_: b"k" * 32)
+    monkeypatch.setattr(prefix_index, "packed_chunk_key", lambda *_: b"k" * 32)
     session = bench.attach()
     [first] = grant(bench, session)
     seal(bench, session, written(bench, first, (1, 2, 3, 4)))

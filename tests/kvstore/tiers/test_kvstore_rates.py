@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from kvstore_helpers import FakeClock
 
-from kvstore_service.tiers.rates import RateLimit, ReadRate
+from kvstore_service.tiers.manager import RateLimit, ReadRate
 from splitpoint import tasks
 from splitpoint.errors import Unavailable
 from splitpoint.tasks import NamedTurns

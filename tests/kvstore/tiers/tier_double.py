@@ -7,10 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from kvstore_service.pool.prefix_index import Entry
-from kvstore_service.tiers.tier import ChunkSource, TierStats
-from kvstore_service.tiers.transfer import TransferEndpoint, TransferStats
-from splitpoint.arena.mapping import Arena
-from splitpoint.arena.payload import Payload
+from kvstore_service.tiers.tier import ChunkSource, TierStats, TransferEndpoint, TransferStats
+from splitpoint.arena.mapping import Arena, Payload
 from splitpoint.errors import Unavailable
 from splitpoint.tiers import Tier
 

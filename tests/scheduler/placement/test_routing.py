@@ -19,9 +19,9 @@ from scheduler_service.prefixes.lookup import CachedPrefix, FetchSource
 from scheduler_service.prefixes.marks import ChunkMarks
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.first_token import IDLE, Backlog
-from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Residency
 from splitpoint.selection import Selection, SelectionMethod
+from splitpoint.shapes import Numerics
 from splitpoint.speculation import DraftMethod
 from splitpoint.transport.convert import draft_method_to_proto
 from splitpoint.v1 import types_pb2

@@ -19,10 +19,9 @@ from scheduler_service.placement.planning import check_split, explain, plan_atte
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument
-from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
-from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
+from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, Numerics
 from splitpoint.transport.convert import method_to_proto
 from splitpoint.v1 import types_pb2, worker_pb2
 

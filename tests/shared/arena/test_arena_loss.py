@@ -12,9 +12,8 @@ import pytest
 from kvstore_helpers import LAYOUT
 from test_kvstore_process import StoreProcess, finish, start_worker, stats_of
 
-from splitpoint.arena.files import NotOurArena, lock_path_of
+from splitpoint.arena.files import Loss, NotOurArena, lock_path_of, note_loss, pop_note
 from splitpoint.arena.format import SUPERBLOCK_BYTES
-from splitpoint.arena.loss import Loss, note_loss, pop_note
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.owner import open_or_create_arena
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from splitpoint.costs.growth import BucketCosts, PageCosts, Rows, best_rows, nearest_power
+from splitpoint.costs.page_choice import BucketCosts, PageCosts, Rows, best_rows, nearest_power
 
 
 def stepwise_seconds(costs: BucketCosts, rows: Rows, bucket: int, *, reads_spare: bool) -> float:

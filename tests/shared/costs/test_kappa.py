@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from splitpoint.costs.kappa import kappa_crit, kappa_crit_of
+from splitpoint.costs.first_token import kappa_crit, kappa_crit_of
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from splitpoint.costs.growth import PageCosts
-from splitpoint.costs.page_choice import choose_page, typical_rows
+from splitpoint.costs.page_choice import PageCosts, choose_page, typical_rows
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType
 
 SHAPE = replace(BUILT_IN_SHAPES["opt-125m"], data_type=DataType.FLOAT32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitpoint.discovery.breaker import Breaker, State
+from splitpoint.discovery.redis_link import Breaker, State
 
 
 def fail(breaker: Breaker, now: float) -> None:

@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 
 from splitpoint.host.memory import available_cores
-from splitpoint.host.openmp import BRIEF, LONG, SPIN_COUNT, WAIT_POLICY, spin_count, spins_long
-from splitpoint.host.processor import instruction_sets, processor_name
+from splitpoint.host.processor import (
+    BRIEF,
+    LONG,
+    SPIN_COUNT,
+    WAIT_POLICY,
+    instruction_sets,
+    processor_name,
+    spin_count,
+    spins_long,
+)
 
 AMX, OTHER = ("avx512f", "amx_bf16"), ("avx512f",)
 # What `splitpoint up` gives its workers, decided in a process of its own as there.

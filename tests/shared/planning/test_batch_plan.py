@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
+from splitpoint.planning.plan import SplitLine
 from splitpoint.planning.planner import plan_batch
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import BUILT_IN_SHAPES
 
 OPT = BUILT_IN_SHAPES["opt-6.7b"]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
+from splitpoint.planning.choices import StreamPlan, best_stream_plan
 from splitpoint.planning.plan import PlanInput, Residency, RestoreMethod
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts
-from splitpoint.planning.stream_plan import StreamPlan, best_stream_plan
 from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
 
 A100 = BUILT_IN_PROFILES["a100-pcie4"]

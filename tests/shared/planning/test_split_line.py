@@ -7,7 +7,7 @@ import math
 import pytest
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.split_line import SplitLine
+from splitpoint.planning.plan import SplitLine
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.plan import PlanInput, Residency
+from splitpoint.planning.plan import PlanInput, Residency, SplitLine
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_line import SplitLine
 from splitpoint.residency.selecting import (
     SelectionPages,
     StepSplit,

@@ -19,7 +19,7 @@ from splitpoint.observe.metrics import RPC_CALLS
 from splitpoint.observe.metrics import Service as Measured
 from splitpoint.transport import channels, guard, servers
 from splitpoint.transport.access import Access, Caller, Role
-from splitpoint.transport.calls import count_calls
+from splitpoint.transport.guard import count_calls
 from splitpoint.transport.tls import Identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 from splitpoint_cli.security.token import add_token

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from splitpoint.host.primitive_caches import CAPACITIES, KERNELS
+from splitpoint.host.processor import CAPACITIES, KERNELS
 from worker_service.model.linear import Linear, padded_count
 from worker_service.weights.packing import Matrix
 

@@ -37,7 +37,7 @@ def not_specialized(kernel):
 
 GATHER = """
 from worker_service.pipeline.gather import BLOCK_WORDS
-from worker_service.pipeline.gather_kernel import gather_slots
+from worker_service.pipeline.gather_kernels import gather_slots
 words, number = "*i64", "i32"
 signature = dict(target=words, source=words, slots=words, pages=words)
 signature |= dict(slot_words=number, blocks_per_slot=number, block_count=number)
@@ -49,7 +49,7 @@ assert not_specialized(gather_slots) == {"slots", "pages", "blocks_per_slot", "b
 
 ROWS = """
 from worker_service.retrieval.gather_rows import ROWS
-from worker_service.retrieval.gather_rows_kernel import gather_rows_by_index
+from worker_service.pipeline.gather_kernels import gather_rows_by_index
 words, number = "*i64", "i32"
 signature = dict(target=words, source=words, sources=words, targets=words)
 signature |= dict(count=number, groups=number)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from splitpoint.host.huge_pages import HUGE_PAGE_BYTES
-from worker_service.device.large_memory import large_zeros
+from worker_service.device.copies import large_zeros
 
 MIB = 1 << 20
 

@@ -18,8 +18,16 @@ from splitpoint.arena.mapping import Arena
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.shapes import ArenaLayout, DataType
 from worker_service.device.copies import are_pinned, copy_runs, runs
-from worker_service.device.pinning import Piece, Pinning, piece_slots, pieces_of
-from worker_service.device.registrar import PROBE_BYTES, CudaRegistrar, PinningFailed, copy_fault
+from worker_service.device.pinning import (
+    PROBE_BYTES,
+    CudaRegistrar,
+    Piece,
+    Pinning,
+    PinningFailed,
+    copy_fault,
+    piece_slots,
+    pieces_of,
+)
 from worker_service.hardware.streams import StreamUse, stream_for
 
 LAYOUT = ArenaLayout(
@@ -213,7 +221,7 @@ def test_a_low_memlock_limit_is_named_with_its_remedy() -> None:
     script = (
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))\n"
-        "from worker_service.device.registrar import PinningFailed, refusal\n"
+        "from worker_service.device.pinning import PinningFailed, refusal\n"
         "print(refusal(PinningFailed('CUDA error 2'), 1 << 30, 2 << 30))\n"
     )
     root = Path(__file__).resolve().parents[3]

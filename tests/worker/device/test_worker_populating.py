@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from splitpoint.host import huge_pages
-from worker_service.device.large_memory import large_zeros
+from worker_service.device.copies import large_zeros
 from worker_service.device.populating import LEAST_AHEAD_BYTES, PagedMemory, Populator
 
 MIB = 1 << 20

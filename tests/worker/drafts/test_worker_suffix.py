@@ -9,8 +9,7 @@ import pytest
 from draft_targets import TargetDouble
 
 from splitpoint.speculation import DraftMethod, Speculation
-from worker_service.drafts.automaton import Cursor, SuffixAutomaton
-from worker_service.drafts.suffix import Corpus, SuffixDrafter
+from worker_service.drafts.suffix import Corpus, Cursor, SuffixAutomaton, SuffixDrafter
 
 
 def longest_end(text: Sequence[int], inside: Sequence[int]) -> int:

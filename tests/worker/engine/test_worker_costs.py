@@ -16,9 +16,8 @@ from store_runner import StoreRunner, store_runner, streamed
 from tiny_models import VOCABULARY, write_tiny
 
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.plan import RestoreMethod
+from splitpoint.planning.plan import RestoreMethod, SplitLine
 from splitpoint.planning.schedule import Lane
-from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ArenaLayout
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import RestoreEvent

@@ -11,7 +11,7 @@ from store_runner import store_runner, streamed
 from tiny_models import VOCABULARY, write_tiny
 from torch.profiler import ProfilerActivity, profile
 
-from splitpoint.host.compiler import compiler
+from splitpoint.host.processor import compiler
 from splitpoint.shapes import ArenaLayout, ModelShape
 from worker_service.device.memory import (
     MemoryPlan,

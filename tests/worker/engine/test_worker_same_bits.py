@@ -13,8 +13,8 @@ import pytest
 import torch
 from tiny_models import write_tiny
 
-from splitpoint.checkpoint.support import read_shape
-from splitpoint.host.compiler import compiler
+from splitpoint.checkpoint.config import read_shape
+from splitpoint.host.processor import compiler
 from splitpoint.shapes import DataType
 from splitpoint_cli.bench.numerics.host import NumericsHost
 from splitpoint_cli.bench.numerics.report import NumericsWorkload

@@ -28,7 +28,7 @@ from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.lanes.timeline import FETCHING_ROWS, Trace
 from worker_service.model.decoder import Decoder
-from worker_service.retrieval.screen_source import ScreenSource
+from worker_service.retrieval.selector import ScreenSource
 from worker_service.selection.artifacts import Artifacts
 
 # Reads all stored tokens of these lengths, through screens and row pages.

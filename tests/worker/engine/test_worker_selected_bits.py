@@ -13,8 +13,8 @@ from test_worker_selected import SOME, WHOLE, always_on, check_left, requests_of
 from test_worker_streamed import GREEDY, NEW, Case, make_case
 from tiny_models import write_tiny
 
-from splitpoint.checkpoint.support import read_shape
-from splitpoint.host.compiler import compiler
+from splitpoint.checkpoint.config import read_shape
+from splitpoint.host.processor import compiler
 from splitpoint.selection import FULL
 from splitpoint.shapes import DataType
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels

@@ -10,8 +10,8 @@ from engine_runner import CPU, admission
 
 from scheduler_service.placement.footprint import Fits, footprint_of, grant_of
 from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.checkpoint.config import read_decoder
 from splitpoint.checkpoint.resolve import resolve_model
-from splitpoint.checkpoint.support import read_decoder
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule

@@ -17,8 +17,8 @@ from store_runner import StoreRunner, store_runner, streamed, wait_loaded
 from tiny_models import build_tiny, clear_prompt, write_tiny
 from torch.profiler import ProfilerActivity, profile
 
+from splitpoint.planning.plan import SplitLine
 from splitpoint.planning.schedule import Lane, Schedule
-from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ArenaLayout
 from worker_service.device.memory import staging_bytes
 from worker_service.engine.engine import Engine

@@ -21,8 +21,7 @@ from splitpoint.tiers import ChunkSource, Tier, Transfer
 from splitpoint.transport.servers import create_server, listen
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
-from worker_service.fetching.fetcher import PrefixFetcher
-from worker_service.fetching.rates import MEASURABLE_BYTES
+from worker_service.fetching.fetcher import MEASURABLE_BYTES, PrefixFetcher
 from worker_service.fetching.results import FetchResult, FetchSource
 from worker_service.store.client import StoreClient
 from worker_service.store.session import Connection
@@ -168,7 +167,7 @@ async def test_a_slow_rate_that_is_not_measured_again_ages(
     socket_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A source that was slow once would never be tried again."""
-    monkeypatch.setattr("worker_service.fetching.rates.AGING_SECONDS", 0.01)
+    monkeypatch.setattr("worker_service.fetching.fetcher.AGING_SECONDS", 0.01)
     slow = LOADED * LAYOUT.chunk_bytes / 100
     store = Store([progress(LOADED, seconds=100.0)])
     async with fetching(socket_address, store) as fetcher:
@@ -181,7 +180,7 @@ async def test_a_slow_rate_that_is_not_measured_again_ages(
         assert fetcher.rates.by_key["disk"] == ASSUMED_BYTES_PER_SECOND
         assert not fetcher.rates._aging
         # Nothing is known any more: the next measurement is not averaged with an assumption.
-        monkeypatch.setattr("worker_service.fetching.rates.AGING_SECONDS", 60.0)
+        monkeypatch.setattr("worker_service.fetching.fetcher.AGING_SECONDS", 60.0)
         await fetcher.fetch(on_disk(90), SALT, TOKENS)
         assert fetcher.rates.by_key["disk"] == pytest.approx(slow)
 

@@ -14,7 +14,7 @@ from local_stack import StackShape
 from tier_store import CHUNK, TierStack, tier_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from kvstore_service.calls.reserver import places
+from kvstore_service.calls.slots import places
 from kvstore_service.sessions import ProcessIdentity
 from splitpoint.v1 import types_pb2, worker_pb2
 

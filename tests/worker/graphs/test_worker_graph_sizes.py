@@ -18,15 +18,16 @@ from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan
 from worker_service.device.upload import Upload
 from worker_service.graphs import decode_graphs
-from worker_service.graphs.buckets import (
+from worker_service.graphs.decode_graphs import (
+    DecodeGraphs,
     GraphKey,
+    GraphSlot,
     row_bucket,
     span_bucket,
     span_count,
     spans_by_window,
     table_bytes,
 )
-from worker_service.graphs.decode_graphs import DecodeGraphs, GraphSlot
 from worker_service.graphs.recorder import GraphRecorder
 from worker_service.kernels.gpu_order import use_one_order
 from worker_service.model.attention_plan import DecodePlan

@@ -12,8 +12,7 @@ from splitpoint.observe import metrics
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
 from worker_service.graphs import support
 from worker_service.graphs.decode_graphs import GraphCounts
-from worker_service.graphs.eager_reason import EagerReason
-from worker_service.graphs.support import graph_bytes, graph_obstacle
+from worker_service.graphs.support import EagerReason, graph_bytes, graph_obstacle
 from worker_service.metrics import graph_readings
 from worker_service.model.library_attention import Library
 

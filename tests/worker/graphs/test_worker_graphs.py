@@ -18,7 +18,7 @@ from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.engine.engine import Engine
 from worker_service.engine.sampling import Sampling
 from worker_service.graphs.decode_graphs import GraphCounts
-from worker_service.graphs.eager_reason import EagerReason
+from worker_service.graphs.support import EagerReason
 from worker_service.model.decoder import Decoder
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from gemm_checks import SHAPES, TYPES, check_products, drawn
 
 from splitpoint.checkpoint.decoder import Activation
 from splitpoint.errors import FailedPrecondition
-from splitpoint.host.compiler import compiler
+from splitpoint.host.processor import compiler
 from splitpoint.shapes import WeightFormat
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.kernels.panel_gemm import (
@@ -23,8 +23,7 @@ from worker_service.kernels.panel_gemm import (
     packed_int8_bytes,
 )
 from worker_service.model.linear import Linear
-from worker_service.weights.int8 import quantized
-from worker_service.weights.packing import Matrix, check_format, held_bytes
+from worker_service.weights.packing import Matrix, check_format, held_bytes, quantized
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 
@@ -54,7 +53,7 @@ def test_blocks_of_rows_take_little_memory_and_give_the_codes_of_rows_alone() ->
     """A head of many rows has no second copy in fp32. In a process of its own, as a peak stays."""
     program = (
         "import resource, torch\n"
-        "from worker_service.weights.int8 import quantized\n"
+        "from worker_service.weights.packing import quantized\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "weight = torch.randn(1 << 17, 256, generator=torch.Generator().manual_seed(1))\n"
         "quantized(weight[:9]); before = peak()\n"

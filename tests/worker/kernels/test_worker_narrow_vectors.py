@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from splitpoint.host.compiler import compiler
-from splitpoint.host.processor import instruction_sets
+from splitpoint.host.processor import compiler, instruction_sets
 from worker_service.kernels.compiled import CACHE_FOLDER
 
 FOLDER = Path(__file__).parent

@@ -11,7 +11,7 @@ import pytest
 import torch
 from one_sequence import Sequence, Shape
 
-from splitpoint.host.compiler import compiler
+from splitpoint.host.processor import compiler
 from worker_service.kernels.choice import by_flags, use
 from worker_service.model.attention import decode_partial
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from splitpoint.host.compiler import compiler
+from splitpoint.host.processor import compiler
 from worker_service.device.upload import Upload
 from worker_service.kernels import compiled, units
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use

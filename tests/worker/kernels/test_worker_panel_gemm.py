@@ -8,7 +8,7 @@ from gemm_checks import SHAPES, TYPES, check_products, drawn
 from torch.nn import functional
 
 from splitpoint.checkpoint.decoder import Activation
-from splitpoint.host.compiler import compiler
+from splitpoint.host.processor import compiler
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.kernels.panel_gemm import Operation, multiply, packed, packed_bytes
 from worker_service.model.linear import Linear

@@ -11,7 +11,7 @@ import torch
 from stream_double import POOLED_STREAMS, Stream, StreamDouble
 
 from splitpoint.planning.schedule import Lane
-from worker_service.device.registrar import probe_copies
+from worker_service.device.pinning import probe_copies
 from worker_service.hardware.current import device_thread, make_current
 from worker_service.hardware.streams import StreamUse, stream_for
 from worker_service.lanes.cuda import StreamLanes

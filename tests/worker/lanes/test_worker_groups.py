@@ -13,9 +13,8 @@ from stream_double import StreamDouble
 from splitpoint.planning.schedule import Lane
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.cuda import StreamLanes
-from worker_service.lanes.groups import Group, Piece
+from worker_service.lanes.groups import Claim, ComputeShare, Group, LaneShare, Piece, by_claim
 from worker_service.lanes.lanes import Lanes, SerialLanes
-from worker_service.lanes.share import Claim, ComputeShare, LaneShare, by_claim
 from worker_service.lanes.work import Work
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import write_tiny
 
-from splitpoint.host.compiler import compiler
+from splitpoint.host.processor import compiler
 from splitpoint.shapes import WeightFormat
 from worker_service.kernels import compiled, row_counts
 from worker_service.kernels.choice import Layout, by_flags, use

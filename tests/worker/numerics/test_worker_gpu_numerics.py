@@ -14,8 +14,7 @@ import torch
 from tiny_models import write_tiny
 
 from splitpoint.checkpoint.decoder import DecoderConfig
-from splitpoint.numerics import Numerics
-from splitpoint.shapes import BUILT_IN_SHAPES
+from splitpoint.shapes import BUILT_IN_SHAPES, Numerics
 from splitpoint.transport.tls import PLAIN
 from worker_service.__main__ import options_from, parse_arguments
 from worker_service.kernels.gpu_order import adds_in_one_order, use_one_order

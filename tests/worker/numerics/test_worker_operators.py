@@ -9,15 +9,20 @@ import pytest
 import torch
 from tiny_models import write_tiny
 
-from splitpoint.host.compiler import compiler
+from splitpoint.host.processor import compiler
 from worker_service.kernels.choice import by_flags, use
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
-from worker_service.numerics.attention_operators import attention_operators
-from worker_service.numerics.model_operators import model_operators
-from worker_service.numerics.operators import COUNTS, MOST_ROWS, Operator, difference
-from worker_service.numerics.sampling_operator import sampling_operator
-from worker_service.numerics.self_check import dependence
+from worker_service.numerics.self_check import (
+    COUNTS,
+    MOST_ROWS,
+    Operator,
+    attention_operators,
+    dependence,
+    difference,
+    model_operators,
+    sampling_operator,
+)
 
 CPU = torch.device("cpu")
 ROWS = torch.randn(MOST_ROWS, 8, generator=torch.Generator().manual_seed(1))

@@ -9,16 +9,14 @@ import torch
 from tiny_models import write_tiny
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.host.compiler import compiler
-from splitpoint.numerics import Numerics
-from splitpoint.shapes import Encoding
+from splitpoint.host.processor import compiler
+from splitpoint.shapes import Encoding, Numerics
 from splitpoint.transport.tls import PLAIN
 from splitpoint.v1 import types_pb2
 from splitpoint.v1 import worker_pb2 as pb
 from worker_service.__main__ import options_from, parse_arguments
 from worker_service.kernels.choice import Decode, by_flags
-from worker_service.numerics.obstacles import obstacle
-from worker_service.numerics.verdict import decide
+from worker_service.numerics.verdict import decide, obstacle
 from worker_service.server import WorkerServicer
 from worker_service.startup.options import WorkerOptions
 from worker_service.startup.worker import load_worker

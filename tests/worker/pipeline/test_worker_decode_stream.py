@@ -9,7 +9,7 @@ import pytest
 import torch
 from stream_double import StreamDouble
 
-from worker_service.pipeline.decode_stream import DecodeStream
+from worker_service.pipeline.chunk_loader import DecodeStream
 
 CUDA = torch.device("cuda")
 

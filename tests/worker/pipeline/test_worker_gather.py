@@ -27,9 +27,9 @@ from worker_service.pipeline.gather import (
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The kernel, read by Triton's interpreter: the same source, carried out by numpy."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    sys.modules.pop("worker_service.pipeline.gather_kernel", None)
+    sys.modules.pop("worker_service.pipeline.gather_kernels", None)
     yield gather.load_kernel()
-    sys.modules.pop("worker_service.pipeline.gather_kernel", None)
+    sys.modules.pop("worker_service.pipeline.gather_kernels", None)
 
 
 @pytest.mark.parametrize("slot_shape", [(2, 16, 20), (1, 3, BLOCK_WORDS), (2, 4, 8)])

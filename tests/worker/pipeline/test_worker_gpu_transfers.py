@@ -24,7 +24,7 @@ from splitpoint_cli.bench.offload.engine import OffloadHost, Way, make_model
 from splitpoint_cli.bench.offload.peer import Peer
 from splitpoint_cli.bench.offload.report import OffloadWorkload
 from worker_service.device.copies import copy_runs
-from worker_service.device.registrar import CudaRegistrar, PinningFailed
+from worker_service.device.pinning import CudaRegistrar, PinningFailed
 from worker_service.lanes.cuda import StreamLanes
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.select import lanes_of

@@ -14,7 +14,7 @@ from worker_service.kernels.choice import by_flags, use
 from worker_service.kernels.compiled import CACHE_FOLDER
 from worker_service.kernels.row_counts import blocks, row_counts, use_row_counts
 from worker_service.model.linear import Linear
-from worker_service.numerics.operators import MOST_ROWS, Operator, difference
+from worker_service.numerics.self_check import MOST_ROWS, Operator, difference
 from worker_service.profiling.agreeing_rows import agreeing_counts, use_agreeing_rows
 from worker_service.weights.packing import Matrix
 

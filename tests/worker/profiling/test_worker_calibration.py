@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.host.compiler import compiler
-from splitpoint.host.processor import AMX_BF16, AVX512
+from splitpoint.host.processor import AMX_BF16, AVX512, compiler
 from worker_service.kernels import compiled
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, in_use
 from worker_service.kernels.compiled import CACHE_FOLDER

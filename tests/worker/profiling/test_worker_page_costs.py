@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from splitpoint.costs.growth import Rows
+from splitpoint.costs.page_choice import Rows
 from splitpoint.shapes import BUILT_IN_SHAPES
 from worker_service.profiling.page_costs import fit_costs, measure_page_costs
 

@@ -16,7 +16,7 @@ from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.model.attention import PartialAttention
 from worker_service.retrieval.sequence_reads import SequenceReads
-from worker_service.selection.centroids import Centroids
+from worker_service.selection.clusters import Centroids
 from worker_service.selection.screen import AttentionShape, Guess
 
 CHUNK = 16

@@ -12,7 +12,7 @@ import torch
 from worker_service.retrieval import gather_rows as rooms
 from worker_service.retrieval.gather_rows import PROGRAMS, ROWS, RowPlane, gather_rows, launch
 
-MODULE = "worker_service.retrieval.gather_rows_kernel"
+MODULE = "worker_service.pipeline.gather_kernels"
 
 
 @pytest.fixture

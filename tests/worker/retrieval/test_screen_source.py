@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from splitpoint.checkpoint.config import read_decoder
 from splitpoint.checkpoint.resolve import resolve_model
-from splitpoint.checkpoint.support import read_decoder
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import DataType
-from worker_service.retrieval.screen_source import ScreenSource
+from worker_service.retrieval.selector import ScreenSource
 from worker_service.selection.artifacts import Artifacts, artifacts_path, encoded
 
 CPU = torch.device("cpu")

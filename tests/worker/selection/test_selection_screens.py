@@ -20,7 +20,7 @@ from layer_rows import (
 )
 from tiny_models import write_tiny
 
-from splitpoint.checkpoint.support import read_decoder
+from splitpoint.checkpoint.config import read_decoder
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from splitpoint.residency.selecting import QUEST_TOKENS
 from splitpoint.selection import Selection, SelectionMethod
@@ -28,10 +28,9 @@ from worker_service.selection import kept_rows
 from worker_service.selection import screen as screens_of_one
 from worker_service.selection.artifacts import Artifacts, artifacts_path, encoded, load
 from worker_service.selection.choose import choose
-from worker_service.selection.columns import ColumnScreen
+from worker_service.selection.columns import ColumnScreen, LowRankScreen
 from worker_service.selection.h2o import HeavyHitterScreen
 from worker_service.selection.kept_rows import KeptRows, Records, to_int8
-from worker_service.selection.lowrank import LowRankScreen
 from worker_service.selection.maple import MapleScreen, MapleWeights, sparse_projection
 from worker_service.selection.quest import QuestScreen
 from worker_service.selection.screen import (

@@ -18,7 +18,7 @@ from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.engine.sampling import Sampling
 from worker_service.model.decoder import Decoder
-from worker_service.speculation.draft_model import DraftModel
+from worker_service.speculation.model_draft import DraftModel
 
 COMPANION = Path(__file__).resolve().parents[3] / "models" / "stdlib-llama-draft"
 

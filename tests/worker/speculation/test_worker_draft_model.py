@@ -17,10 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.errors import InvalidArgument, ResourceExhausted
-from worker_service.device.draft_memory import CACHE_SHARE
+from worker_service.device.memory import CACHE_SHARE
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Sequence
-from worker_service.speculation.draft_model import DraftModel
+from worker_service.speculation.model_draft import DraftModel
 
 MIB = 1 << 20
 

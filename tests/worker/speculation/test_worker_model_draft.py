@@ -14,7 +14,7 @@ import torch
 from engine_runner import CPU, admission
 from tiny_models import CONTEXT, VOCABULARY, build_tiny, write_tiny
 
-from splitpoint.host.compiler import compiler
+from splitpoint.host.processor import compiler
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import ArenaLayout
 from worker_service.device.cache import DeviceCache

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore_service.pool import chunk_identity, prefix_index
+from kvstore_service.pool import prefix_index
 from kvstore_service.server import KvStoreServicer
 from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
@@ -457,7 +457,7 @@ class Posted:
 
 
 async def test_between_two_steps_or_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker_service.engine_calls.STEP_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("worker_service.runtime.STEP_TIMEOUT_SECONDS", 0.05)
     engine: Any = Posted()
     runtime = Runtime(engine, None)
     ran: list[str] = []
@@ -545,8 +545,7 @@ async def test_the_mirror_names_the_bytes_that_it_has(setup: Setup) -> None:
 async def test_equal_hashes_bring_no_bytes_of_another_tenant(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (prefix_index, chunk_identity):
-        monkeypatch.setattr(module, "packed_chunk_key", lambda *_: b"k" * 32)
+    monkeypatch.setattr(prefix_index, "packed_chunk_key", lambda *_: b"k" * 32)
     async with setup.client(remote=True) as reader, setup.client() as writer:
         assert reader.connection is not None
         for salt, seed in ((b"A", 1), (b"B", 2)):

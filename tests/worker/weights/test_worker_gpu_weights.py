@@ -17,7 +17,7 @@ from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import divide, place
-from worker_service.device.registrar import CudaRegistrar
+from worker_service.device.pinning import CudaRegistrar
 from worker_service.engine.engine import Engine
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.cuda import StreamLanes

@@ -12,10 +12,10 @@ from live_bytes import held_bytes
 from test_worker_host_weights import EVERYTHING, one_pass
 from tiny_models import write_tiny
 
+from splitpoint.checkpoint.config import read_decoder
 from splitpoint.checkpoint.resolve import model_fingerprint
-from splitpoint.checkpoint.support import read_decoder
 from splitpoint.errors import FailedPrecondition, InvalidArgument
-from splitpoint.host.compiler import compiler
+from splitpoint.host.processor import compiler
 from splitpoint.planning.weight_placement import OnHost, WeightSizes, place_weights, spread
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, WeightFormat
 from worker_service.kernels import panel_gemm
@@ -23,8 +23,7 @@ from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.model.decoder import Decoder
 from worker_service.startup.options import WorkerOptions
-from worker_service.startup.store import check_layout
-from worker_service.startup.worker import load_worker
+from worker_service.startup.worker import check_layout, load_worker
 from worker_service.weights.matrices import weight_sizes
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")

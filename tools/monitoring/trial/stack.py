@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore_service.mooncake.installed import how_to_install
+from kvstore_service.mooncake.settings import how_to_install
 from splitpoint.client import Client
 from splitpoint.errors import DeadlineExceeded, Unavailable
 from tools.monitoring.trial.processes import free_ports, running

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
-from splitpoint.host.openmp import SPIN_COUNT, WAIT_POLICY
+from splitpoint.host.processor import SPIN_COUNT, WAIT_POLICY
 from splitpoint_cli.bench.decode.peers.catalog import missing
 from splitpoint_cli.bench.decode.peers.messages import Load, Timing, Work, line_of
 
