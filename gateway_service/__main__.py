@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitpoint.extras import need, need_for_program
+from splitpoint.extras import need_for_program
 
 need_for_program("gateway")  # before the imports that need the extra
 
@@ -21,7 +21,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -52,9 +51,6 @@ from splitpoint.service import (
 )
 from splitpoint.transport.access import access_of
 from splitpoint.transport.tls import Identity, read_identity
-
-if TYPE_CHECKING:  # of an extra of its own
-    from gateway_service.engine_protocol.server import EngineServer
 
 _log = logging.getLogger(__name__)
 
@@ -134,21 +130,6 @@ def _schedulers(arguments: argparse.Namespace, identity: Identity) -> tuple[str,
     return addresses
 
 
-def _engine(arguments: argparse.Namespace, upstream: Upstream) -> EngineServer | None:
-    """Return the server of --engine-listen, not started; None without the option."""
-    if arguments.engine_listen is None:
-        if arguments.engine_token_file is not None:
-            raise InvalidArgument(
-                "--engine-token-file is for --engine-listen", field="engine-token-file"
-            )
-        return None
-    need("--engine-listen", "smg")
-    from gateway_service.engine_protocol.server import EngineServer, check_engine_address
-
-    check_engine_address(arguments.engine_listen)
-    return EngineServer(upstream, read_identity(token_file=arguments.engine_token_file).token)
-
-
 async def _serve(arguments: argparse.Namespace) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
@@ -179,10 +160,7 @@ async def _run(
     """Serve until the stop, and then until running requests have ended."""
     first_call = asyncio.create_task(gateway.upstream.warn_if_absent())
     try:
-        engine = _engine(arguments, gateway.upstream)
         address = await server.start(arguments.listen)
-        if engine is not None:
-            await engine.start(arguments.engine_listen)
         announce_ready(address)
         kind = "http" if arguments.tls_cert is None else "https"
         _log.info("listening on %s://%s for %s", kind, address, arguments.scheduler)
@@ -190,8 +168,7 @@ async def _run(
         _log.info("draining")
         await gateway.leave()
         server.stop_listening()
-        engines = [] if engine is None else [engine.stop(gateway.limits.grace_seconds)]
-        await asyncio.gather(gateway.drain(), *engines)
+        await gateway.drain()
     finally:
         first_call.cancel()
         if gateway.batches is not None:

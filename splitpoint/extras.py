@@ -29,7 +29,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "gateway": (*_SERVICE, "httptools", "starlette", "uvicorn", "uvloop"),
     "mooncake": (*_SERVICE, "mooncake", "numpy"),
     "plots": ("matplotlib",),
-    "smg": (*_SERVICE, "httptools", "smg_grpc_proto", "starlette", "uvicorn", "uvloop"),
     "structured": ("llguidance",),
     "tracing": ("opentelemetry",),
 }

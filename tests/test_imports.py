@@ -328,7 +328,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "http",
         "upstream",
         "batch",
-        "engine_protocol",
         "page",
         "endpoints",
     ),

@@ -1,6 +1,6 @@
 """Writes requirements/*.lock: `make lock`, or `python -m tools.lock`.
 
-    control.lock   what the image without torch has: scheduler, store, gateway, smg, structured
+    control.lock   what the image without torch has: scheduler, store, gateway, structured
     worker.lock    what the extra worker has beyond that
     mooncake.lock  what the extra mooncake has beyond control: for the image of stores that use it
     dev.lock       what `make setup` has beyond control and worker
@@ -71,7 +71,7 @@ def main() -> None:
     before = "".join(path.read_text() for path in locked)
     everything = _resolve(uv, before, newer, extras=("dev",), more=building)
     pins = "".join(everything.values())
-    services = ("scheduler", "store", "gateway", "smg", "structured")
+    services = ("scheduler", "store", "gateway", "structured")
     control = _resolve(uv, pins, (), extras=services).keys()
     worker = _resolve(uv, pins, (), extras=("worker",)).keys() - control
     mooncake = _resolve(uv, pins, (), extras=("mooncake",)).keys() - control

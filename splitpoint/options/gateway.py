@@ -97,29 +97,12 @@ DRAIN_SECONDS: Option[float] = Option(
     unit="SECONDS",
     least=0,
 )
-ENGINE_LISTEN: Option[str | None] = Option(
-    "engine-listen",
-    str,
-    None,
-    "Serve vLLM's engine protocol (gRPC) at this loopback address, for routers on this host such "
-    "as smg; absent: nowhere (docs/smg.md).",
-    unit="ADDRESS",
-)
-ENGINE_TOKEN_FILE: Option[str | None] = Option(
-    "engine-token-file",
-    str,
-    None,
-    "Token of calls at --engine-listen that bring none, a file of mode 0600: every process of "
-    "this host can use it there; absent: they have none.",
-    unit="PATH",
-)
 
 SECTIONS = (
     Section("process", (LISTEN, PARENT_FD)),
     Section("scheduler", (SCHEDULER, CA, SCHEDULER_CERT, TLS_SERVER_NAME)),
     Section("requests", (MAX_BODY, MAX_REQUESTS, RESPONSE_MEMORY, DRAIN_SECONDS, GRACE_SECONDS)),
     Section("batches (docs/gateway.md)", (BATCH_FOLDER, BATCH_DISK, BATCH_REQUESTS)),
-    Section("engine protocol (docs/smg.md)", (ENGINE_LISTEN, ENGINE_TOKEN_FILE)),
     LOGS,
     Section("traces (docs/tracing.md)", (OTLP_ENDPOINT,)),
     Section("security (docs/security.md)", (TLS_CERT, TLS_KEY, TOKENS)),

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from installation import Installation, closure, requirements_of
-from own_names import free_ports
 from packaging.utils import canonicalize_name
 from redis_server import RedisServer
 from secured_stack import SecuredStack, secured_stack
@@ -154,13 +153,13 @@ async def test_services_with_their_own_extras_serve_a_client_with_none(
 
 
 @contextmanager
-def gateway(python: Path, stack: SecuredStack, *more: str) -> Iterator[str]:
+def gateway(python: Path, stack: SecuredStack) -> Iterator[str]:
     """A gateway of this interpreter in front of the stack, once it says where it listens."""
     good = stack.certificates
     words = [
         *("-m", "gateway_service", "--listen", "127.0.0.1:0", "--scheduler", stack.scheduler),
         *("--ca", str(good / "ca.pem"), "--tls-cert", str(good / "server.pem")),
-        *("--tls-key", str(good / "server-key.pem"), "--tokens", str(stack.tokens_file), *more),
+        *("--tls-key", str(good / "server-key.pem"), "--tokens", str(stack.tokens_file)),
     ]
     inherited = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     process = subprocess.Popen(
@@ -178,23 +177,14 @@ def gateway(python: Path, stack: SecuredStack, *more: str) -> Iterator[str]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_gateway_with_its_own_extra_serves_and_says_what_smg_needs(
+async def test_a_gateway_with_its_own_extra_serves(
     base: Installation, stack: SecuredStack, tmp_path: Path
 ) -> None:
-    own, smg = Installation(tmp_path / "gateway", "gateway"), Installation(tmp_path / "smg", "smg")
-    engine = ("--engine-listen", f"127.0.0.1:{free_ports(1)}")
-    for installation, more in ((own, ()), (smg, engine)):
-        with gateway(installation.python, stack, *more) as address:
-            url = f"https://{address}/health"
-            asked = await asyncio.to_thread(
-                base.run,
-                *("-m", "splitpoint_cli.request.probe", url),
-                *("--ca", str(stack.certificates / "ca.pem")),
-            )
-            assert asked.returncode == 0, asked.stderr
-    refused = own.run(
-        *("-m", "gateway_service", "--listen", "127.0.0.1:0", *engine),
-    )
-    assert refused.returncode == 2
-    assert "--engine-listen needs smg_grpc_proto" in refused.stderr
-    assert "pip install 'splitpoint[smg]'" in refused.stderr
+    own = Installation(tmp_path / "gateway", "gateway")
+    with gateway(own.python, stack) as address:
+        asked = await asyncio.to_thread(
+            base.run,
+            *("-m", "splitpoint_cli.request.probe", f"https://{address}/health"),
+            *("--ca", str(stack.certificates / "ca.pem")),
+        )
+        assert asked.returncode == 0, asked.stderr

@@ -47,7 +47,7 @@ def test_every_entry_has_hashes_and_no_index(lock: str) -> None:
 
 def test_each_lock_holds_what_its_extras_bring() -> None:
     without_torch = {name for name in closure("dev") if not OF_TORCH.fullmatch(name)}
-    services = ("scheduler", "store", "gateway", "smg", "structured")
+    services = ("scheduler", "store", "gateway", "structured")
     control = set[str]().union(*map(closure, services))
     assert control <= NAMES["control"]
     assert closure("mooncake") <= NAMES["control"] | NAMES["mooncake"]

@@ -33,21 +33,7 @@ BUILT = ("setup", "worker-0")
 PROMPT = "\n".join(
     f"def add_{number}(left, right):\n    return left + right + {number}\n" for number in range(12)
 )
-# The engine's protocol (docs/smg.md), which only the gateway's own network can reach.
-ENGINE = "127.0.0.1:50080"
-ENGINE_ARGUMENTS = (
-    f"--engine-listen {ENGINE} --engine-token-file /etc/splitpoint/access/client.token"
-)
-ASK_ENGINE = f"""
-import grpc
-from smg_grpc_proto.generated import vllm_engine_pb2 as pb, vllm_engine_pb2_grpc
-with grpc.insecure_channel("{ENGINE}") as channel:
-    stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-    health = stub.HealthCheck(pb.HealthCheckRequest(), timeout=10)
-    assert health.healthy, health.message
-    print(stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10).served_model_name)
-"""
-ENVIRONMENT = {"SPLITPOINT_HOST_MEMORY": "256m", "SPLITPOINT_GATEWAY_ARGS": ENGINE_ARGUMENTS}
+ENVIRONMENT = {"SPLITPOINT_HOST_MEMORY": "256m"}
 
 
 def services(said: Said) -> list[str]:
@@ -108,9 +94,6 @@ def check_answers(stack: Stack, caller: Caller, access: Path, said: Said) -> Non
     said("no answer without a token; `splitpoint status`: ready, both workers")
     check_kernels(stack, answer["workers"], said)
     check_gateway(os.environ["SPLITPOINT_HTTP_PUBLISH"], access, warm["text"], said)
-    served = stack.compose("exec", "-T", "gateway", "python", "-c", ASK_ENGINE).strip()
-    expect(served == "stdlib-llama", f"the engine's protocol: {served}")
-    said("the gateway speaks the engine's protocol in its own network")
 
 
 def check_kernels(stack: Stack, workers: list[dict[str, Any]], said: Said) -> None:
