@@ -27,7 +27,7 @@ from kvstore_service.tiers.opening import TierSettings, tier_settings, tiers_of
 from splitpoint.arena.files import ArenaLost
 from splitpoint.arena.format import Geometry
 from splitpoint.arena.owner import OpenedArena, open_or_create_arena
-from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.checkpoint.resolve import model_fingerprint
 from splitpoint.config import format_size, parse_rate, parse_size
 from splitpoint.discovery.redis_announcer import Announcer, announced

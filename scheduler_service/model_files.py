@@ -14,7 +14,8 @@ from splitpoint.chat.source import (
     read_template_file,
     read_templates,
 )
-from splitpoint.checkpoint.config import read_shape, with_context
+from splitpoint.checkpoint.config import with_context
+from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.checkpoint.files import is_there
 from splitpoint.checkpoint.resolve import TOKENIZER_FILES, eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from splitpoint import config
-from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import available_cores, default_host_memory

@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -391,6 +392,20 @@ def imported_modules(tree: ast.Module) -> Iterator[str]:
             for alias in node.names:
                 member = ROOT.joinpath(*node.module.split("."), f"{alias.name}.py")
                 yield f"{node.module}.{alias.name}" if member.exists() else node.module
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    """Imports at a module's start only: a circle fails or works by what is imported first."""
+    modules = {
+        name.removesuffix(".py").replace("/", "."): tree
+        for name, tree in sources(package)
+        if not name.endswith("/__init__.py")
+    }
+    uses = {
+        module: set(imported_at_once(tree.body)) & set(modules) for module, tree in modules.items()
+    }
+    TopologicalSorter(uses).prepare()  # raises CycleError with the circle
 
 
 def test_folders_say_in_one_sentence_what_lives_there() -> None:

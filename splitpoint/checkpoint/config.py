@@ -1,18 +1,15 @@
-"""A checkpoint's `config.json`, in Hugging Face form: its values, decoder shape and verdict.
+"""A checkpoint's `config.json`, in Hugging Face form: its checked values, and its shape.
 
-The verdict says what a worker computes of the checkpoint, or why this version refuses it. Every
-command and service that takes a checkpoint asks here, so that what one approves no other refuses.
-It is that of config.json alone; it needs no weights, no device and no torch. Errors name the key.
+Errors name the key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.checkpoint.files import is_there, read_object
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType, ModelShape
@@ -197,51 +194,3 @@ def _integer(config: Mapping[str, Any], key: str, default: int | None = None) ->
             field="config",
         )
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class Support:
-    """Whether this version serves a checkpoint; one of the two is None.
-
-    Attributes:
-        decoder: what a worker computes.
-        refusal: why the checkpoint is refused; `field` is the key of config.json that decides,
-            and `reason` is UNSUPPORTED_MODEL for a sound checkpoint that needs what this version
-            lacks.
-    """
-
-    decoder: DecoderConfig | None = None
-    refusal: InvalidArgument | None = None
-
-    @property
-    def reason(self) -> str:
-        """Why the checkpoint is refused, for people; empty if it is served."""
-        return "" if self.refusal is None else self.refusal.message
-
-    @property
-    def required(self) -> DecoderConfig:
-        """What a worker computes. Raises the refusal."""
-        if self.decoder is None:
-            assert self.refusal is not None
-            raise self.refusal
-        return self.decoder
-
-
-def support_of(folder: Path, data_type: DataType | None = None) -> Support:
-    """Return the verdict on a checkpoint folder. `data_type` None: as stored."""
-    try:
-        config = read_config(folder)
-        name = model_name(folder)
-        return Support(DecoderConfig.parse(config, name=name, data_type=data_type))
-    except InvalidArgument as error:
-        return Support(refusal=error)
-
-
-def read_decoder(folder: Path, data_type: DataType | None = None) -> DecoderConfig:
-    """Return what a worker computes of a checkpoint. Raises InvalidArgument if it is refused."""
-    return support_of(folder, data_type).required
-
-
-def read_shape(folder: Path, data_type: DataType | None = None) -> ModelShape:
-    """Return the shape of a checkpoint. Raises InvalidArgument if it is refused."""
-    return read_decoder(folder, data_type).shape

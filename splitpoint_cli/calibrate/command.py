@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument

@@ -11,7 +11,7 @@ from admitting import admitting
 from local_stack import LocalStack, StackShape, local_stack, start_service, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from splitpoint.checkpoint.config import read_decoder
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_schedule import LAYER_PIECES

@@ -25,7 +25,7 @@ from local_stack import (
 from own_names import shared_memory_folder
 from tiny_models import write_tiny
 
-from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
 from splitpoint.host.processor import compiler

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from engine_runner import CPU, make_engine
 
-from splitpoint.checkpoint.config import read_decoder
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.shapes import ArenaLayout
 from worker_service.device.memory import place
 from worker_service.engine.engine import Engine

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from splitpoint.checkpoint.config import read_decoder
-from splitpoint.checkpoint.decoder import DecoderConfig, Norm
+from splitpoint.checkpoint.decoder import DecoderConfig, Norm, read_decoder
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WEIGHT_SLOTS, OnHost
 from splitpoint.planning.weight_schedule import WeightOrder, WeightPiece
 from splitpoint.progress import Ticker

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.config import read_decoder
-from splitpoint.checkpoint.decoder import DecoderConfig
+from splitpoint.checkpoint.decoder import DecoderConfig, read_decoder
 from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.vocabulary import check_vocabulary
 from splitpoint.progress import Ticker

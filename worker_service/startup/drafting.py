@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.config import model_name, read_decoder
+from splitpoint.checkpoint.config import model_name
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.progress import Ticker
 from splitpoint.shapes import ArenaLayout, ModelShape

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.config import read_decoder
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.config import format_rate
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.processor import spins_long

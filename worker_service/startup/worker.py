@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.config import read_decoder, read_shape, with_context
+from splitpoint.checkpoint.config import with_context
+from splitpoint.checkpoint.decoder import read_decoder, read_shape
 from splitpoint.checkpoint.resolve import model_fingerprint
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition

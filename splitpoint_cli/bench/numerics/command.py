@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.extras import need_all

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.config import read_decoder
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import Internal
 from splitpoint.options.cpu_kernels import AUTO

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.checkpoint.resolve import BUNDLED_MODEL, resolve_model
 from splitpoint.config import parse_rate
 from splitpoint.errors import InvalidArgument

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from splitpoint.checkpoint.config import read_decoder
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType, ModelShape
 from worker_service.checkpoint.tensors import Checkpoint

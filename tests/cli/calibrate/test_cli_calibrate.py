@@ -11,7 +11,7 @@ import torch
 from tiny_models import write_tiny
 from typer.testing import CliRunner, Result
 
-from splitpoint.checkpoint.config import read_decoder
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.selection import Selection, SelectionMethod
 from splitpoint_cli.calibrate.report import table_of
 from splitpoint_cli.calibrate.text import HELD_OUT, calibration_passages

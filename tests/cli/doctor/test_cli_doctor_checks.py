@@ -13,7 +13,7 @@ import pynvml
 import pytest
 from own_names import instance_name
 
-from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.config import make_runtime, remove_tree, runtime_path
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import MemoryFacts

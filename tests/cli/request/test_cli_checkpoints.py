@@ -17,7 +17,8 @@ from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from own_names import instance_name
 
-from splitpoint.checkpoint.config import model_name, support_of
+from splitpoint.checkpoint.config import model_name
+from splitpoint.checkpoint.decoder import support_of
 from splitpoint.checkpoint.resolve import (
     eos_token_ids,
     model_fingerprint,

@@ -26,7 +26,7 @@ from splitpoint.checkpoint.resolve import eos_token_ids, model_fingerprint
 from splitpoint.checkpoint.resolve import resolve_model, weight_files
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import ArenaLayout, ModelShape
-from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.checkpoint.tensors import read_header
 from splitpoint.checkpoint.text import Tokenizer
 

@@ -12,7 +12,7 @@ import torch
 from local_stack import ROOT, stop_process
 from tiny_models import write_tiny
 
-from splitpoint.checkpoint.config import read_decoder
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.progress import Progress, Ticker, read_progress
 from splitpoint.service import READY_PREFIX
 from worker_service.checkpoint.names import expected_tensors

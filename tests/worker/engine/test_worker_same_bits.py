@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_models import write_tiny
 
-from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.host.processor import compiler
 from splitpoint.shapes import DataType
 from splitpoint_cli.bench.numerics.host import NumericsHost

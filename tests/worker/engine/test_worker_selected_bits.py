@@ -13,7 +13,7 @@ from test_worker_selected import SOME, WHOLE, always_on, check_left, requests_of
 from test_worker_streamed import GREEDY, NEW, Case, make_case
 from tiny_models import write_tiny
 
-from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.host.processor import compiler
 from splitpoint.selection import FULL
 from splitpoint.shapes import DataType

@@ -10,7 +10,7 @@ from engine_runner import CPU, admission
 
 from scheduler_service.placement.footprint import Fits, footprint_of, grant_of
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.checkpoint.config import read_decoder
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.plan import Residency

@@ -14,7 +14,7 @@ from engine_runner import admission, make_engine, run_all
 from graph_double import SpanKernels, span_kernels
 from tiny_models import write_tiny
 
-from splitpoint.checkpoint.config import read_decoder
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.shapes import ArenaLayout, DataType
 from worker_service.engine.sampling import Sampling

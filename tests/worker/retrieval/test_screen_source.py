@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitpoint.checkpoint.config import read_decoder
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod

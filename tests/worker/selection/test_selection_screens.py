@@ -20,7 +20,7 @@ from layer_rows import (
 )
 from tiny_models import write_tiny
 
-from splitpoint.checkpoint.config import read_decoder
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from splitpoint.residency.selecting import QUEST_TOKENS
 from splitpoint.selection import Selection, SelectionMethod

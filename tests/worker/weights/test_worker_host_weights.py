@@ -16,8 +16,7 @@ from small_memory import LAYERS, small_engine, total_bytes
 from stored_prefix import StoredPrefix, stored_prefix
 from tiny_models import FAMILY_CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 
-from splitpoint.checkpoint.config import read_decoder
-from splitpoint.checkpoint.decoder import DecoderConfig
+from splitpoint.checkpoint.decoder import DecoderConfig, read_decoder
 from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.planning.weight_placement import OnHost, place_weights, spread

@@ -12,7 +12,7 @@ from live_bytes import held_bytes
 from test_worker_host_weights import EVERYTHING, one_pass
 from tiny_models import write_tiny
 
-from splitpoint.checkpoint.config import read_decoder
+from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.checkpoint.resolve import model_fingerprint
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.processor import compiler
