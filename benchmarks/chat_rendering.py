@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks.shared import finish, parser_of
+from benchmarks.harness import finish, parser_of
 from splitpoint.chat.messages import Chat
 from splitpoint.chat.renderer import ChatRenderer
 from splitpoint.chat.source import read_templates

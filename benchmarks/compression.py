@@ -32,7 +32,7 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional
 
-from benchmarks.shared import finish, parser_of
+from benchmarks.harness import finish, parser_of
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.planning.schedule import Lane

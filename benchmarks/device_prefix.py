@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.shared import random_ids, run_in_rounds, serving
+from benchmarks.harness import random_ids, run_in_rounds, serving
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
 from splitpoint_cli.bench.shared.progress import Progress

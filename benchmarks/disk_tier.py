@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared import finish, parser_of, random_ids, serving
+from benchmarks.harness import finish, parser_of, random_ids, serving
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
 from splitpoint.tiers import Tier

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from benchmarks.process_memory import processor_seconds
+from benchmarks.harness import processor_seconds
 from benchmarks.streams import WARM_UP_STREAMS, load, round_of, run_benchmark, running, show_line
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hardware

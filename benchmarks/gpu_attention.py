@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from benchmarks.shared import finish, parser_of
+from benchmarks.harness import finish, parser_of
 from worker_service.device.upload import Upload
 from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, PageView, PrefillPlan

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.shared import finish, parser_of
+from benchmarks.harness import finish, parser_of
 from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
 from splitpoint.speculation import DraftMethod, Speculation

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared import finish, parser_of
+from benchmarks.harness import finish, parser_of
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_placement import WeightSizes

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from prometheus_client import generate_latest
 
-from benchmarks.shared import finish, parser_of
+from benchmarks.harness import finish, parser_of
 from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.observe.meters import Meters

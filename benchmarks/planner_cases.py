@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import planner_residency, planner_restores
-from benchmarks.shared import finish, parser_of
+from benchmarks.harness import finish, parser_of
 from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.bench.restore.workload import RestoreWorkload
 from splitpoint_cli.bench.shared.ending import ending_by_signals

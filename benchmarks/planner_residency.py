@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.quiet import Timed, is_quiet, median_seconds, timed
+from benchmarks.harness import Timed, is_quiet, median_seconds, timed
 from splitpoint.costs.profile import Profile, fit_line
 from splitpoint.errors import Internal
 from splitpoint.planning.plan import Objective, Residency

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.quiet import Timed, is_quiet, median_seconds, quieter_half, timed
+from benchmarks.harness import Timed, is_quiet, median_seconds, quieter_half, timed
 from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Plan, PlanInput, RestoreMethod

@@ -28,8 +28,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quiet import Timed, busy_seconds, is_quiet, median_seconds, tree_seconds
-from benchmarks.shared import finish, parser_of, random_ids, serving
+from benchmarks.harness import (
+    Timed,
+    busy_seconds,
+    finish,
+    is_quiet,
+    median_seconds,
+    parser_of,
+    random_ids,
+    serving,
+    tree_seconds,
+)
 from scheduler_service.placement.footprint import Grant
 from scheduler_service.placement.planning import PlanOptions, plan_attempt
 from scheduler_service.prefixes.lookup import FetchSource

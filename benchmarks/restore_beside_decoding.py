@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.shared import finish, parser_of, random_ids
+from benchmarks.harness import finish, parser_of, random_ids
 from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.errors import Internal
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, chunks_of

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.shared import finish, parser_of, random_ids, serving
+from benchmarks.harness import finish, parser_of, random_ids, serving
 from splitpoint.client.requests import GenerateOptions
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint_cli.bench.shared.ending import run_until_signal

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared import finish, parser_of, random_ids, serving
+from benchmarks.harness import finish, parser_of, random_ids, serving
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
 from splitpoint.options.scheduler import Policy

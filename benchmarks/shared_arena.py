@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared import finish, parser_of, random_ids, serving
+from benchmarks.harness import finish, parser_of, random_ids, serving
 from splitpoint.client import AsyncClient
 from splitpoint.config import format_size
 from splitpoint_cli.bench.shared.ending import run_until_signal

@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.quiet import busy_seconds, tree_seconds
-from benchmarks.shared import finish, parser_of, serving
+from benchmarks.harness import busy_seconds, finish, parser_of, serving, tree_seconds
 from scheduler_service.policy.settings import PolicySettings
 from splitpoint.client import AsyncClient
 from splitpoint.costs.profile import Profile

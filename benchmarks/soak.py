@@ -34,8 +34,16 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.process_memory import Memory, children_of, memory_of, processor_seconds
-from benchmarks.shared import finish, parser_of, random_ids, serving
+from benchmarks.harness import (
+    Memory,
+    children_of,
+    finish,
+    memory_of,
+    parser_of,
+    processor_seconds,
+    random_ids,
+    serving,
+)
 from benchmarks.streams import running
 from splitpoint.client import AsyncClient
 from splitpoint.errors import SplitpointError

@@ -24,8 +24,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any
 
-from benchmarks.process_memory import processor_seconds
-from benchmarks.shared import finish, parser_of
+from benchmarks.harness import finish, parser_of, processor_seconds
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import AsyncClient
 from splitpoint_cli.bench.shared.ending import run_until_signal

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.shared import finish, parser_of
+from benchmarks.harness import finish, parser_of
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.shapes import ArenaLayout, DataType

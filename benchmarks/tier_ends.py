@@ -20,9 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import Timed, finish, is_quiet, median_seconds, parser_of, random_ids
 from benchmarks.planner_tiers import DISK, Served, grant_of, served
-from benchmarks.quiet import Timed, is_quiet, median_seconds
-from benchmarks.shared import finish, parser_of, random_ids
 from scheduler_service.placement.planning import plan_attempt
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.fetching import TierEnds

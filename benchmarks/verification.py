@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.shared import finish, parser_of
+from benchmarks.harness import finish, parser_of
 from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.config import parse_rate
 from splitpoint.options.worker import VERIFY_RATE

@@ -8,11 +8,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from gateway_service.endpoints import batches, embeddings, models, operations, page, tokens
+from gateway_service.endpoints import batches, models, operations, page
 from gateway_service.endpoints.endpoint import GENERATE, OTHER, Ended, Endpoint, Gateway, Handle
 from gateway_service.endpoints.generating import Generating, find_echoes, find_model, find_previous
 from gateway_service.http.exchange import Exchange
-from gateway_service.openai.chat.job import CHAT_FIELDS, read_chat
+from gateway_service.openai.chat_completions import CHAT_FIELDS, read_chat
 from gateway_service.openai.completions import COMPLETION_FIELDS, read_completion
 from gateway_service.openai.errors import HttpError, error_answer
 from gateway_service.openai.responses.job import RESPONSE_FIELDS, read_response
@@ -39,7 +39,7 @@ def routes_of(gateway: Gateway) -> list[Route]:
         route("/v1/completions", "POST", completions, generate),
         route("/v1/chat/completions", "POST", chat, generate),
         route("/v1/responses", "POST", responses, generate),
-        route("/v1/embeddings", "POST", embeddings.embeddings, generate),
+        route("/v1/embeddings", "POST", models.embeddings, generate),
         route("/v1/models", "GET", models.list_models, f"{_INFERENCE}/ListModels"),
         route("/v1/models/{model:path}", "GET", models.get_model, get_model),
         route("/v1/files", "POST", batches.create_file, generate),
@@ -51,8 +51,8 @@ def routes_of(gateway: Gateway) -> list[Route]:
         route("/v1/batches", "GET", batches.list_batches, generate),
         route("/v1/batches/{batch_id}", "GET", batches.get_batch, generate),
         route("/v1/batches/{batch_id}/cancel", "POST", batches.cancel_batch, generate),
-        route("/tokenize", "POST", tokens.tokenize, f"{_INFERENCE}/Tokenize"),
-        route("/detokenize", "POST", tokens.detokenize, f"{_INFERENCE}/Detokenize"),
+        route("/tokenize", "POST", models.tokenize, f"{_INFERENCE}/Tokenize"),
+        route("/detokenize", "POST", models.detokenize, f"{_INFERENCE}/Detokenize"),
         route("/", "GET", files, is_counted=False),
         route("/page/{name}", "GET", files, is_counted=False),
         route("/splitpoint/status", "GET", page.status, status),

@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from scheduler_service.limits import Limits
-from scheduler_service.model_files import load_served_model
-from scheduler_service.options import SchedulerOptions
+from scheduler_service.options import SchedulerOptions, load_served_model
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.service import Scheduler
 from splitpoint.checkpoint.resolve import resolve_model

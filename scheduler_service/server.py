@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from scheduler_service.api.delivery import StallBound
 from scheduler_service.api.prompts import (
     Encode,
     Render,
@@ -18,7 +19,6 @@ from scheduler_service.api.prompts import (
     prompt_exceeds,
 )
 from scheduler_service.api.request import Request, Resume
-from scheduler_service.api.stalls import StallBound
 from scheduler_service.api.structured import GrammarChecks
 from scheduler_service.api.text_jobs import TextJobs, is_long
 from scheduler_service.api.validation import check_model, validate_generate

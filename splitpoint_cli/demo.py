@@ -25,8 +25,7 @@ from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
 from splitpoint.errors import DeadlineExceeded, Internal, SplitpointError
 from splitpoint.transport.tls import PLAIN
-from splitpoint_cli.output import out, print_error, seconds_text
-from splitpoint_cli.report import print_table
+from splitpoint_cli.output import out, print_error, print_table, seconds_text
 from splitpoint_cli.request.observed import read_store
 from splitpoint_cli.stack.child import ServiceExited, ServiceNotReady
 from splitpoint_cli.stack.options import StackOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from splitpoint.observe.metrics import Kind, Metric, Service, all_metrics, metrics_of
-from splitpoint_cli.report import AsJson, OutputFile, hand_over
+from splitpoint_cli.output import AsJson, OutputFile, hand_over
 
 _TITLES = {
     Service.KVSTORE: "The store",

@@ -1,11 +1,13 @@
 """Options of commands: a dataclass names the declared options, and Typer gets a signature of them.
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    chunk_tokens: int = of(store.CHUNK_TOKENS, "Arena")
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        chunk_tokens: int = of(store.CHUNK_TOKENS, "Arena")
 
-@takes_options
-def command(options: Options) -> None: ...
+    @takes_options
+    def command(options: Options) -> None: ...
+
+The options by which commands reach a scheduler and prove who they are are declared here, too.
 """
 
 from __future__ import annotations
@@ -126,3 +128,27 @@ def _parameter(name: str, metadata: Any) -> Parameter:
 def _checked(option: Option[Any], value: T) -> T:
     option.check(value)
     return value
+
+
+Address = Annotated[
+    str,
+    typer.Option(
+        help="Address of the scheduler: host:port or unix:/path; several with commas.",
+        envvar="SPLITPOINT_ADDRESS",
+    ),
+]
+CaFile = Annotated[
+    str | None,
+    typer.Option(
+        "--ca",
+        help="Authority (PEM) of the scheduler's certificate; turns TLS on. Or SPLITPOINT_CA.",
+        metavar="PATH",
+    ),
+]
+TokenFile = Annotated[
+    str | None,
+    typer.Option(
+        help="File of mode 0600 with the token. Or SPLITPOINT_TOKEN_FILE, SPLITPOINT_TOKEN.",
+        metavar="PATH",
+    ),
+]

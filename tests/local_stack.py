@@ -20,8 +20,7 @@ import grpc
 from forked_service import ForkedService, start_forked
 from own_names import shared_memory_folder
 
-from scheduler_service.model_files import load_served_model
-from scheduler_service.options import SchedulerOptions
+from scheduler_service.options import SchedulerOptions, load_served_model
 from scheduler_service.service import Scheduler
 from splitpoint.client import AsyncClient
 from splitpoint.options.speculation import SpeculativeConfig

@@ -19,12 +19,10 @@ from starlette.types import Receive, Scope, Send
 from gateway_service.batch.batches import Batches
 from gateway_service.batch.folder import Folder
 from gateway_service.endpoints.kept_responses import KeptResponses
-from gateway_service.http.budget import ByteBudget
-from gateway_service.http.exchange import ClientGone, Exchange
+from gateway_service.http.exchange import ByteBudget, ClientGone, Exchange
 from gateway_service.openai.errors import error_answer
 from gateway_service.settings import Limits
-from gateway_service.upstream.models import Models
-from gateway_service.upstream.schedulers import Upstream
+from gateway_service.upstream.schedulers import Models, Upstream
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.config import is_local_address
 from splitpoint.errors import (

@@ -1,10 +1,18 @@
-"""GET /v1/models and /v1/models/NAME."""
+"""Endpoints that answer with facts of a model, in one piece.
+
+GET /v1/models and /v1/models/NAME, POST /tokenize and /detokenize, POST /v1/embeddings.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import uuid
+
 from gateway_service.endpoints.endpoint import Gateway
+from gateway_service.endpoints.generating import whole_answers
 from gateway_service.http.exchange import Exchange
-from gateway_service.openai.models import model_list, model_object
+from gateway_service.openai.embeddings import EMBEDDING_FIELDS, read_embedding
+from gateway_service.openai.tokens import model_list, model_object, read_detokenize, read_tokenize
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.tries import INFERENCE
 from splitpoint.v1 import scheduler_pb2 as pb
@@ -21,3 +29,38 @@ async def get_model(gateway: Gateway, exchange: Exchange, metadata: Metadata) ->
     exchange.parameter_names = {}
     answer = await gateway.upstream.call(INFERENCE, "GetModel", request, metadata)
     await exchange.respond(model_object(answer.model, gateway.created))
+
+
+async def tokenize(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
+    job = read_tokenize(await exchange.json())
+    exchange.parameter_names = {}
+    call = gateway.upstream.call
+    async with exchange.while_connected():
+        answer = await call(INFERENCE, "Tokenize", job.request, metadata)
+        asked = pb.GetModelRequest(model=job.request.model)
+        model = (await call(INFERENCE, "GetModel", asked, metadata)).model
+        await exchange.respond(job.result(answer, model.context_length))
+
+
+async def detokenize(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
+    request = read_detokenize(await exchange.json())
+    exchange.parameter_names = {"token_ids": "tokens"}
+    async with exchange.while_connected():
+        answer = await gateway.upstream.call(INFERENCE, "Detokenize", request, metadata)
+        await exchange.respond({"prompt": answer.text})
+
+
+async def embeddings(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
+    body = await exchange.json()
+    exchange.request_id = f"embd-{uuid.uuid4().hex}"
+    job = read_embedding(body, request_id=exchange.request_id)
+    exchange.parameter_names = job.parameter_names
+    exchange.ignored = EMBEDDING_FIELDS.ignored(body)
+    async with exchange.while_connected():
+        answers = await whole_answers(gateway, job, metadata)
+        items = []
+        for index, answer in enumerate(answers):
+            items.append(job.item(index, answer))
+            # Thousands of numbers each: streams go on in between.
+            await asyncio.sleep(0)
+        await exchange.respond_bytes(job.body(items, answers), b"application/json")

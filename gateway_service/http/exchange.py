@@ -1,22 +1,59 @@
-"""One HTTP exchange: the request's headers and body, and its answer, whole or as a stream."""
+"""One HTTP exchange: the request's headers and body, and its answer, whole or as a stream.
+
+The bytes of all bodies that are being read at a time are bounded.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway_service.http.budget import ByteBudget
 from gateway_service.openai.answers import dumped, error_frame
 from gateway_service.openai.errors import ErrorAnswer, HttpError
 from gateway_service.openai.fields import parsed
 from gateway_service.settings import Limits
 from splitpoint.config import format_size
+from splitpoint.errors import ResourceExhausted
 from splitpoint.tasks import FileThread
+
+
+class ByteBudget:
+    """So many bytes that requests share."""
+
+    def __init__(self, most: int, retry_seconds: float) -> None:
+        self._most = most
+        self._retry_seconds = retry_seconds
+        self.used = 0
+
+    @contextmanager
+    def taking(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that takes bytes; they are given back at the end of the block.
+
+        It raises ResourceExhausted if there are too few.
+        """
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if self.used + size > self._most:
+                raise ResourceExhausted(
+                    "too many large bodies are being read",
+                    reason="BODIES_TOO_LARGE",
+                    retry_after_seconds=self._retry_seconds,
+                )
+            self.used += size
+            taken += size
+
+        try:
+            yield take
+        finally:
+            self.used -= taken
+
 
 Headers = list[tuple[bytes, bytes]]
 

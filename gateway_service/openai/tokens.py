@@ -1,20 +1,38 @@
-"""/tokenize and /detokenize, with vLLM's fields."""
+"""/v1/models as OpenAI lists them, and /tokenize and /detokenize with vLLM's fields."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from gateway_service.openai.chat.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
 from gateway_service.openai.chat.tools import TOOLS
 from gateway_service.openai.fields import Field, Table
-from gateway_service.openai.values import (
-    BOOLEAN,
-    TOKEN_IDS,
-    text_of,
-    wrong,
-)
+from gateway_service.openai.values import BOOLEAN, TOKEN_IDS, text_of, wrong
 from splitpoint.v1 import scheduler_pb2 as pb
+
+
+def model_object(model: pb.Model, created: int) -> dict[str, Any]:
+    """Return one model. `created`: seconds since 1970, which the scheduler does not know."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "splitpoint",
+        "max_model_len": model.context_length,
+        "vocabulary_size": model.shape.vocabulary_size,
+        "has_chat_template": model.has_chat_template,
+        "has_structured_output": model.has_structured_output,
+        "tool_call_format": model.tool_call_format or None,
+        "ready_worker_count": model.ready_worker_count,
+    }
+
+
+def model_list(models: Iterable[pb.Model], created: int) -> dict[str, Any]:
+    """Return all served models."""
+    return {"object": "list", "data": [model_object(model, created) for model in models]}
+
 
 _MODEL = Field("model", text_of(), "Name of a served model; absent: the only one.")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway_service.openai.batches import BATCH_FIELDS
-from gateway_service.openai.chat.job import CHAT_FIELDS
+from gateway_service.openai.chat_completions import CHAT_FIELDS
 from gateway_service.openai.completions import COMPLETION_FIELDS
 from gateway_service.openai.embeddings import EMBEDDING_FIELDS
 from gateway_service.openai.fields import Table

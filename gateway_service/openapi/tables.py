@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from gateway_service.openai.batches import BATCH_FIELDS
-from gateway_service.openai.chat.job import CHAT_FIELDS
+from gateway_service.openai.chat_completions import CHAT_FIELDS
 from gateway_service.openai.completions import COMPLETION_FIELDS
 from gateway_service.openai.embeddings import EMBEDDING_FIELDS
 from gateway_service.openai.fields import Field, Table, Use

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway_service.tool_calls.pieces import CallArguments, CallStart, Piece
-from gateway_service.tool_calls.splitter import Splitter
+from gateway_service.tool_calls.splitter import CallArguments, CallStart, Piece, Splitter
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 # Keywords whose values are data, not schemas.

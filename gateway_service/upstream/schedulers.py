@@ -1,10 +1,14 @@
-"""Calls to the schedulers, each with the key of the client for whom it is made."""
+"""Calls to the schedulers, each with the key of the client for whom it is made.
+
+Facts of the served models are remembered for some seconds: they change with the workers only.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,19 +20,47 @@ from grpc_health.v1 import health_pb2
 from splitpoint.client.answers import drop_known
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.requests import check_size
-from splitpoint.client.tries import DEFAULT_RETRY_SECONDS, HEALTH, OnRetry, Round, Schedulers, Tries
-from splitpoint.errors import (
-    DeadlineExceeded,
-    Internal,
-    Retryable,
-    SplitpointError,
-    Unavailable,
+from splitpoint.client.tries import (
+    DEFAULT_RETRY_SECONDS,
+    HEALTH,
+    INFERENCE,
+    OnRetry,
+    Round,
+    Schedulers,
+    Tries,
 )
+from splitpoint.errors import DeadlineExceeded, Internal, Retryable, SplitpointError, Unavailable
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.servers import STREAMS_PER_CONNECTION
 from splitpoint.transport.statuses import error_of
 from splitpoint.transport.tls import Identity
 from splitpoint.v1 import scheduler_pb2 as pb
+
+_SECONDS = 5.0
+
+
+class Models:
+    """Models by name. Only names that a scheduler knows are remembered."""
+
+    def __init__(self, upstream: Upstream, clock: Callable[[], float] = time.monotonic) -> None:
+        self._upstream = upstream
+        self._clock = clock
+        self._found: dict[str, tuple[float, pb.Model]] = {}
+
+    async def get(self, name: str, metadata: Metadata) -> pb.Model:
+        """Return a model. Raises NotFound, and what a call raises.
+
+        The generation that follows is what checks the client's key: facts of a model are no
+        secret of its clients.
+        """
+        now = self._clock()
+        found = self._found.get(name)
+        if found is None or now - found[0] > _SECONDS:
+            request = pb.GetModelRequest(model=name)
+            answer = await self._upstream.call(INFERENCE, "GetModel", request, metadata)
+            found = self._found[name] = (now, answer.model)
+        return found[1]
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""All workers: those given at the start, and those found in Redis.
+"""All workers: those given at the start, and those found in Redis; and how often each was lost.
 
 Static addresses stay for good. A discovered one is dropped once Redis lists it no more
 and its stream is down: the stream is the truth, Redis a hint.
@@ -9,16 +9,49 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from scheduler_service.cluster.connection import WorkerConnection, WorkerListener
-from scheduler_service.cluster.losses import WorkerLosses
 from scheduler_service.prefixes.stores import StoreCatalog
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.discovery.entries import ModelName, WorkerEntry
 from splitpoint.errors import FailedPrecondition
 from splitpoint.shapes import ModelShape
 from splitpoint.transport.tls import PLAIN, Identity
+
+# A lost worker that does not come back is forgotten after this long: operators have time
+# to notice it, and the lists stay bounded.
+_REMEMBER_SECONDS = 3600.0
+
+
+class WorkerLosses:
+    """Losses by worker id."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # Number of losses, and when the last one was.
+        self._losses: dict[str, tuple[int, float]] = {}
+
+    def note(self, worker_id: str, known: Collection[str]) -> None:
+        """Count a loss now. The losses of `known` workers are never forgotten."""
+        now = self._clock()
+        self._losses[worker_id] = (self.count(worker_id) + 1, now)
+        for name, (_, last) in list(self._losses.items()):
+            if name not in known and now - last > _REMEMBER_SECONDS:
+                del self._losses[name]
+
+    def count(self, worker_id: str) -> int:
+        return self._losses.get(worker_id, (0, 0.0))[0]
+
+    def seconds_ago(self, worker_id: str) -> float | None:
+        """Return the time since the worker was last lost; None if it never was."""
+        found = self._losses.get(worker_id)
+        return None if found is None else self._clock() - found[1]
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of losses of the workers that were ever lost."""
+        return {worker_id: count for worker_id, (count, _) in self._losses.items()}
+
 
 _log = logging.getLogger(__name__)
 

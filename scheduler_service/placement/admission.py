@@ -33,7 +33,7 @@ from scheduler_service.placement.reasons import Explanation, Place, explain
 from scheduler_service.placement.residency import streamed_instead
 from scheduler_service.placement.routing import candidate_of, choose_worker
 from scheduler_service.placement.ways import Ways
-from scheduler_service.policy.in_order import needs_of
+from scheduler_service.policy.order import needs_of
 from scheduler_service.policy.queue import PolicyQueue
 from scheduler_service.policy.rooms import WorkerLimits
 from scheduler_service.policy.settings import PolicySettings

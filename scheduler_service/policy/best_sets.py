@@ -16,8 +16,7 @@ from typing import Generic
 
 from scheduler_service.policy.choice import Budget, Offer, choose
 from scheduler_service.policy.hold import Hold
-from scheduler_service.policy.in_order import streamed_in
-from scheduler_service.policy.order import WaitingOrder
+from scheduler_service.policy.order import WaitingOrder, streamed_in
 from scheduler_service.policy.owner import Decision, Owner, Start
 from scheduler_service.policy.reservations import Reservations
 from scheduler_service.policy.rooms import WorkerRooms

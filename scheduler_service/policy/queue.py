@@ -14,13 +14,11 @@ from typing import Generic
 
 from scheduler_service.policy.best_sets import BestSets
 from scheduler_service.policy.hold import Hold
-from scheduler_service.policy.in_order import fair_order, first_in_order, prefixes_first
-from scheduler_service.policy.order import WaitingOrder
+from scheduler_service.policy.order import WaitingOrder, fair_order, first_in_order, prefixes_first
 from scheduler_service.policy.owner import Decision, Owner, Start
 from scheduler_service.policy.rooms import WorkerLimits, WorkerRooms
 from scheduler_service.policy.settings import PolicySettings
-from scheduler_service.policy.tenants import TenantShares
-from scheduler_service.policy.usage import Usage
+from scheduler_service.policy.tenants import TenantShares, Usage
 from scheduler_service.policy.waiting import Need, R, Waiting
 from splitpoint.options.scheduler import Policy
 

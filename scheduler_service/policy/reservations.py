@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Generic
 
-from scheduler_service.policy.in_order import needs_of
+from scheduler_service.policy.order import needs_of
 from scheduler_service.policy.owner import Owner
 from scheduler_service.policy.rooms import WorkerRooms
 from scheduler_service.policy.settings import PolicySettings

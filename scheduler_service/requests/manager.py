@@ -16,9 +16,9 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
+from scheduler_service.api.delivery import Rounds
 from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
-from scheduler_service.api.rounds import Rounds
 from scheduler_service.cluster.connection import WorkerConnection
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.options import SchedulerOptions

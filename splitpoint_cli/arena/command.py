@@ -19,8 +19,7 @@ from splitpoint import config
 from splitpoint.arena.format import ArenaFormatError
 from splitpoint.config import counted
 from splitpoint.errors import NotFound
-from splitpoint_cli.output import err, out
-from splitpoint_cli.report import AsJson, OutputFile, hand_over
+from splitpoint_cli.output import AsJson, OutputFile, err, hand_over, out
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -8,7 +8,7 @@ import logging
 import signal
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,6 +16,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from splitpoint.checkpoint.resolve import BUNDLED_MODEL
 from splitpoint.config import DEFAULT_ADDRESS, check_addresses, counted
@@ -23,15 +25,62 @@ from splitpoint.errors import Cancelled, InvalidArgument, SplitpointError
 from splitpoint.options import scheduler, store, worker
 from splitpoint.options.option import Option
 from splitpoint.transport.tls import PLAIN, Identity, client_identity
-from splitpoint_cli.batch.progress import shown
-from splitpoint_cli.identity import Address, CaFile, TokenFile
-from splitpoint_cli.options import of, takes_options
-from splitpoint_cli.output import EXIT_HELP, err, seconds_text
-from splitpoint_cli.report import AsJson, OutputFile, facts_table, hand_over, print_table
+from splitpoint_cli.options import Address, CaFile, TokenFile, of, takes_options
+from splitpoint_cli.output import (
+    EXIT_HELP,
+    AsJson,
+    OutputFile,
+    err,
+    facts_table,
+    hand_over,
+    print_table,
+    seconds_text,
+)
 from splitpoint_cli.stack.options import HOST_MEMORY
 
 if TYPE_CHECKING:
     from gateway_service.batch.run import Batch, Totals
+
+
+LINE_SECONDS = 10.0
+
+
+@contextmanager
+def shown(
+    console: Console, total: int, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[str, int], None]]:
+    """Show how many of `total` requests are done, by what is done with them."""
+    if not console.is_terminal:
+        yield _lines(console, total, clock)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks = {}
+
+        def on_progress(what: str, done: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        yield on_progress
+
+
+def _lines(console: Console, total: int, clock: Callable[[], float]) -> Callable[[str, int], None]:
+    told = clock()
+
+    def on_progress(what: str, done: int) -> None:
+        nonlocal told
+        if clock() - told >= LINE_SECONDS:
+            told = clock()
+            console.print(f"{what}: {done:,} of {counted(total, 'request')}", markup=False)
+
+    return on_progress
+
 
 # Their warnings are about the cache of a stack that others use, too.
 _SERVICES = ("kvstore_service", "worker_service", "scheduler_service", "splitpoint")

@@ -1,4 +1,4 @@
-"""`splitpoint calibrate MODEL --screen METHOD`: factors of a screen, as safetensors.
+"""`splitpoint calibrate MODEL --screen METHOD`: factors of a screen, and their table.
 
 Torch is loaded once the arguments are checked.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.checkpoint.resolve import resolve_model
@@ -24,10 +26,53 @@ from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.bench.shared import options
 from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hand_over_report, hardware
-from splitpoint_cli.calibrate.report import table_of
+from splitpoint_cli.bench.shared.report import commit, hand_over_report, hardware, report_table
 from splitpoint_cli.models import parse_dtype
-from splitpoint_cli.report import AsJson, OutputFile
+from splitpoint_cli.output import AsJson, OutputFile, duration_text
+
+_MIB = 1 << 20
+
+
+def mean_of(layers: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Return the mean of one figure over the layers."""
+    return sum(float(layer[name]) for layer in layers) / len(layers)
+
+
+def table_of(report: Mapping[str, Any]) -> Table:
+    """Return one row per layer, and their mean."""
+    layers = report["layers"]
+    table = report_table(
+        f"{report['screen']} for {report['model']}: {counted(report['tokens'], 'token')}, rank "
+        f"{report['rank']}",
+        "layer",
+        *("loss at start", "loss at end", "epochs"),
+        *("recall, closed form", "recall", "weight, closed form", "weight", "int8 ranks"),
+    )
+    for layer in layers:
+        losses = layer["losses"]
+        table.add_row(
+            str(layer["layer"]),
+            *((f"{losses[0]:.4g}", f"{min(losses):.4g}") if losses else ("-", "-")),
+            str(len(losses) - 1) if losses else "-",
+            *(f"{layer[name]:.3f}" for name in _SHARES),
+            f"{layer['int8_agreement']:.4f}",
+        )
+    table.add_row(
+        *("mean", "", "", ""),
+        *(f"{mean_of(layers, name):.3f}" for name in _SHARES),
+        f"{mean_of(layers, 'int8_agreement'):.4f}",
+    )
+    table.caption = (
+        "recall, weight: of a query's true top tenth of the tokens, and of its attention, in the "
+        "guessed top tenth; int8 ranks: Spearman correlation with unrounded scores\n"
+        f"{duration_text(report['seconds'])}, {report['peak_memory_bytes'] / _MIB:,.0f} MiB at "
+        f"most; {report['path']}"
+    )
+    return table
+
+
+_SHARES = ("closed_recall", "recall", "closed_weight", "weight")
+
 
 _CALIBRATED = [method for method in SelectionMethod if method.is_calibrated]
 _KIB = 1024

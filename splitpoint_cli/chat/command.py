@@ -23,13 +23,10 @@ from splitpoint.errors import (
 )
 from splitpoint.transport.tls import client_identity
 from splitpoint_cli.chat import terminal
-from splitpoint_cli.chat.conversation import Conversation, Turn
-from splitpoint_cli.chat.lines import Command, check_known, entries
+from splitpoint_cli.chat.conversation import Command, Conversation, Turn, check_known, entries
 from splitpoint_cli.files import check_output, write_private_json
-from splitpoint_cli.identity import Address, CaFile, TokenFile
-from splitpoint_cli.options import takes_options
-from splitpoint_cli.output import EXIT_HELP, print_error
-from splitpoint_cli.report import AsJson, OutputFile, hand_over
+from splitpoint_cli.options import Address, CaFile, TokenFile, takes_options
+from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile, hand_over, print_error
 from splitpoint_cli.request import options
 from splitpoint_cli.request.generate import tell_retry
 

@@ -16,11 +16,9 @@ from splitpoint.client.answers import Completion
 from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Plan, RestoreMethod
-from splitpoint_cli.chat.conversation import Turn, totals
-from splitpoint_cli.chat.lines import HELP
-from splitpoint_cli.output import err, seconds_text
-from splitpoint_cli.report import print_table, show_reason
-from splitpoint_cli.request.generate_output import approximation, summary
+from splitpoint_cli.chat.conversation import HELP, Turn, totals
+from splitpoint_cli.output import err, print_table, seconds_text, show_reason
+from splitpoint_cli.request.generate import approximation, summary
 
 _PROMPT, _INSIDE = "> ", ". "
 # Escape sequences of an answer could change the terminal; a pipe gets them as they are.

@@ -1,4 +1,7 @@
-"""All checks in the order of the report, for a stack that is to be started."""
+"""All checks in the order of the report, for a stack that is to be started.
+
+A stack of this instance that is running already is checked, too: whether it serves.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import resource
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from splitpoint import config
-from splitpoint.errors import InvalidArgument
+from splitpoint.client import INFERENCE_SERVICE
+from splitpoint.config import reachable_address, runtime_path
+from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.extras import need
 from splitpoint.host.memory import available_cores, default_host_memory, memory_facts
 from splitpoint.host.processor import compiler, instruction_sets
@@ -20,12 +25,11 @@ from splitpoint.options import store
 from splitpoint.options.speculation import read_speculative_config
 from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import ArenaLayout, ModelShape, WeightFormat
+from splitpoint.transport.tls import read_identity, trusting_own_server
 from splitpoint_cli.checks import (
     disk,
     gpu,
-    gpu_facts,
     kernel,
-    limits,
     memory,
     model,
     ports,
@@ -36,10 +40,55 @@ from splitpoint_cli.checks import (
     software,
 )
 from splitpoint_cli.checks.finding import Check, Finding, Verdict, attempt, run_check
-from splitpoint_cli.doctor import arenas, mooncake, own_stack
-from splitpoint_cli.doctor.options import DoctorOptions
+from splitpoint_cli.doctor import arenas, mooncake
+from splitpoint_cli.doctor.command import DoctorOptions
+from splitpoint_cli.request.probe import obstacle_of
+from splitpoint_cli.stack.instance import running_process
 from splitpoint_cli.stack.plan.devices import choose_devices, visible_gpu_count
 from splitpoint_cli.stack.plan.places import arena_bytes, instance_of
+
+_ANSWER_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStack:
+    """A healthy stack of the instance, which itself uses the ports and the arena."""
+
+    instance: str
+    process_id: int
+    address: str
+
+
+def find_own_stack(
+    instance: str, listen: str, *, certificate: str | None, key: str | None, ca: str | None
+) -> OwnStack | None:
+    """Return the stack of this name that serves at `listen`; None if there is none."""
+    process_id = running_process(runtime_path(instance), seconds=0)
+    if process_id is None:
+        return None
+    address = reachable_address(listen)
+    try:
+        identity = read_identity(certificate=certificate, key=key, authorities=ca)
+        obstacle = obstacle_of(
+            address,
+            service=INFERENCE_SERVICE,
+            identity=trusting_own_server(identity),
+            seconds=_ANSWER_SECONDS,
+        )
+    except SplitpointError:  # wrong options, which are findings of other checks
+        return None
+    return OwnStack(instance, process_id, address) if obstacle is None else None
+
+
+def check_own_stack(stack: OwnStack) -> Finding:
+    return Finding(
+        "instance",
+        Verdict.OK,
+        f"a stack of this instance is running: {stack.instance}, process {stack.process_id}, "
+        f"serves at {stack.address}",
+        "To start it anew: splitpoint down first; beside it: splitpoint up with another --listen "
+        "port or --instance",
+    )
 
 
 def examine(options: DoctorOptions) -> Iterator[Finding]:
@@ -51,8 +100,8 @@ def examine(options: DoctorOptions) -> Iterator[Finding]:
         yield from run_check(check)
 
 
-def _own_stack(options: DoctorOptions) -> own_stack.OwnStack | None:
-    return own_stack.find_own_stack(
+def _own_stack(options: DoctorOptions) -> OwnStack | None:
+    return find_own_stack(
         _instance(options),
         options.listen,
         certificate=options.tls_cert,
@@ -81,19 +130,19 @@ def _machine(options: DoctorOptions) -> Iterator[Check]:
         yield Check("C++ compiler", lambda: processors.check_compiler(" ".join(compiler() or ())))
     yield Check("NUMA", lambda: processors.check_numa(options.numa_node, places))
     yield Check("CPU energy", lambda: power.check_rapl(places))
-    yield Check("open files", lambda: limits.check_open_files(*_limit(resource.RLIMIT_NOFILE)))
+    yield Check("open files", lambda: memory.check_open_files(*_limit(resource.RLIMIT_NOFILE)))
 
 
-def _stack(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[Check]:
+def _stack(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
     """Yield the checks of GPUs, the model, and the memory for both."""
-    on_bus = gpu_facts.pci_gpu_count(options.places)
+    on_bus = gpu.pci_gpu_count(options.places)
     visible = visible_gpu_count()
     yield Check("GPU", lambda: gpu.check_presence(options.device, on_bus, visible))
     has_gpu = bool(visible) and options.device != "cpu"
-    driver = gpu_facts.read_driver() if has_gpu else gpu_facts.Driver()
+    driver = gpu.read_driver() if has_gpu else gpu.Driver()
     if has_gpu:
         yield Check("driver", lambda: gpu.check_driver(driver))
-        yield Check("torch", lambda: gpu.check_torch(gpu_facts.ask_torch(), driver))
+        yield Check("torch", lambda: gpu.check_torch(gpu.ask_torch(), driver))
     known = attempt("model", lambda: model.find_model(options.model, options.dtype))
     found = known if isinstance(known, Finding) else known.finding
     shape = None if isinstance(known, Finding) else known.shape
@@ -176,9 +225,7 @@ def _weight_bytes(options: DoctorOptions, shape: ModelShape) -> int:
     return WeightSizes.of(shape, WeightFormat(options.weights)).total
 
 
-def _device_memory(
-    options: DoctorOptions, weights: int, driver: gpu_facts.Driver
-) -> Iterator[Finding]:
+def _device_memory(options: DoctorOptions, weights: int, driver: gpu.Driver) -> Iterator[Finding]:
     sizes = tuple(found.memory_bytes for found in driver.gpus if found.memory_bytes is not None)
     return model.check_device_memory(weights, options.device_memory, sizes)
 
@@ -189,7 +236,7 @@ def _memory(
     draft_bytes: int,
     *,
     has_gpu: bool,
-    own: own_stack.OwnStack | None,
+    own: OwnStack | None,
 ) -> Iterator[Finding]:
     """Check all uses of host memory, and the part that is to be page-locked."""
     there = arena_bytes(_arena(options))
@@ -218,7 +265,7 @@ def _memory(
     if options.pin_limit is not None:
         pinned = min(size, config.parse_size(options.pin_limit, field="pin_limit"))
     soft, _ = _limit(resource.RLIMIT_MEMLOCK)
-    yield limits.check_locked_memory(soft, pinned, has_gpu=has_gpu)
+    yield memory.check_locked_memory(soft, pinned, has_gpu=has_gpu)
 
 
 def _metrics(wanted: str, options: DoctorOptions) -> Finding:
@@ -252,11 +299,11 @@ def _http(address: str, options: DoctorOptions) -> Finding:
     return ports.check_free("http", address, "--http")
 
 
-def _network(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[Check]:
+def _network(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
     has_tls, has_tokens = options.tls_cert is not None, options.tokens is not None
     if own is not None:  # it uses the ports itself
         running = own
-        yield Check("instance", lambda: own_stack.check_own_stack(running))
+        yield Check("instance", lambda: check_own_stack(running))
     else:
         yield Check("listen", lambda: _listen(options, has_tls=has_tls, has_tokens=has_tokens))
     if options.http is not None and own is None:

@@ -1,6 +1,7 @@
 """`splitpoint doctor`: what would keep `splitpoint up` from starting, or make it slow.
 
-Starts nothing. The checks are in `splitpoint_cli.checks`; here is the report.
+Starts nothing. Its options are those of `up` that its checks depend on. The checks are in
+`splitpoint_cli.checks`; here is the report.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,13 +18,64 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from splitpoint_cli.doctor.options import DoctorOptions
-from splitpoint_cli.options import takes_options
-from splitpoint_cli.output import out, picture, save_picture
-from splitpoint_cli.report import AsJson, OutputFile, hand_over
+from splitpoint.options import service, store, worker
+from splitpoint.options.option import Option
+from splitpoint_cli.checks.finding import Places
+from splitpoint_cli.options import of, takes_options
+from splitpoint_cli.output import AsJson, OutputFile, hand_over, out, picture, save_picture
+from splitpoint_cli.stack import options as up
 
 if TYPE_CHECKING:
     from splitpoint_cli.checks.finding import Finding
+
+
+_METRICS: Option[str | None] = Option(
+    "metrics",
+    str,
+    None,
+    "Address for metrics: a port as for `up`, or HOST:PORT as for a service; absent: none.",
+    unit="PORT|HOST:PORT",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """Values of the options, as `splitpoint up` is to get them; `places` is for tests."""
+
+    model: str | None = of(up.MODEL)
+    workers: int | None = of(up.WORKERS)
+    device: str = of(up.DEVICE)
+    dtype: str = of(store.DTYPE)
+    weights: str = of(store.WEIGHTS)
+    speculative_config: str | None = of(worker.SPECULATIVE_CONFIG)
+    draft_model: str | None = of(up.DRAFT_MODEL)
+    device_memory: str | None = of(worker.DEVICE_MEMORY)
+    host_memory: str | None = of(up.HOST_MEMORY)
+    huge_pages: str = of(store.HUGE_PAGES)
+    numa_node: str = of(store.NUMA_NODE)
+    pin_limit: str | None = of(worker.PIN_LIMIT)
+    tier_disk: str | None = of(up.TIER_DISK)
+    tier_disk_size: str = of(store.TIER_DISK_SIZE)
+    tier_mooncake: str | None = of(store.TIER_MOONCAKE)
+    tier_mooncake_memory: str = of(store.TIER_MOONCAKE_MEMORY)
+    tier_mooncake_replicas: int = of(store.TIER_MOONCAKE_REPLICAS)
+    transfer: str = of(store.TRANSFER)
+    transfer_interface: str | None = of(store.TRANSFER_INTERFACE)
+    trusted_network: bool = of(store.TRUSTED_NETWORK)
+    listen: str = of(up.LISTEN)
+    schedulers: int = of(up.SCHEDULERS)
+    http: str | None = of(up.HTTP)
+    instance: str | None = of(up.INSTANCE)
+    metrics: str | None = of(_METRICS)
+    redis: str | None = of(service.REDIS)
+    redis_password_file: str | None = of(service.REDIS_PASSWORD_FILE)
+    redis_ca: str | None = of(service.REDIS_CA)
+    tls_cert: str | None = of(service.TLS_CERT)
+    tls_key: str | None = of(service.TLS_KEY)
+    tls_ca: str | None = of(service.TLS_CA)
+    tokens: str | None = of(service.TOKENS)
+    places: Places = field(default_factory=Places)
+
 
 # Verdict: its sign, the same where a terminal knows no more than ASCII, its colour.
 _SIGNS = {

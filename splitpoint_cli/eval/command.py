@@ -18,9 +18,8 @@ from splitpoint_cli.bench.shared.report import hand_over_report
 from splitpoint_cli.eval.picture import picture_of
 from splitpoint_cli.eval.report import report_of, table_of
 from splitpoint_cli.eval.workload import EvalWorkload, default_selections, read_selections
-from splitpoint_cli.output import EXIT_HELP
+from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile
 from splitpoint_cli.plots import check_picture, save
-from splitpoint_cli.report import AsJson, OutputFile
 
 _Model = Annotated[
     str | None,

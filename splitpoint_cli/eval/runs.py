@@ -1,4 +1,8 @@
-"""What `splitpoint eval` computes: every text, under every selection."""
+"""What `splitpoint eval` computes: every text, under every selection.
+
+How far a difference of perplexities may be chance is told by a bootstrap over blocks of tokens:
+losses of neighbouring tokens are correlated, so that whole blocks are drawn (Kunsch 1989).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,6 @@ from splitpoint.shapes import DataType
 from splitpoint_cli.bench.offload.pooled import load_pooled, pooled_shape
 from splitpoint_cli.bench.shared.passages import beginnings, read_unseen
 from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.eval.interval import perplexity_interval
 from splitpoint_cli.eval.report import Answers, SelectionResult, Texts
 from splitpoint_cli.eval.tasks import Task, TaskKind, extraction, needle
 from splitpoint_cli.eval.workload import EvalWorkload
@@ -33,6 +36,31 @@ from worker_service.evaluation.teacher_forced import GuessRule, Reading, Teacher
 from worker_service.selection.choose import Union
 from worker_service.selection.guess import GuessFrom, GuessNorm
 from worker_service.selection.screens import Screens
+
+BLOCK_TOKENS = 64
+_DRAWS = 2000
+_BOUNDS = (0.025, 0.975)
+
+
+def perplexity_interval(
+    differences: Sequence[npt.NDArray[np.float64]], seed: int
+) -> tuple[float, float]:
+    """Return the 95 % interval of a perplexity over another, as a ratio minus 1.
+
+    Args:
+        differences: of each text, the losses of its tokens minus those of the other reading.
+        seed: of the draws; equal texts then have equal intervals.
+    """
+    blocks = [
+        part for text in differences for part in np.array_split(text, -(-len(text) // BLOCK_TOKENS))
+    ]
+    sums = np.array([part.sum() for part in blocks])
+    counts = np.array([len(part) for part in blocks])
+    drawn = np.random.default_rng(seed).integers(len(blocks), size=(_DRAWS, len(blocks)))
+    means = sums[drawn].sum(-1) / counts[drawn].sum(-1)
+    low, high = np.expm1(np.quantile(means, _BOUNDS))
+    return float(low), float(high)
+
 
 CPU = torch.device("cpu")
 # What a model reads that sees nearby tokens only: tokens that it gets wrong, and that the whole

@@ -16,11 +16,10 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.residency.load import DeviceRoom, RequestLoad
 from splitpoint.residency.ways import Comparison, Forecast, Impossible, compare_ways
 from splitpoint.shapes import Encoding, ModelShape
-from splitpoint_cli.output import seconds_text
+from splitpoint_cli.output import facts_table, print_table, seconds_text
 from splitpoint_cli.planning.options import PlanOptions
-from splitpoint_cli.planning.size_examples import DEVICE_MEMORY
+from splitpoint_cli.planning.size import DEVICE_MEMORY
 from splitpoint_cli.planning.sizing import Node, divided
-from splitpoint_cli.report import facts_table, print_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,9 @@ from splitpoint.planning.plan import Plan, PlanInput, RestoreMethod
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
-from splitpoint_cli.output import EXIT_HELP
+from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile, hand_over
 from splitpoint_cli.planning.residency import residency_report
 from splitpoint_cli.planning.residency_examples import examples, residency_table
-from splitpoint_cli.report import AsJson, OutputFile, hand_over
 from worker_service.device.memory import STAGING_PAGES
 
 CHUNK_TOKENS = 64

@@ -15,8 +15,7 @@ from splitpoint.transport.statuses import NO_ANSWER
 from splitpoint.v1 import kvstore_pb2
 from splitpoint_cli.output import duration_text, plain_reason
 from splitpoint_cli.request import tiers
-from splitpoint_cli.request.gateways import Gateway
-from splitpoint_cli.request.observed import Status, Store
+from splitpoint_cli.request.observed import Gateway, Status, Store
 from splitpoint_cli.stack.notes import GivenUpWorker
 
 # Refusals and losses longer ago are not reported.

@@ -19,12 +19,10 @@ from splitpoint.errors import DeadlineExceeded, Unavailable
 from splitpoint.transport import convert
 from splitpoint.transport.tls import client_identity
 from splitpoint.v1 import kvstore_pb2
-from splitpoint_cli.identity import Address, CaFile, TokenFile
-from splitpoint_cli.output import out, plain_reason
-from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
+from splitpoint_cli.options import Address, CaFile, TokenFile
+from splitpoint_cli.output import AsJson, OutputFile, hand_over, out, plain_reason, print_table
 from splitpoint_cli.request.findings import Finding, Severity, findings_of
-from splitpoint_cli.request.gateways import Gateway
-from splitpoint_cli.request.observed import Status, Store, read_status
+from splitpoint_cli.request.observed import Gateway, Status, Store, read_status
 from splitpoint_cli.request.tiers import tier_lines, tiers_json
 
 _POLL_SECONDS = 0.2

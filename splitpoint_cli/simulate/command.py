@@ -13,9 +13,8 @@ from splitpoint_cli.bench.serve.options import Goodput, MoreGoals
 from splitpoint_cli.bench.serve.workload import read_goals
 from splitpoint_cli.files import check_output
 from splitpoint_cli.options import takes_options
-from splitpoint_cli.output import EXIT_HELP, err, out
+from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile, err, hand_over, out, print_table
 from splitpoint_cli.plots import check_picture, save
-from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 from splitpoint_cli.simulate import options
 from splitpoint_cli.simulate.find import find_devices
 from splitpoint_cli.simulate.options import SimulateOptions
@@ -23,7 +22,7 @@ from splitpoint_cli.simulate.outcome import Outcome
 from splitpoint_cli.simulate.picture import picture_of
 from splitpoint_cli.simulate.report import facts_of, results_of, seconds_of, table_of
 from splitpoint_cli.simulate.run import simulate as run
-from splitpoint_cli.traces.files import write_trace
+from splitpoint_cli.traces.formats import write_trace
 from splitpoint_cli.traces.statistics import describe
 
 

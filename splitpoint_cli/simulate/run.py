@@ -23,7 +23,7 @@ from splitpoint_cli.simulate.fleet import DeviceType, Worker, worker_on
 from splitpoint_cli.simulate.outcome import Outcome
 from splitpoint_cli.simulate.workload import requests_of
 from splitpoint_cli.traces.arrival import Arrival, Trace, limited, scaled
-from splitpoint_cli.traces.files import load_trace
+from splitpoint_cli.traces.formats import load_trace
 
 # A cell gets no more of a conversation once it has so much more than the mean of the tokens.
 _OVERLOAD = 1.15

@@ -1,4 +1,4 @@
-"""The output of `splitpoint up`: lines of services, events, the summary.
+"""The output of `splitpoint up`: lines of services, events, the summary, progress bars below them.
 
 Text lines begin with the name of their service. With JSON every line of stderr is one object:
 records of services unchanged, other lines of services (a crash of the interpreter, a library's
@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
 
 from splitpoint import config
 from splitpoint.config import counted
@@ -20,9 +23,46 @@ from splitpoint.errors import SplitpointError
 from splitpoint.observe.logs import LogFormat, json_line, level_of, message_of
 from splitpoint.progress import Progress
 from splitpoint_cli.output import code_name, err, out, print_error
-from splitpoint_cli.stack.bars import LoadingBars
 from splitpoint_cli.stack.child import LogLine, ServiceExited, ServiceNotReady, ServiceNotStarted
 from splitpoint_cli.stack.plan.stack import Stack
+
+
+class LoadingBars:
+    """Bars on a terminal, shown while a service loads. Call `close` at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = Bars(
+            TextColumn("{task.description:>18}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def show(self, service: str, progress: Progress) -> None:
+        if progress.is_complete:
+            self.remove(service)
+            return
+        if service not in self._tasks:
+            self._bars.start()  # without effect on bars that are shown already
+            what = f"{service} {progress.what}"
+            self._tasks[service] = self._bars.add_task(what, total=progress.total_bytes)
+        self._bars.update(
+            self._tasks[service], total=progress.total_bytes, completed=progress.done_bytes
+        )
+
+    def remove(self, service: str) -> None:
+        task = self._tasks.pop(service, None)
+        if task is not None:
+            self._bars.remove_task(task)
+        if not self._tasks:
+            self.close()
+
+    def close(self) -> None:
+        self._bars.stop()
+
 
 _COLOURS = {"store": "cyan", "worker": "green", "scheduler": "magenta", "gateway": "blue"}
 # Interval of a service's progress lines where there are no bars.

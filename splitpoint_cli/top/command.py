@@ -1,15 +1,23 @@
 """`splitpoint top`: a live view of what a running stack does, and what limits it.
 
-It asks scheduler, stores and gateway again and again. rates.py computes the numbers, view.py
-draws them.
+It asks scheduler, stores and gateway again and again. rates.py computes the numbers, view.py draws
+them. Single keys are read without Enter; the terminal's settings are always restored.
 """
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import sys
+import termios
 import time
-from collections.abc import Callable
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -19,12 +27,18 @@ from splitpoint.client import Client
 from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.errors import Cancelled, DeadlineExceeded, InvalidArgument, Unavailable
 from splitpoint.transport.tls import client_identity
-from splitpoint_cli.identity import Address, CaFile, TokenFile
-from splitpoint_cli.output import code_name, out, picture, save_picture
-from splitpoint_cli.report import AsJson, OutputFile, hand_over
+from splitpoint_cli.options import Address, CaFile, TokenFile
+from splitpoint_cli.output import (
+    AsJson,
+    OutputFile,
+    code_name,
+    hand_over,
+    out,
+    picture,
+    save_picture,
+)
 from splitpoint_cli.request.observed import read_status
 from splitpoint_cli.request.status import status_json
-from splitpoint_cli.top.keys import Wait, quitting_keys
 from splitpoint_cli.top.rates import (
     Reading,
     Readings,
@@ -38,6 +52,58 @@ from splitpoint_cli.top.rates import (
     with_newcomers,
 )
 from splitpoint_cli.top.view import Frame
+
+Wait = Callable[[float], bool]
+# Signals that end a process without unwinding it, unless they are handled.
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def quitting_keys(keys: str = "qQ") -> Iterator[Wait]:
+    """Give a function that waits some seconds or for a key of `keys`; it returns True for a key.
+
+    Without a terminal to read from it only waits. Ctrl-C stays KeyboardInterrupt; SIGTERM
+    and SIGHUP end the block by SystemExit, so that callers can restore the terminal.
+    """
+    before = {number: signal.signal(number, _end) for number in _ENDINGS}
+    try:
+        if not sys.stdin.isatty():
+            yield _sleep
+            return
+        terminal = sys.stdin.fileno()
+        settings = termios.tcgetattr(terminal)
+        try:
+            tty.setcbreak(terminal)
+            yield lambda seconds: _wait(terminal, keys, seconds)
+        finally:
+            termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _wait(terminal: int, keys: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([terminal], [], [], left)
+        if not ready:
+            return False
+        pressed = os.read(terminal, 1)
+        if not pressed:  # the terminal is gone
+            return True
+        if pressed.decode("ascii", "replace") in keys:
+            return True
+
 
 # Workers send telemetry about once a second.
 _TELLING_SECONDS = 3.0

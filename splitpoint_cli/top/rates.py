@@ -10,8 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from splitpoint.client.answers import SchedulerStatus, Telemetry, Worker
 from splitpoint.v1.kvstore_pb2 import GetStatsResponse
-from splitpoint_cli.request.gateways import Gateway, GatewayCounts
-from splitpoint_cli.request.observed import Status, Store
+from splitpoint_cli.request.observed import Gateway, GatewayCounts, Status, Store
 
 
 @dataclass(frozen=True, slots=True)

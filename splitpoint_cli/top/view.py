@@ -12,8 +12,7 @@ from splitpoint.config import format_rate, format_size
 from splitpoint.v1.kvstore_pb2 import TierStats
 from splitpoint_cli.output import duration_text, plain_reason, seconds_text
 from splitpoint_cli.request.findings import findings_of
-from splitpoint_cli.request.gateways import Gateway
-from splitpoint_cli.request.observed import Status, Store
+from splitpoint_cli.request.observed import Gateway, Status, Store
 from splitpoint_cli.request.status import COLOURS
 from splitpoint_cli.request.tiers import tier_title
 from splitpoint_cli.top.bars import (

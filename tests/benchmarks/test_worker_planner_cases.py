@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness import Timed, is_quiet, median_seconds, timed
 from benchmarks.planner_cases import KINDS, case_of, keep, resumed, summary
-from benchmarks.quiet import Timed, is_quiet, median_seconds, timed
 
 
 def case(

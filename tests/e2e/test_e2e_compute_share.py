@@ -15,7 +15,7 @@ from splitpoint.client.answers import Telemetry
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint_cli.top import rates
-from splitpoint_cli.trace.lane_use import Window, lane_uses
+from splitpoint_cli.trace.command import Window, lane_uses
 from worker_service.lanes.timeline import Trace
 
 

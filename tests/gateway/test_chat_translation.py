@@ -13,7 +13,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway_service.openai.answers import Answer
-from gateway_service.openai.chat.job import CHAT_FIELDS, ChatJob, read_chat
+from gateway_service.openai.chat_completions import CHAT_FIELDS, ChatJob, read_chat
 from splitpoint.errors import InvalidArgument
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway_service.openai.chat.job import read_chat
+from gateway_service.openai.chat_completions import read_chat
 from gateway_service.openai.completions import read_completion
 from gateway_service.openai.fields import parsed
 from gateway_service.openai.tokens import read_detokenize

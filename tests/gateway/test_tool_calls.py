@@ -16,10 +16,8 @@ from gateway_service.tool_calls.forced import (
     call_array_schema,
     parameters_schema,
 )
-from gateway_service.tool_calls.hermes import HermesParser
-from gateway_service.tool_calls.llama3_json import Llama3JsonParser
-from gateway_service.tool_calls.mistral import MistralParser
-from gateway_service.tool_calls.pieces import (
+from gateway_service.tool_calls.formats import HermesParser, Llama3JsonParser, MistralParser
+from gateway_service.tool_calls.splitter import (
     CallArguments,
     CallStart,
     ParsedAnswer,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from scheduler_doubles import MODEL_FOLDER
 
-from scheduler_service.model_files import load_served_model
+from scheduler_service.options import load_served_model
 from splitpoint.chat.messages import Chat
 from splitpoint.chat.source import ChatTemplates, read_template_file
 from splitpoint.errors import InvalidArgument

@@ -27,10 +27,8 @@ from gateway_service.tool_calls.forced import (
     call_array_schema,
     parameters_schema,
 )
-from gateway_service.tool_calls.hermes import HermesParser
-from gateway_service.tool_calls.llama3_json import Llama3JsonParser
-from gateway_service.tool_calls.mistral import MistralParser
-from gateway_service.tool_calls.pieces import Piece, ToolCallParser
+from gateway_service.tool_calls.formats import HermesParser, Llama3JsonParser, MistralParser
+from gateway_service.tool_calls.splitter import Piece, ToolCallParser
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 

@@ -22,7 +22,7 @@ from splitpoint_cli.bench.shared import options
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import hand_over_report
 from splitpoint_cli.models import find_shape
-from splitpoint_cli.report import AsJson, OutputFile
+from splitpoint_cli.output import AsJson, OutputFile
 
 # `self` drafts for streamed requests: `bench offload` measures it.
 METHODS = [DraftMethod.SUFFIX, DraftMethod.MODEL, DraftMethod.AUTO]

@@ -17,8 +17,8 @@ from splitpoint_cli.bench.growth.workload import GrowthWorkload, read_points
 from splitpoint_cli.bench.shared import options
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import hand_over_report
+from splitpoint_cli.output import AsJson, OutputFile
 from splitpoint_cli.plots import check_picture, save
-from splitpoint_cli.report import AsJson, OutputFile
 
 _Points = Annotated[
     str,

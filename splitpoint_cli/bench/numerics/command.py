@@ -19,7 +19,7 @@ from splitpoint_cli.bench.numerics.report import NumericsWorkload, report_of, ta
 from splitpoint_cli.bench.shared import options
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import hand_over_report
-from splitpoint_cli.report import AsJson, OutputFile
+from splitpoint_cli.output import AsJson, OutputFile
 
 NO_COST = "none"
 # Pages of the longest prompt, so that each way of restoring and streaming has some to take.

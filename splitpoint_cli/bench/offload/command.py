@@ -36,8 +36,8 @@ from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import hand_over_report
 from splitpoint_cli.files import check_output
 from splitpoint_cli.models import find_named, find_shape
+from splitpoint_cli.output import AsJson, OutputFile
 from splitpoint_cli.plots import check_picture
-from splitpoint_cli.report import AsJson, OutputFile
 
 # Draft methods that are measured here; "off" is what all are compared with.
 MEASURED = (DraftMethod.SELF, DraftMethod.SUFFIX, DraftMethod.OFF)

@@ -19,8 +19,8 @@ from splitpoint_cli.bench.shared import options
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import hand_over_report
 from splitpoint_cli.files import check_output
+from splitpoint_cli.output import AsJson, OutputFile
 from splitpoint_cli.plots import check_picture, save
-from splitpoint_cli.report import AsJson, OutputFile
 from worker_service.lanes.timeline import Trace
 
 SWEEP_POINTS = 16

@@ -21,11 +21,9 @@ from splitpoint_cli.bench.serve.splitpoint_backend import splitpoint_backend
 from splitpoint_cli.bench.shared.ending import run_until_signal
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import hand_over_report
-from splitpoint_cli.identity import Address, CaFile, TokenFile
-from splitpoint_cli.options import takes_options
-from splitpoint_cli.output import err
+from splitpoint_cli.options import Address, CaFile, TokenFile, takes_options
+from splitpoint_cli.output import AsJson, OutputFile, err
 from splitpoint_cli.plots import check_picture, save
-from splitpoint_cli.report import AsJson, OutputFile
 
 
 @takes_options

@@ -26,7 +26,7 @@ from splitpoint_cli.bench.serve.workload import (
 )
 from splitpoint_cli.options import of
 from splitpoint_cli.traces.arrival import Trace, scaled
-from splitpoint_cli.traces.files import load_trace
+from splitpoint_cli.traces.formats import load_trace
 
 _LOAD = "Load"
 _DATA = "Requests"

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from splitpoint_cli.report import hand_over, print_table
+from splitpoint_cli.output import hand_over, print_table
 
 
 def hardware() -> str:

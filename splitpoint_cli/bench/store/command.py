@@ -16,7 +16,7 @@ from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import hand_over_report
 from splitpoint_cli.bench.store.report import report_of, table_of
 from splitpoint_cli.bench.store.workload import StoreWorkload
-from splitpoint_cli.report import AsJson, OutputFile
+from splitpoint_cli.output import AsJson, OutputFile
 
 
 def store(

@@ -11,7 +11,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import available_cores, memory_facts
 from splitpoint.host.processor import instruction_sets, spin_count
 from splitpoint.options.worker import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE
-from splitpoint_cli.checks.gpu_facts import Driver, FreeMemory, ask_free_memory, read_driver
+from splitpoint_cli.checks.gpu import Driver, FreeMemory, ask_free_memory, read_driver
 
 # The driver's own memory for each process on a GPU.
 _CONTEXT_BYTES = 512 << 20

@@ -19,7 +19,7 @@ from splitpoint.options.speculation import read_speculative_config
 from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import ModelShape, WeightFormat
 from splitpoint.transport.tls import Identity
-from splitpoint_cli.checks.gpu_facts import FreeMemory, ask_free_memory
+from splitpoint_cli.checks.gpu import FreeMemory, ask_free_memory
 from splitpoint_cli.models import find_draft, model_shape
 from splitpoint_cli.page_tokens import choose_pages
 from splitpoint_cli.stack.child import ServiceCommand, child_environment

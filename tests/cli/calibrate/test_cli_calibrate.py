@@ -13,10 +13,10 @@ from typer.testing import CliRunner, Result
 
 from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.selection import Selection, SelectionMethod
-from splitpoint_cli.calibrate.report import table_of
+from splitpoint_cli.calibrate.command import table_of
 from splitpoint_cli.calibrate.text import HELD_OUT, calibration_passages
 from splitpoint_cli.main import app
-from splitpoint_cli.report import print_table
+from splitpoint_cli.output import print_table
 from worker_service.selection.screens import Screens
 
 SMALL = ("--tokens", "256", "--length", "64", "--epochs", "1", "--columns", "4")

@@ -7,8 +7,15 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from splitpoint.errors import InvalidArgument
-from splitpoint_cli.chat.conversation import Conversation, Turn, totals
-from splitpoint_cli.chat.lines import HELP, Command, check_known, entries
+from splitpoint_cli.chat.conversation import (
+    HELP,
+    Command,
+    Conversation,
+    Turn,
+    check_known,
+    entries,
+    totals,
+)
 
 
 def reader(lines: Iterable[str]) -> Callable[[bool], str | None]:

@@ -18,19 +18,9 @@ from splitpoint.config import make_runtime, remove_tree, runtime_path
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import MemoryFacts
 from splitpoint.shapes import ArenaLayout
-from splitpoint_cli.checks import (
-    disk,
-    gpu,
-    kernel,
-    limits,
-    memory,
-    power,
-    processors,
-    redis,
-    security,
-)
+from splitpoint_cli.checks import disk, gpu, kernel, memory, power, processors, redis, security
 from splitpoint_cli.checks.finding import Check, Finding, Places, Verdict, run_check
-from splitpoint_cli.checks.gpu_facts import (
+from splitpoint_cli.checks.gpu import (
     Driver,
     Gpu,
     Link,
@@ -161,15 +151,15 @@ def test_huge_pages(tmp_path: Path, options: str, wish: str, verdict: str) -> No
 
 def test_limits() -> None:
     infinite = resource.RLIM_INFINITY
-    assert limits.check_locked_memory(infinite, GIB, has_gpu=True).verdict == "ok"
-    assert limits.check_locked_memory(8 << 20, GIB, has_gpu=True).verdict == "warning"
-    assert limits.check_locked_memory(8 << 20, 0, has_gpu=True).verdict == "ok"
-    assert limits.check_locked_memory(8 << 20, GIB, has_gpu=False).verdict == "ok"
-    assert limits.check_open_files(1024, 1024).verdict == "ok"
-    assert limits.check_open_files(infinite, infinite).verdict == "ok"
-    raised = limits.check_open_files(256, 4096)
+    assert memory.check_locked_memory(infinite, GIB, has_gpu=True).verdict == "ok"
+    assert memory.check_locked_memory(8 << 20, GIB, has_gpu=True).verdict == "warning"
+    assert memory.check_locked_memory(8 << 20, 0, has_gpu=True).verdict == "ok"
+    assert memory.check_locked_memory(8 << 20, GIB, has_gpu=False).verdict == "ok"
+    assert memory.check_open_files(1024, 1024).verdict == "ok"
+    assert memory.check_open_files(infinite, infinite).verdict == "ok"
+    raised = memory.check_open_files(256, 4096)
     assert (raised.verdict, raised.found) == ("ok", "limit 256, which services raise to 4,096")
-    low = limits.check_open_files(256, 256)
+    low = memory.check_open_files(256, 256)
     assert low.verdict == "warning"
     assert "as root" in low.advice
 

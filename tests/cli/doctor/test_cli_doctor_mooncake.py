@@ -14,7 +14,7 @@ from splitpoint.extras import need
 from splitpoint_cli.checks.finding import Finding, Verdict
 from splitpoint_cli.doctor import mooncake
 from splitpoint_cli.doctor.checklist import examine
-from splitpoint_cli.doctor.options import DoctorOptions
+from splitpoint_cli.doctor.command import DoctorOptions
 
 WITH_TRANSFER = {"transfer": "mooncake", "transfer_interface": "lo"}
 

@@ -16,9 +16,9 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.selection import FULL, Selection, SelectionMethod
-from splitpoint_cli.eval.interval import perplexity_interval
 from splitpoint_cli.eval.picture import picture_of
 from splitpoint_cli.eval.report import Answers, SelectionResult, Texts, report_of, table_of
+from splitpoint_cli.eval.runs import perplexity_interval
 from splitpoint_cli.eval.tasks import TaskKind, extraction, needle
 from splitpoint_cli.eval.workload import (
     RATIOS,

@@ -18,8 +18,7 @@ from test_cli_findings import status, the_only
 from splitpoint.transport.access import Access, Caller, Role
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint_cli.request.findings import Severity, findings_of
-from splitpoint_cli.request.gateways import Gateway, GatewayCounts, counts_of, read_gateway
-from splitpoint_cli.request.observed import Status
+from splitpoint_cli.request.observed import Gateway, GatewayCounts, Status, counts_of, read_gateway
 from splitpoint_cli.request.status import gateway_line, status_json
 from splitpoint_cli.security.authority import make_certificates
 from splitpoint_cli.security.token import add_token

@@ -14,7 +14,7 @@ from splitpoint.client.answers import (
     WorkerSpeculation,
 )
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
-from splitpoint_cli.request.generate_output import completion_json, summary
+from splitpoint_cli.request.generate import completion_json, summary
 from splitpoint_cli.request.status import speculation_text
 
 DONE = Completion(

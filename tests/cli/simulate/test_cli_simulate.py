@@ -10,7 +10,7 @@ from simulated import PROFILE
 from typer.testing import CliRunner
 
 from splitpoint_cli.main import app
-from splitpoint_cli.traces.files import read_trace
+from splitpoint_cli.traces.formats import read_trace
 
 SMALL = (
     *("simulate", "--model", "llama-168m", "--devices", "L40S=2", "--num-prompts", "30"),

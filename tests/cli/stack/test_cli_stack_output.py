@@ -16,9 +16,8 @@ from up_process import wait_until_up
 
 from splitpoint.observe.logs import LogFormat
 from splitpoint.progress import Progress
-from splitpoint_cli.stack.bars import LoadingBars
 from splitpoint_cli.stack.child import LogLine, ServiceExited
-from splitpoint_cli.stack.output import output_of
+from splitpoint_cli.stack.output import LoadingBars, output_of
 
 RECORD = '{"time": "2026-01-31T12:00:00.123Z", "level": "WARNING", "service": "kvstore"}'
 

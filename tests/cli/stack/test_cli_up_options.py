@@ -42,7 +42,7 @@ from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint.transport.access import Caller, Role, find_caller, read_tokens
 from splitpoint_cli.checks import memory
 from splitpoint_cli.checks.finding import Finding, Verdict
-from splitpoint_cli.checks.gpu_facts import Driver, FreeMemory, Gpu
+from splitpoint_cli.checks.gpu import Driver, FreeMemory, Gpu
 from splitpoint_cli.checks.ports import metrics_addresses, scheduler_addresses
 from splitpoint_cli.files import KeptFile, share_secret
 from splitpoint_cli.main import app

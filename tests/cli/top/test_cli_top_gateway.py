@@ -6,7 +6,7 @@ import dataclasses
 
 from test_cli_top_rates import reading
 
-from splitpoint_cli.request.gateways import Gateway, GatewayCounts
+from splitpoint_cli.request.observed import Gateway, GatewayCounts
 from splitpoint_cli.top.bars import PLAIN
 from splitpoint_cli.top.rates import Reading, first, following, rates_of_gateway
 from splitpoint_cli.top.view import Frame

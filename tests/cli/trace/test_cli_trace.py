@@ -19,8 +19,15 @@ from splitpoint.planning.schedule import (
     simulate,
 )
 from splitpoint_cli.main import app
-from splitpoint_cli.trace.command import lines_of, table_of, window_of
-from splitpoint_cli.trace.lane_use import Window, lane_uses, merged, seconds_in_both
+from splitpoint_cli.trace.command import (
+    Window,
+    lane_uses,
+    lines_of,
+    merged,
+    seconds_in_both,
+    table_of,
+    window_of,
+)
 from worker_service.lanes.timeline import Span, Trace, read_trace
 
 NAMES = {

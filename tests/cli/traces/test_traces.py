@@ -9,7 +9,7 @@ import pytest
 
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.traces.arrival import Arrival, Trace, limited, scaled
-from splitpoint_cli.traces.files import load_trace, read_trace, write_trace
+from splitpoint_cli.traces.formats import load_trace, read_trace, write_trace
 from splitpoint_cli.traces.generators import PUBLISHED, generate
 from splitpoint_cli.traces.prompts import prompt_of
 from splitpoint_cli.traces.statistics import describe, quantile, seen_share

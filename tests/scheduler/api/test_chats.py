@@ -22,8 +22,7 @@ from scheduler_doubles import (
     stack,
 )
 
-from scheduler_service.model_files import load_served_model
-from scheduler_service.options import ServedModel
+from scheduler_service.options import ServedModel, load_served_model
 from splitpoint.chat.messages import Chat
 from splitpoint.chat.source import read_templates
 from splitpoint.chat.template import ModelTemplates

@@ -11,7 +11,7 @@ import pytest
 from scheduler_doubles import MODEL_FOLDER, WorkerDouble, answer, ids_request, stack
 
 from scheduler_service.limits import Limits
-from scheduler_service.model_files import load_served_model
+from scheduler_service.options import load_served_model
 from splitpoint.v1 import scheduler_pb2
 
 CASES = 2000

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from scheduler_doubles import SHAPE, TOKENIZER, ids_request
 from virtual_time import in_virtual_time, pass_time
 
+from scheduler_service.api.delivery import LONGEST_PAUSE, Rounds
 from scheduler_service.api.output import GROUP_TOKENS, Output
 from scheduler_service.api.request import Reader, Request
-from scheduler_service.api.rounds import LONGEST_PAUSE, Rounds
 from scheduler_service.api.validation import validate_generate
 from scheduler_service.limits import Limits
 from scheduler_service.requests.table import RequestTable

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from virtual_time import VirtualLoop
 
-from scheduler_service.api.stalls import StallBound
+from scheduler_service.api.delivery import StallBound
 from splitpoint.errors import Cancelled
 
 Result = TypeVar("Result")

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from scheduler_service.policy.tenants import TenantShares
-from scheduler_service.policy.usage import Usage
+from scheduler_service.policy.tenants import TenantShares, Usage
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -26,7 +26,7 @@ from scheduler_doubles import (
 from scheduler_service import server
 from scheduler_service.api import prompts, text_jobs, validation
 from scheduler_service.api.request import Times
-from scheduler_service.cluster.losses import WorkerLosses
+from scheduler_service.cluster.registry import WorkerLosses
 from scheduler_service.limits import Limits
 from scheduler_service.placement import planning
 from scheduler_service.requests import availability, manager, table

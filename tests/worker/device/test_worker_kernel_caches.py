@@ -19,7 +19,7 @@ _MANY_SHAPES = """
 import sys
 import worker_service
 import torch
-from benchmarks.process_memory import memory_of
+from benchmarks.harness import memory_of
 
 torch.set_num_threads(1)
 weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(128, 128), 32)
