@@ -1,9 +1,9 @@
 """Quality of the planner's choices and predictions, on random cases, each measured.
 
-Three kinds of cases take turns. Of ten, six are restores of a multi-head model, whose
-splits are swept; two are restores with grouped queries, where no split can pay; two are
-residency choices: waves against streaming. In each a worker's profile is measured and
-refitted by ten runs, the planner is asked, and its choice is timed in turns with the others.
+Two kinds of cases take turns. Of four, three are restores of a multi-head model, whose splits are
+swept; one is a restore with grouped queries, where no split can pay. In each a worker's profile is
+measured and refitted by ten runs, the planner is asked, and its choice is timed in turns with the
+others.
 
 A choice is near the best if it takes at most 5 % longer than the best that was measured.
 A prediction's error is its distance from the measured median, as a share of that median.
@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import planner_residency, planner_restores
+from benchmarks import planner_restores
 from benchmarks.harness import finish, parser_of
 from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.bench.restore.workload import RestoreWorkload
@@ -37,17 +37,10 @@ from splitpoint_cli.bench.shared.ending import ending_by_signals
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hardware
 
-# (shape, fewest layers, most layers) of restores, by the last digit of the case's number;
-# None: a residency case.
-KINDS: tuple[tuple[str, int, int] | None, ...] = (
+# (shape, fewest layers, most layers), by the case's number.
+KINDS = (
     ("opt-125m", 3, 8),
     ("opt-125m", 3, 8),
-    None,
-    ("smollm2-135m", 4, 12),
-    ("opt-125m", 3, 8),
-    ("opt-125m", 3, 8),
-    ("opt-125m", 3, 8),
-    None,
     ("smollm2-135m", 4, 12),
     ("opt-125m", 3, 8),
 )
@@ -61,10 +54,7 @@ Case = dict[str, Any]
 def case_of(number: int, seed: int, threads: int) -> partial[Case]:
     """Return the run of case `number`, drawn from the seed and the number alone."""
     rng = random.Random(f"{seed} {number}")
-    kind = KINDS[number % len(KINDS)]
-    if kind is None:
-        return partial(planner_residency.run_case, planner_residency.draw(rng, threads))
-    name, least, most = kind
+    name, least, most = KINDS[number % len(KINDS)]
     low, high = LINK_RATES
     workload = RestoreWorkload(
         shape=name,
@@ -85,11 +75,8 @@ def summary(cases: Sequence[Case]) -> Case:
     """Return the shares and errors over all cases, and by kind."""
     groups = {
         "all": list(cases),
-        "multi_head_restores": [c for c in cases if c["kind"] == "restore" and c["split_can_pay"]],
-        "grouped_query_restores": [
-            c for c in cases if c["kind"] == "restore" and not c["split_can_pay"]
-        ],
-        "residency": [c for c in cases if c["kind"] == "residency"],
+        "multi_head_restores": [c for c in cases if c["split_can_pay"]],
+        "grouped_query_restores": [c for c in cases if not c["split_can_pay"]],
         # The planner's own quality: elsewhere other processes changed the rates meanwhile.
         "quiet": [c for c in cases if c["quiet"]],
     }

@@ -86,7 +86,6 @@ def run_case(workload: RestoreWorkload) -> dict[str, Any]:
     chosen, load = contenders[0], next(each for each in contenders if each.name == LOAD)
     best = min(finalists, key=lambda each: each.median)
     return {
-        "kind": "restore",
         "shape": workload.shape,
         "layers": workload.layers,
         "tokens": workload.prompt,

@@ -101,7 +101,6 @@ def reason_to_stream(
     if not running or not (profile.step_compute_seconds or profile.memory_seconds_per_byte):
         return None  # nothing is known about the length of a step
     load = RequestLoad(
-        request_count=1,
         prompt_tokens=wanted.prompt_tokens,
         cached_tokens=min(wanted.cached_tokens, wanted.prompt_tokens - 1),
         answer_tokens=max(1, wanted.answer_tokens),
@@ -137,11 +136,7 @@ def _steps_until_free(running: Iterable[RunningRequest], missing_pages: int) -> 
 
 def _room_of(worker: WorkerFacts, objective: Objective) -> DeviceRoom:
     return DeviceRoom(
-        cache_bytes=worker.cache_capacity_bytes,
-        streamed_pages=max(1, worker.streamed_page_count),
-        max_batch=worker.max_batch_size,
         has_activations=worker.has_activations,
-        has_store=bool(worker.kvstore_address),
         chunk_tokens=worker.chunk_tokens,
         staging_tokens=worker.staging_tokens,
         prefill_tokens=worker.max_batched_tokens,

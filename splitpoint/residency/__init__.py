@@ -1,1 +1,1 @@
-"""Residency by rates: resident, waves, time slices and streaming, compared by prediction."""
+"""Residency by rates: waiting for device memory or streaming, compared by prediction."""

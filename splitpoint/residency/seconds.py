@@ -1,11 +1,10 @@
-"""Seconds of the pieces that each residency is made of: a start, a step, a swap, a pull.
+"""Seconds of the pieces that each residency is made of: a start, a step, a pull.
 
 With n sequences that decode together, each of length s, and B_kv bytes a token:
 
     step(n)     max(D, n F / v) + n s B_kv m      all K and V on the device
     streamed(n) a decode step that loads or rebuilds n s tokens besides (`plan_batch`)
     start       restore of the cached tokens + prefill of the new ones
-    return      restore of all s tokens: what is sealed left the device for nothing
 
 D is the compute of one sequence's step, in which all weights are read; n F FLOP are those of
 a prefill of n tokens with their logits; m is seconds per byte of device memory, and 0 in a
@@ -123,31 +122,21 @@ class PieceSeconds:
             + count * self._handed_operations * self.profile.operation_overhead_seconds,
         ).step_seconds
 
-    def pulled_bytes(self, count: int, length: int, resident_tokens: int = 0) -> int:
-        """Return the bytes of K and V of `count` streamed sequences that stay on the host."""
-        tokens = max(0, count * length - resident_tokens)
-        return tokens * self.shape.stored_kv_bytes_per_token(self.room.encoding)
+    # -- starts and restores -------------------------------------------------------
 
-    # -- starts and swaps ----------------------------------------------------------
-
-    def start(self, load: RequestLoad, count: int) -> float:
-        """Return the seconds until `count` resident sequences have their first tokens.
-
-        Restores and prefills follow one another. The shared prefix comes once.
-        """
-        shared = load.shared_tokens // self.room.chunk_tokens * self.room.chunk_tokens
-        own = self.restore(load.cached_tokens - shared)
+    def start(self, load: RequestLoad) -> float:
+        """Return the seconds until a resident sequence has its first token."""
         prefill = self.prefill(load.new_tokens, load.cached_tokens)
-        return self.restore(load.cached_tokens) + (count - 1) * own + count * prefill
+        return self.restore(load.cached_tokens) + prefill
 
-    def streamed_start(self, load: RequestLoad, count: int) -> float:
-        """Return the seconds until `count` streamed sequences have their first tokens.
+    def streamed_start(self, load: RequestLoad) -> float:
+        """Return the seconds until a streamed sequence has its first token.
 
         Each piece of a prefill pulls the cached prefix once.
         """
         pieces = tiles_of(load.new_tokens, self.room.prefill_tokens)
         prefill = self.prefill(load.new_tokens, load.cached_tokens)
-        return count * max(prefill, pieces * self.restore(load.cached_tokens))
+        return max(prefill, pieces * self.restore(load.cached_tokens))
 
     def restore(self, tokens: int) -> float:
         """Return a restore of so many tokens by the way that the planner chooses; 0 for none."""

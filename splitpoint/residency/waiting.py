@@ -61,15 +61,15 @@ class WaitOrStream:
 def wait_or_stream(
     shape: ModelShape, profile: Profile, load: RequestLoad, room: DeviceRoom, running: Running
 ) -> WaitOrStream:
-    """Compare both for one request (`load.request_count` is 1)."""
+    """Compare both for one request."""
     pieces = PieceSeconds(shape, profile, room)
     steps, left, others = load.step_count, running.steps_left, running.count
     before = _step(pieces, running, running.streamed_lengths)
     with_pull = _step(pieces, running, (*running.streamed_lengths, load.mean_length))
     beside = pieces.step(others, load.mean_length)
     wait_ends = left * before
-    wait = wait_ends + pieces.start(load, 1) + steps * beside
-    start = pieces.streamed_start(load, 1)
+    wait = wait_ends + pieces.start(load) + steps * beside
+    start = pieces.streamed_start(load)
     stream = start + steps * with_pull
     delayed = min(steps, left)
     stream_ends = start + delayed * with_pull + (left - delayed) * before

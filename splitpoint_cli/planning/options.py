@@ -9,7 +9,6 @@ from splitpoint.options import scheduler, store, worker
 from splitpoint.options.option import RATE, SIZE, Option
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
-from splitpoint.residency.load import SLICE_TOKENS
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 from splitpoint_cli.models import DEFAULT_SHAPE
 from splitpoint_cli.options import of
@@ -107,31 +106,6 @@ _WORKER_MEMORY: Option[str | None] = replace(
     help="Bytes of device memory of the worker; weights that do not fit stay on the host; "
     "absent: all weights fit.",
 )
-_EXPLAIN_RESIDENCY = Option(
-    "explain-residency",
-    bool,
-    False,
-    "Compare, for many such requests at once, resident caches, waves, time slices and streaming.",
-)
-_REQUESTS: Option[int] = Option(
-    "requests", int, 64, "Number of requests, for --explain-residency.", unit="N", least=1
-)
-_SHARED: Option[int] = Option(
-    "shared",
-    int,
-    0,
-    "Number of cached prefix tokens that all requests share, for --explain-residency.",
-    unit="N",
-    least=0,
-)
-_SLICE: Option[int] = Option(
-    "slice-tokens",
-    int,
-    SLICE_TOKENS,
-    "Tokens that a sequence decodes in one time slice, for --explain-residency.",
-    unit="N",
-    least=1,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +132,6 @@ class PlanOptions:
     max_batch: int = of(worker.MAX_BATCH)
     max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS)
     dtype: str = of(store.DTYPE)
-    explain_residency: bool = of(_EXPLAIN_RESIDENCY)
-    requests: int = of(_REQUESTS)
-    shared: int = of(_SHARED)
-    slice_tokens: int = of(_SLICE)
 
     @property
     def token_count(self) -> int:

@@ -41,7 +41,6 @@ from splitpoint_cli.output import (
     seconds_text,
 )
 from splitpoint_cli.planning.options import PlanOptions
-from splitpoint_cli.planning.residency import explain_residency, residency_report, show_residency
 from worker_service.device.memory import STAGING_PAGES, divide, grown_prefill, place
 
 
@@ -154,16 +153,6 @@ def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = Non
     """
     shape = find_shape(options.model, options.dtype)
     costs = costs_for(load_profile(options.profile), shape)
-    if options.explain_residency:
-        _check_request(options, shape)
-        explained = explain_residency(options, shape, costs)
-        hand_over(
-            residency_report(explained),
-            lambda: show_residency(explained),
-            as_json=as_json,
-            output=output,
-        )
-        return
     weights = _weights(options, shape, costs)
     if weights is not None:
         costs = weights.profile

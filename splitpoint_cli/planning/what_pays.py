@@ -16,8 +16,6 @@ from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
 from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile, hand_over
-from splitpoint_cli.planning.residency import residency_report
-from splitpoint_cli.planning.residency_examples import examples, residency_table
 from worker_service.device.memory import STAGING_PAGES
 
 CHUNK_TOKENS = 64
@@ -50,27 +48,12 @@ def what_pays(
             metavar="NAME|FILE",
         ),
     ] = None,
-    residency: Annotated[
-        bool,
-        typer.Option(
-            "--residency",
-            help="Print where caches should be while many requests decode, instead of restores.",
-        ),
-    ] = False,
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:
     """Print which way to restore a prefix pays for each model and machine, as Markdown."""
     names = profile or list(BUILT_IN_PROFILES)
     profiles = [(name, load_profile(name)) for name in names]
-    if residency:
-        hand_over(
-            {"residency": [residency_report(each) for _, each in examples(profiles)]},
-            lambda: print(residency_table(profiles)),
-            as_json=as_json,
-            output=output,
-        )
-        return
     hand_over(
         report_of(profiles),
         lambda: print(tables(profiles)),

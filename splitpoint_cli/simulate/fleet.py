@@ -103,9 +103,6 @@ def worker_on(
     """
     facts = _facts(kind, shape, node)
     room = DeviceRoom(
-        cache_bytes=facts.cache_capacity_bytes,
-        streamed_pages=max(1, facts.streamed_page_count),
-        max_batch=node.max_batch,
         has_activations=facts.has_activations,
         chunk_tokens=node.chunk_tokens,
         staging_tokens=facts.staging_tokens,

@@ -20,7 +20,6 @@ def case(
 ) -> dict[str, Any]:
     return {
         "number": number,
-        "kind": "restore",
         "split_can_pay": True,
         "chosen_seconds": chosen,
         "best_seconds": best,
@@ -37,7 +36,7 @@ def test_the_summary_counts_choices_and_errors_by_kind() -> None:
             case(0, 1.0, 1.0, 1.1),
             case(1, 1.04, 1.0, 1.04),
             case(2, 1.5, 1.0, 1.2, quiet=False),
-            case(3, 2.0, 2.0, 1.0, kind="residency"),
+            case(3, 2.0, 2.0, 1.0, split_can_pay=False),
         ]
     )
     assert found["all"]["within_5_percent_of_best"] == 0.75
@@ -45,8 +44,7 @@ def test_the_summary_counts_choices_and_errors_by_kind() -> None:
     assert found["multi_head_restores"]["median_error"] == pytest.approx(0.1)
     assert found["multi_head_restores"]["worst_over_best"] == 1.5
     assert found["multi_head_restores"]["disturbed"] == 1
-    assert found["residency"]["median_error"] == pytest.approx(0.5)
-    assert "grouped_query_restores" not in found
+    assert found["grouped_query_restores"]["median_error"] == pytest.approx(0.5)
     assert found["quiet"]["cases"] == 3
 
 
@@ -64,14 +62,11 @@ def test_a_run_goes_on_where_it_ended_and_refuses_other_cases(tmp_path: Path) ->
 
 
 def test_cases_depend_on_seed_and_number_alone() -> None:
-    for number, kind in enumerate(KINDS):
+    for number in range(len(KINDS)):
         first, again = (case_of(number, 0, 1) for _ in range(2))
         other = case_of(number, 1, 1)
         assert first.args == again.args
         assert first.args != other.args
-        assert (kind is None) == ("residency" in first.func.__module__)
-    multi_head = [kind for kind in KINDS if kind is not None and kind[0] == "opt-125m"]
-    assert 4 * len(multi_head) >= 20  # of forty cases
 
 
 def test_the_quieter_half_of_the_runs_counts() -> None:

@@ -14,8 +14,8 @@ from splitpoint.shapes import BUILT_IN_SHAPES
 
 OPT = BUILT_IN_SHAPES["opt-6.7b"]
 A100 = BUILT_IN_PROFILES["a100-pcie4"]
-ROOM = DeviceRoom(16 << 30, 3, 64, has_activations=True, staging_tokens=1024, prefill_tokens=512)
-ONE = RequestLoad(1, 1088, 1024, 64)
+ROOM = DeviceRoom(has_activations=True, staging_tokens=1024, prefill_tokens=512)
+ONE = RequestLoad(1088, 1024, 64)
 
 
 def ask(running: Running, load: RequestLoad = ONE, **changes: object) -> WaitOrStream:
