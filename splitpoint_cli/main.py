@@ -30,7 +30,6 @@ COMMANDS = {
     "top": "splitpoint_cli.top.command:top",
     "doctor": "splitpoint_cli.doctor.command:doctor",
     "metrics": "splitpoint_cli.metrics:metrics",
-    "trace": "splitpoint_cli.trace.command:trace",
     "probe": "splitpoint_cli.request.probe:probe",
     "certs": "splitpoint_cli.security.certs:certs",
     "token": "splitpoint_cli.security.token:token",

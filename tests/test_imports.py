@@ -345,7 +345,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "page_tokens",
         "traces",
         *("checks", "stack.options", "stack.child", "stack.plan", "stack"),
-        *("request", "chat", "batch", "top", "trace"),
+        *("request", "chat", "batch", "top"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store"),
         *(

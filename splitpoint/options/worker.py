@@ -149,7 +149,7 @@ TRACE: Option[Path | None] = Option(
     "trace",
     Path,
     None,
-    "File for a timeline of copies and compute, written at the stop for `splitpoint trace`; "
+    "File for a timeline of copies and compute, written at the stop as Chrome trace JSON; "
     "absent: none.",
     unit="FILE",
 )

@@ -15,11 +15,9 @@ from splitpoint_cli.bench.shared import options
 from splitpoint_cli.bench.shared.ending import ending_by_signals
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import hand_over_report
-from splitpoint_cli.eval.picture import picture_of
 from splitpoint_cli.eval.report import report_of, table_of
 from splitpoint_cli.eval.workload import EvalWorkload, default_selections, read_selections
 from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile
-from splitpoint_cli.plots import check_picture, save
 
 _Model = Annotated[
     str | None,
@@ -93,12 +91,6 @@ _Artifacts = Annotated[
         metavar="DIR",
     ),
 ]
-_Picture = Annotated[
-    Path | None,
-    typer.Option(
-        help="Draw the results as a picture into this file; absent: none.", metavar="FILE"
-    ),
-]
 
 
 @ending_by_signals
@@ -119,7 +111,6 @@ def evaluate(
     seed: options.Seed = 0,
     as_json: AsJson = False,
     output: OutputFile = None,
-    png: _Picture = None,
 ) -> None:
     """Measure what reading a part of the cached tokens costs in accuracy.
 
@@ -147,13 +138,9 @@ def evaluate(
         threads=options.thread_count(threads),
         seed=seed,
     )
-    if png is not None:
-        check_picture(png)
     from splitpoint_cli.eval.runs import run_all
 
     report = report_of(workload, *run_all(workload, Progress()))
-    if png is not None:
-        save(picture_of(report), png)
     hand_over_report(report, table_of, as_json=as_json, output=output)
 
 

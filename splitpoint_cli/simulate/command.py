@@ -14,12 +14,9 @@ from splitpoint_cli.bench.serve.workload import read_goals
 from splitpoint_cli.files import check_output
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile, err, hand_over, out, print_table
-from splitpoint_cli.plots import check_picture, save
 from splitpoint_cli.simulate import options
 from splitpoint_cli.simulate.find import find_devices
 from splitpoint_cli.simulate.options import SimulateOptions
-from splitpoint_cli.simulate.outcome import Outcome
-from splitpoint_cli.simulate.picture import picture_of
 from splitpoint_cli.simulate.report import facts_of, results_of, seconds_of, table_of
 from splitpoint_cli.simulate.run import simulate as run
 from splitpoint_cli.traces.formats import write_trace
@@ -35,7 +32,6 @@ def simulate(
     save_trace: options.SavedTrace = None,
     as_json: AsJson = False,
     output: OutputFile = None,
-    png: options.Picture = None,
 ) -> None:
     """Simulate a fleet of devices under a trace, with the scheduler's own policy. Needs no GPU.
 
@@ -47,8 +43,6 @@ def simulate(
         raise InvalidArgument(f"{words} --goodput, such as ttft:500", field="goodput")
     if given.find and given.compare:
         raise InvalidArgument("--find takes one --policy, not --compare", field="compare")
-    if png is not None:
-        check_picture(png)
     check_output(save_trace, "save_trace")
     fleet, load = given.fleet(), given.load(tenant_weights or ())
     kinds = {kind.name: kind for kind, _ in fleet.devices}
@@ -58,7 +52,6 @@ def simulate(
     facts = facts_of(fleet, load, describe(trace))
     del trace
     report: dict[str, Any] = {**facts, "runs": []}
-    outcomes: list[tuple[str, Outcome]] = []
     started = time.perf_counter()
     for settings in given.settings():
         name = settings.policy.value
@@ -83,11 +76,8 @@ def simulate(
             report["devices"] = {next(iter(kinds)): found.device_count or max(found.shares)}
         else:
             outcome = run(fleet, load, settings, processes=given.processes)
-        outcomes.append((name, outcome))
         report["runs"].append(results_of(outcome, name, goals, kinds))
     report["simulated_in_seconds"] = time.perf_counter() - started
-    if png is not None:
-        save(picture_of(report, outcomes), png)
     hand_over(report, lambda: _show(report), as_json=as_json, output=output)
     if given.find and report["find"]["device_count"] is None:
         raise typer.Exit(1)

@@ -169,14 +169,6 @@ TenantWeights = Annotated[
         rich_help_panel=_LOAD,
     ),
 ]
-Picture = Annotated[
-    Path | None,
-    typer.Option(
-        help="Draw the outcome into this file; absent: none.",
-        metavar="FILE",
-        rich_help_panel=_RESULT,
-    ),
-]
 SavedTrace = Annotated[
     Path | None,
     typer.Option(

@@ -141,7 +141,7 @@ TRACE: Option[str | None] = Option(
     "trace",
     str,
     None,
-    "File for a timeline of copies and compute, written at the stop for `splitpoint trace`: "
+    "File for a timeline of copies and compute, written at the stop as Chrome trace JSON: "
     "out.json becomes out-0.json of worker 0, and so on; absent: none.",
     unit="FILE",
 )

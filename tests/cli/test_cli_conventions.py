@@ -14,7 +14,6 @@ import pytest
 import test_cli_bench_offload
 import test_cli_bench_restore
 import test_cli_bench_store
-import test_cli_trace
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -113,36 +112,30 @@ def test_benchmarks_that_are_no_commands_have_the_same_options(
     assert "--output FILE" in options
 
 
-@pytest.fixture
-def trace_file(tmp_path: Path) -> Path:
-    return test_cli_trace.write(tmp_path / "trace.json", test_cli_trace.restored())
-
-
 PLAN = ("--model", "opt-6.7b", "--profile", "a100-pcie4", "--cached", "1000", "--new", "10")
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("plan", *PLAN), ("size",), ("what-pays",), ("metrics",), ("doctor",), ("trace", "TRACE")],
+    [("plan", *PLAN), ("size",), ("what-pays",), ("metrics",), ("doctor",)],
     ids=lambda arguments: arguments[0],
 )
 def test_json_is_all_there_is_and_the_file_has_the_same(
-    arguments: tuple[str, ...], tmp_path: Path, trace_file: Path
+    arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    command = [str(trace_file) if each == "TRACE" else each for each in arguments]
     target = tmp_path / "report.json"
-    done = CliRunner().invoke(app, [*command, "--json", "--output", str(target)])
+    done = CliRunner().invoke(app, [*arguments, "--json", "--output", str(target)])
     assert done.exit_code in (0, 1), done.output
     told = json.loads(done.stdout)
     assert isinstance(told, dict)
     assert json.loads(target.read_text()) == told
     target.unlink()
-    shown = CliRunner().invoke(app, [*command, "--output", str(target)])
+    shown = CliRunner().invoke(app, [*arguments, "--output", str(target)])
     with pytest.raises(json.JSONDecodeError):
         json.loads(shown.stdout)
     if arguments[0] != "doctor":  # free memory changes meanwhile
         assert json.loads(target.read_text()) == told
-    nowhere = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "no" / "file")])
+    nowhere = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "no" / "file")])
     assert "is no folder" in str(nowhere.exception)
     assert not nowhere.stdout
 

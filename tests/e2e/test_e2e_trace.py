@@ -15,10 +15,10 @@ from local_stack import (
     wait_for_workers,
 )
 from tiny_models import write_tiny
+from trace_files import read_trace
 
 from splitpoint.client import AsyncClient
 from splitpoint.planning.schedule import Lane, Schedule
-from worker_service.lanes.timeline import read_trace
 
 PROMPT = list(range(3, 103))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tiny_models import write_tiny
+from trace_files import read_trace
 
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
@@ -16,7 +17,6 @@ from splitpoint.v1 import worker_pb2 as pb
 from worker_service.__main__ import options_from, parse_arguments
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import SerialLanes
-from worker_service.lanes.timeline import read_trace
 from worker_service.server import WorkerServicer
 from worker_service.startup.options import WorkerOptions
 from worker_service.startup.worker import LoadedWorker, load_worker

@@ -8,14 +8,12 @@ pipeline/transfer.py and pipeline/both_ends.py; this module knows no requests.
 from __future__ import annotations
 
 import json
-import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
-from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.planning.schedule import Lane
 
 
@@ -191,104 +189,3 @@ def chrome_trace(spans: Iterable[Span], facts: Mapping[str, str] | None = None) 
     return json.dumps(
         {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(facts or {})}
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedTrace:
-    """A trace file: spans by start, in seconds since the first one's start, and facts."""
-
-    spans: tuple[Span, ...]
-    facts: Mapping[str, str]
-
-
-def read_trace(path: Path) -> RecordedTrace:
-    """Read a file that `Trace.write` made.
-
-    Raises NotFound if there is none, and InvalidArgument if it is no such file.
-    """
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise NotFound(f"there is no file {path}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{path} cannot be read as a trace: {error}", field="file") from error
-    try:
-        return _recorded(content)
-    except ValueError as error:
-        raise InvalidArgument(
-            f"{path} is not a trace that a worker wrote: {error}", field="file"
-        ) from error
-
-
-def _recorded(content: object) -> RecordedTrace:
-    """Convert parsed JSON. Raises ValueError that says what is wrong."""
-    events = content.get("traceEvents") if isinstance(content, dict) else None
-    facts = content.get("otherData", {}) if isinstance(content, dict) else None
-    if not isinstance(events, list):
-        raise ValueError("it has no list of traceEvents")
-    if not isinstance(facts, dict):
-        raise ValueError("its otherData is not an object")
-    lanes: dict[int, Lane] = {}
-    spans: list[Span] = []
-    for number, event in enumerate(events):
-        try:
-            kind = _field(event, "ph", str)
-            if kind == "M" and _field(event, "name", str) == "thread_name":
-                lanes[_field(event, "tid", int)] = _lane(_field(event, "args", dict))
-            elif kind == "X":
-                spans.append(_span_of(event, lanes))
-        except ValueError as error:
-            raise ValueError(f"in event {number} {error}") from error
-    return RecordedTrace(
-        tuple(sorted(spans, key=lambda span: span.start)),
-        {str(name): str(fact) for name, fact in facts.items()},
-    )
-
-
-def _span_of(event: Mapping[str, Any], lanes: Mapping[int, Lane]) -> Span:
-    """Convert one event of work. Raises ValueError."""
-    row, details = _field(event, "tid", int), _field(event, "args", dict)
-    if row not in lanes:
-        raise ValueError(f"the row {row} was never named")
-    start, seconds = _field(event, "ts", float) / 1e6, _field(event, "dur", float) / 1e6
-    has_layer = details.get("layer") is not None
-    return Span(
-        lanes[row],
-        _field(event, "name", str),
-        start,
-        start + seconds,
-        _field(details, "layer", int) if has_layer else None,
-        _field(details, "tokens", int),
-        _field(details, "amount", float),
-    )
-
-
-def _lane(details: Mapping[str, Any]) -> Lane:
-    name = _field(details, "name", str)
-    names = [lane.value for lane in Lane]
-    if name not in names:
-        raise ValueError(f"the row is called {name!r}, not one of {', '.join(names)}")
-    return Lane(name)
-
-
-_KIND_NAMES = {
-    str: "a text",
-    int: "a whole number",
-    dict: "an object",
-    float: "a number of at least 0",
-}
-
-
-def _field(holder: object, name: str, kind: type[_Kind]) -> _Kind:
-    """Return a field. Raises ValueError if it is missing or of another kind."""
-    if not isinstance(holder, dict):
-        raise ValueError("there is no object")
-    if name not in holder:
-        raise ValueError(f"{name!r} is missing")
-    value = holder[name]
-    is_right = isinstance(value, int | float if kind is float else kind)
-    if isinstance(value, bool) or not is_right:
-        raise ValueError(f"{name!r} is not {_KIND_NAMES[kind]}")
-    if kind is float and not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{name!r} is not {_KIND_NAMES[kind]}")
-    return cast(_Kind, value)

@@ -48,9 +48,7 @@ _Picture = Annotated[
 ]
 _TraceFile = Annotated[
     Path | None,
-    typer.Option(
-        help="Write the lanes of one pipelined run, for `splitpoint trace`.", metavar="FILE"
-    ),
+    typer.Option(help="Write the lanes of one pipelined run as Chrome trace JSON.", metavar="FILE"),
 ]
 
 

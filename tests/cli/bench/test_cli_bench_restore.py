@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from trace_files import read_trace
 from typer.testing import CliRunner
 
 from splitpoint.checkpoint.decoder import DecoderConfig
@@ -42,7 +43,6 @@ from splitpoint_cli.bench.restore.workload import RestoreWorkload
 from splitpoint_cli.main import app
 from splitpoint_cli.stack.child import child_environment
 from worker_service.kernels.choice import in_use
-from worker_service.lanes.timeline import read_trace
 from worker_service.model.decoder import Decoder
 
 # One layer more than the first, whose X is never sent; the last chunk is partial.

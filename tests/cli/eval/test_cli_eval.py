@@ -16,7 +16,6 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.selection import FULL, Selection, SelectionMethod
-from splitpoint_cli.eval.picture import picture_of
 from splitpoint_cli.eval.report import Answers, SelectionResult, Texts, report_of, table_of
 from splitpoint_cli.eval.runs import perplexity_interval
 from splitpoint_cli.eval.tasks import TaskKind, extraction, needle
@@ -150,7 +149,7 @@ RESULTS = [
 TEXTS = Texts(files={"asyncio": ["asyncio/a.py"]}, windows=1, far_tokens=40, tasks=1)
 
 
-def test_the_report_is_json_a_table_and_a_picture() -> None:
+def test_the_report_is_json_and_a_table() -> None:
     report = report_of(WORKLOAD, TEXTS, RESULTS)
     assert json.loads(json.dumps(report)) == report
     assert [each["perplexity_over_full"] for each in report["selections"]] == [
@@ -166,14 +165,6 @@ def test_the_report_is_json_a_table_and_a_picture() -> None:
     assert [*table.columns[4].cells] == ["+0.00%", "+0.10%", "+1.00%", "+2.00%", "-0.01%"]
     assert [*table.columns[-1].cells] == ["-"] * len(RESULTS)
     assert "this model itself does not solve needle 25%" in str(table.caption)
-    left, right = picture_of(report).axes
-    curves = {str(line.get_label()): np.asarray(line.get_xydata()) for line in left.get_lines()}
-    assert curves["columns"].tolist() == [pytest.approx([5, 1]), pytest.approx([10, 0.1])]
-    assert curves["columns, int8"].tolist() == [pytest.approx([5, 2])]
-    assert curves[str(Selection.parsed("infinigen:alpha=4"))].tolist() == [
-        pytest.approx([3, -0.01])
-    ]
-    assert len(right.get_lines()) == 3
 
 
 def test_what_left_a_pool_has_a_column() -> None:

@@ -1,4 +1,4 @@
-"""`splitpoint simulate`: one report for people, JSON or a picture, and errors before the work."""
+"""`splitpoint simulate`: one report for people or as JSON, and errors before the work."""
 
 from __future__ import annotations
 
@@ -110,13 +110,6 @@ def test_a_trace_of_which_no_request_is_left_is_refused(
     path.write_text("seconds,input_length,output_length\n5,100,10\n")
     message = error_of("--trace", str(path), "--seconds", "1", *more)
     assert "arrives after 5 s: none is left of the first 1 s" in message
-
-
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "run.png"
-    ran("--png", str(path), "--compare")
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_prompts_beyond_any_context_are_refused_and_cost_nothing() -> None:

@@ -1,1 +1,0 @@
-"""`splitpoint trace`: how busy a worker's lanes were, from a trace file."""
