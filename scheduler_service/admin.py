@@ -116,7 +116,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
             position=position,
             footprint_bytes=explained.footprint_bytes,
             waited_duration=_duration(now - times.arrived),
-            queued_duration=_duration(now - (times.queued or now)),
+            queued_duration=_duration(now - waiting.since),
             reason=explained.reason,
             waits_for=explained.cause.value,
             priority=waiting.priority,
@@ -127,10 +127,10 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
         )
         place = explained.place
         if place is not None:
-            entry.worker_id = place.ledger.facts.worker_id
-            entry.cached_tokens = place.way.cached_tokens
-            entry.new_tokens = place.way.new_tokens
-            entry.kappa_ratio = place.way.kappa_ratio
+            entry.worker_id = place.account.facts.worker_id
+            entry.cached_tokens = place.need.cached_tokens
+            entry.new_tokens = place.need.new_tokens
+            entry.kappa_ratio = place.need.kappa_ratio
             entry.missing_bytes = place.missing_bytes
         return entry
 
@@ -150,12 +150,12 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
         known = worker.ready or worker.last_ready
         if known is not None:
             entry.MergeFrom(_facts_of(known))
-        ledger = self._manager.admission.ledger(worker.worker_id)
-        if ledger is not None:
-            entry.cache_charged_bytes = ledger.charged_bytes
-            entry.running_count = ledger.running_count
-            entry.recent_kappa_ratio = ledger.kappa.ratio
-            advice = ledger.advise_power(worker.telemetry)
+        account = self._manager.admission.account(worker.worker_id)
+        if account is not None:
+            entry.cache_charged_bytes = account.charged_bytes
+            entry.running_count = account.running_count
+            entry.recent_kappa_ratio = account.kappa.ratio
+            advice = account.advise_power(worker.telemetry)
             if advice is not None:
                 entry.advised_power_watts = advice.watts
                 entry.advised_power_reason = advice.reason

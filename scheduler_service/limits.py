@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from splitpoint.options.scheduler import QUEUE_CAPACITY
 
+# Bounds of a request's priority.
+LEAST_PRIORITY, MOST_PRIORITY = -10, 10
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

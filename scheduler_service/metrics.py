@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from scheduler_service.cluster.registry import Registry
-from scheduler_service.placement.admission import AdmissionQueue
+from scheduler_service.policy.admission import AdmissionQueue
 from scheduler_service.requests.accounts import Accounts
 from scheduler_service.requests.manager import RequestManager
 from scheduler_service.requests.tenants import TenantFacts
@@ -39,7 +39,7 @@ def readings(manager: RequestManager, model_name: str, link: RedisLink | None) -
     yield from _counts(manager.accounts)
     yield from _queue(manager)
     yield from _policy(manager)
-    yield from _ledgers(manager.admission)
+    yield from _accounts(manager.admission)
     yield from _workers(manager.registry, manager.admission)
     if link is not None:
         yield Reading(metrics.REDIS_UP, not link.is_away)
@@ -74,10 +74,10 @@ def _policy(manager: RequestManager) -> Iterator[Reading]:
     policy = manager.admission.policy
     for decision, count in policy.decision_counts.items():
         yield Reading(metrics.POLICY_DECISIONS, count, (decision.value,))
-    for worker_id in policy.rooms.open():
-        labels = (worker_id,)
-        yield Reading(metrics.WORKER_BOUND_TOKENS, policy.rooms.bound_tokens(worker_id), labels)
-        yield Reading(metrics.WORKER_RESTORING_BYTES, policy.rooms.link_bytes(worker_id), labels)
+    for worker_id in policy.workers.open:
+        account = policy.workers.accounts[worker_id]
+        yield Reading(metrics.WORKER_BOUND_TOKENS, account.bound_tokens, (worker_id,))
+        yield Reading(metrics.WORKER_RESTORING_BYTES, account.link_bytes, (worker_id,))
     by_label: dict[str, TenantFacts] = {}
     for facts in manager.tenants():
         label = manager.tenant_labels.label(facts.tenant)
@@ -88,12 +88,12 @@ def _policy(manager: RequestManager) -> Iterator[Reading]:
         yield Reading(metrics.TENANT_OLDEST_WAIT, facts.oldest_wait_seconds, (label,))
 
 
-def _ledgers(admission: AdmissionQueue) -> Iterator[Reading]:
+def _accounts(admission: AdmissionQueue) -> Iterator[Reading]:
     stores: dict[str, int] = {}
-    for ledger in admission.ledgers():
-        facts = ledger.facts
-        yield Reading(metrics.WORKER_KAPPA_RATIO, ledger.kappa.ratio, (facts.worker_id,))
-        yield Reading(metrics.LEDGER_BYTES, ledger.charged_bytes, (facts.worker_id, "charged"))
+    for account in admission.accounts():
+        facts = account.facts
+        yield Reading(metrics.WORKER_KAPPA_RATIO, account.kappa.ratio, (facts.worker_id,))
+        yield Reading(metrics.LEDGER_BYTES, account.charged_bytes, (facts.worker_id, "charged"))
         capacity = facts.cache_capacity_bytes
         yield Reading(metrics.LEDGER_BYTES, capacity, (facts.worker_id, "capacity"))
         if facts.store_slot_count is not None:
@@ -116,8 +116,8 @@ def _workers(registry: Registry, admission: AdmissionQueue) -> Iterator[Reading]
             facts = worker.ready.facts
             limit = kappa_crit(facts.shape, facts.profile, facts.encoding)
             yield Reading(metrics.KAPPA_CRIT, limit, (worker.worker_id,))
-            ledger = admission.ledger(worker.worker_id)
-            advice = ledger.advise_power(worker.telemetry) if ledger is not None else None
+            account = admission.account(worker.worker_id)
+            advice = account.advise_power(worker.telemetry) if account is not None else None
             if advice is not None:
                 yield Reading(metrics.WORKER_POWER_ADVISED, advice.watts, (worker.worker_id,))
     for worker_id, count in losses.items():

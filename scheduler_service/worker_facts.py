@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from splitpoint.costs.first_token import FirstToken
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.schedule import Schedule
-from splitpoint.selection import SelectionMethod
+from splitpoint.selection import FULL, Selection, SelectionMethod
 from splitpoint.shapes import Encoding, ModelShape, Numerics, WeightFormat
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 
@@ -69,6 +69,26 @@ class WorkerFacts:
     def capacity_tokens(self) -> int:
         """Tokens that fit when one resident request has the whole cache."""
         return self.cache_capacity_bytes // self.page_bytes * self.chunk_tokens
+
+    def has_columns(self, selection: Selection) -> bool:
+        """Return True if the worker serves the selection's method with so many columns."""
+        trained = self.selections.get(selection.method)
+        return trained is not None and (not trained or selection.columns in (None, trained))
+
+    def can_follow(self, selection: Selection) -> bool:
+        """Return True if the worker can select so, and draft what the selection verifies."""
+        has_drafter = not selection.verify or DraftMethod.SELF in self.draft_methods
+        return has_drafter and self.has_columns(selection)
+
+    def followed(self, selection: Selection) -> Selection:
+        """Return what the worker is to select: FULL unless it can, and there is anything to select.
+
+        Artefacts that were trained for a number of columns decide it.
+        """
+        if selection.reads_all or not self.can_follow(selection):
+            return FULL
+        trained = self.selections[selection.method]
+        return replace(selection, columns=trained) if trained else selection
 
     def first_token(self) -> FirstToken:
         """Return the costs of a first token. Keep them: they are made of the whole profile."""

@@ -317,8 +317,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("account", "streams", "prefixes", "runtime", "startup"),
     ),
     "scheduler_service": (
-        *("limits", "worker_facts", "policy", "options"),
-        *("prefixes", "cluster", "api", "placement", "requests"),
+        *("limits", "worker_facts", "prefixes", "placement", "api"),
+        *("policy", "options", "cluster", "requests"),
     ),
     "gateway_service": (
         "plan_report",

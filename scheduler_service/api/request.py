@@ -16,17 +16,23 @@ from typing import Protocol
 from scheduler_service.api.output import Output
 from scheduler_service.api.selection import SelectionTally
 from scheduler_service.api.speculation import DraftTally
-from scheduler_service.prefixes.lookup import CachedPrefix
+from scheduler_service.placement.demand import Demand
 from splitpoint.config import counted
 from splitpoint.errors import FailedPrecondition, OutOfRange, SplitpointError
 from splitpoint.observe.tracing import NO_SPAN, Span
-from splitpoint.planning.plan import Residency, RestoreMethod
-from splitpoint.selection import FULL, Selection
+from splitpoint.speculation import DraftMethod
+from splitpoint.transport.convert import draft_method_from_proto
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 # Characters of a client's id that stay readable in the name of a tenant's request; with
 # `~` and 24 random digits that makes 64, the longest id.
 _READABLE_CHARACTERS = 39
+# Asks for no drafter by name: every worker can follow these.
+_ANY_DRAFTER = (
+    types_pb2.DRAFT_METHOD_UNSPECIFIED,
+    types_pb2.DRAFT_METHOD_OFF,
+    types_pb2.DRAFT_METHOD_AUTO,
+)
 
 
 class RequestListener(Protocol):
@@ -47,8 +53,6 @@ class Times:
     first_token: float | None = None
     # Cleared by a pause: the pause of a slow reader is no gap between tokens.
     last_token: float | None = None
-    # When it last entered the queue.
-    queued: float | None = None
     # When its cached prefix was last looked up.
     looked_up: float | None = None
     # Since when it waits without any ready worker that could run it.
@@ -71,14 +75,13 @@ FROM_THE_START = Resume()
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class Request(Demand):
     """A checked request. It is queued, placed and read in this form until it ends."""
 
     # -- what was asked; checked by validation and then unchanged
 
     # Chosen by the client, or drawn. Unique within the tenant.
     client_request_id: str
-    tenant: str
     # Equal for requests with equal fields, request_id and resume aside.
     body_digest: bytes
     prompt: tuple[int, ...]
@@ -87,28 +90,15 @@ class Request:
     # The tokens of sampling.bad_words, each at least one.
     bad_words: tuple[tuple[int, ...], ...] = ()
     cache_salt: bytes = b""
-    # Larger first within its tenant.
-    priority: int = 0
-    # The tenant's weight, above 0.
-    weight: float = 1.0
-    # The only worker that may run it. Empty: any.
-    worker_id: str = ""
     # None: as planned.
     split_tokens: int | None = None
-    restore_method: RestoreMethod | None = None
-    # None: resident if that fits, else streamed.
-    residency: Residency | None = None
     # As sent: each worker fills in what is open.
     speculation: types_pb2.SpeculativeParams = field(default_factory=types_pb2.SpeculativeParams)
-    # Which cached tokens its decode steps read. A worker that cannot follow it reads them all.
-    selection: Selection = FULL
     # Where the client that sent it begins to read.
     resume: Resume = FROM_THE_START
 
     # -- set when it is accepted
 
-    # Order of arrival. No two requests share it, and a retried request keeps it.
-    arrival: int = 0
     # Salt of its chunk keys.
     tenant_salt: bytes = b""
     output: Output = field(init=False)
@@ -123,7 +113,6 @@ class Request:
 
     # Its name for workers and logs. Clients cannot choose a name that is another request's.
     request_id: str = field(init=False)
-    cached: CachedPrefix = field(default_factory=CachedPrefix)
     # Fewest tokens that a restore found cached. Later ones may find what the request stored itself,
     # or less, since damaged chunks are dropped. None: no worker has told.
     least_cached_tokens: int | None = None
@@ -134,13 +123,10 @@ class Request:
     moves: int = 0
     refusals: int = 0
     engine_failures: int = 0
-    # Of the worker that computed its latest tokens. None: none have come.
-    numerics_digest: str | None = None
     drafts: DraftTally = field(default_factory=DraftTally)
     selected: SelectionTally = field(init=False)
     # Number of generated tokens at which it is no suspect any more. None: it never was one.
     cleared_at_tokens: int | None = None
-    is_paused: bool = False
     ended_at: float | None = None
     _complete: scheduler_pb2.GenerateComplete | None = field(default=None, init=False)
     _error: SplitpointError | None = field(default=None, init=False)
@@ -155,7 +141,6 @@ class Request:
 
     @property
     def is_structured(self) -> bool:
-        """True if its answer must look as the client says."""
         return self.sampling.HasField("structured_output")
 
     @property
@@ -163,24 +148,33 @@ class Request:
         return self.tenant, self.client_request_id
 
     @property
-    def token_count(self) -> int:
-        """Tokens of the sequence if it runs to max_tokens."""
-        return len(self.prompt) + self.sampling.max_tokens
+    def prompt_count(self) -> int:
+        return len(self.prompt)
 
     @property
-    def known_count(self) -> int:
-        """Tokens of the prompt, and those that were generated so far."""
-        return len(self.prompt) + len(self.output)
+    def generated_count(self) -> int:
+        return len(self.output)
+
+    @property
+    def most_generated(self) -> int:
+        return self.sampling.max_tokens
+
+    @property
+    def least_generated(self) -> int:
+        return self.sampling.min_tokens
+
+    @property
+    def drafter(self) -> DraftMethod | None:
+        method = self.speculation.method
+        return None if method in _ANY_DRAFTER else draft_method_from_proto(method)
 
     @property
     def runs_to_its_limit(self) -> bool:
-        """True if nothing can end the answer before max_tokens."""
         sampling = self.sampling
         return sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids)
 
     @property
     def is_suspect(self) -> bool:
-        """True if it may have ended an engine, until it gets past the place where that failed."""
         return self.cleared_at_tokens is not None and len(self.output) < self.cleared_at_tokens
 
     @property

@@ -33,7 +33,7 @@ def check_selection(selection: Selection, workers: Collection[WorkerFacts]) -> N
     if not able:
         raise _wanting(selection.method)
     trained = {worker.selections[selection.method] for worker in able}
-    able = [worker for worker in able if _has_columns(worker, selection)]
+    able = [worker for worker in able if worker.has_columns(selection)]
     if not able:
         raise InvalidArgument(
             f"selection: columns is {selection.columns}, but artefacts of {selection.method} were "
@@ -43,17 +43,6 @@ def check_selection(selection: Selection, workers: Collection[WorkerFacts]) -> N
     if selection.verify:
         by_self = draft_method_to_proto(DraftMethod.SELF)
         check_draft_method(types_pb2.SpeculativeParams(method=by_self), able)
-
-
-def followed_by(worker: WorkerFacts, selection: Selection) -> Selection:
-    """Return what a worker is to select: FULL unless it can, and there is anything to select.
-
-    Artefacts that were trained for a number of columns decide it.
-    """
-    if selection.reads_all or not _can_follow(worker, selection):
-        return FULL
-    trained = worker.selections[selection.method]
-    return replace(selection, columns=trained) if trained else selection
 
 
 class SelectionTally:
@@ -69,7 +58,7 @@ class SelectionTally:
 
     def started(self, worker: WorkerFacts) -> None:
         """Note on which worker an attempt begins."""
-        if not self._selection.reads_all and not _can_follow(worker, self._selection):
+        if not self._selection.reads_all and not worker.can_follow(self._selection):
             self._note(f"worker {worker.worker_id} cannot select by {self._selection.method}")
 
     def add(self, result: worker_pb2.TokenResult) -> None:
@@ -100,17 +89,6 @@ class SelectionTally:
     @property
     def usage(self) -> types_pb2.SelectionUsage:
         return selection_usage_to_proto(self.sum)
-
-
-def _can_follow(worker: WorkerFacts, selection: Selection) -> bool:
-    has_drafter = not selection.verify or DraftMethod.SELF in worker.draft_methods
-    return has_drafter and _has_columns(worker, selection)
-
-
-def _has_columns(worker: WorkerFacts, selection: Selection) -> bool:
-    """Return True if the worker serves the method with so many columns."""
-    trained = worker.selections.get(selection.method)
-    return trained is not None and (not trained or selection.columns in (None, trained))
 
 
 def _wanting(method: SelectionMethod) -> FailedPrecondition:

@@ -19,7 +19,7 @@ from scheduler_service.api.prompts import (
     prompt_of,
 )
 from scheduler_service.api.request import FROM_THE_START, Request, Resume
-from scheduler_service.policy.waiting import LEAST_PRIORITY, MOST_PRIORITY
+from scheduler_service.limits import LEAST_PRIORITY, MOST_PRIORITY
 from splitpoint.config import counted
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.keys import SALT_LIMIT, request_seed

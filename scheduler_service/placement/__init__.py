@@ -1,1 +1,1 @@
-"""Policy without I/O: admission, accounts of device memory, routing, and plans."""
+"""One request and the workers, without I/O: accounts, footprints, routing, and plans."""

@@ -1,6 +1,6 @@
 """Device memory of a request on a worker, and the residency that follows from it.
 
-Pure: facts in, named answers out. What is free at the moment is the ledger's business.
+Pure: facts in, named answers out. What is free at the moment is the account's business.
 """
 
 from __future__ import annotations

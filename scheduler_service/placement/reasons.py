@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from scheduler_service.placement.charging import Way
-from scheduler_service.placement.ledger import Ledger
-from scheduler_service.policy.hold import Hold
+from scheduler_service.placement.account import Hold, Need, WorkerAccount
 from splitpoint.config import counted, format_size
 
 
@@ -43,29 +41,28 @@ class Place:
     """A worker that could run the request, and what it would take there.
 
     Attributes:
-        promised_slots: slots of its store that streamed requests may still fill.
-        has_slots: the store has those that the request needs.
         may_start: no trial keeps it from starting.
         hold: what the policy holds it back for, if the worker has room.
-        bound_tokens, restoring_bytes: work that is bound to the worker already.
     """
 
-    ledger: Ledger
-    way: Way
-    promised_slots: int
-    has_slots: bool
+    account: WorkerAccount
+    need: Need
     may_start: bool
     hold: Hold
-    bound_tokens: int
-    restoring_bytes: int
+
+    @property
+    def has_slots(self) -> bool:
+        """True if the worker's store has the slots that the request needs."""
+        slots = self.account.facts.store_slot_count
+        return self.account.store.has_room(self.need.fits.slot_count, slots)
 
     @property
     def size_bytes(self) -> int:
-        return self.way.pages * self.ledger.facts.page_bytes
+        return self.need.pages * self.account.facts.page_bytes
 
     @property
     def missing_bytes(self) -> int:
-        return max(0, self.size_bytes - self.ledger.free_bytes)
+        return max(0, self.size_bytes - self.account.free_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +96,24 @@ def explain(places: Sequence[Place], *, is_paused: bool) -> Explanation:
 
 
 def _lack(place: Place) -> tuple[bool, int]:
-    return not place.way.can_start, place.missing_bytes
+    return not place.need.can_start, place.missing_bytes
 
 
 def _cause(place: Place) -> Cause:
-    ledger = place.ledger
+    account = place.account
     if not place.may_start:
         return Cause.TRIAL
-    if place.way.can_start:
+    if place.need.can_start:
         return Cause(place.hold.value)
     if not place.has_slots:
         return Cause.SLOTS
-    if place.size_bytes > ledger.free_bytes:
+    if place.size_bytes > account.free_bytes:
         return Cause.MEMORY
-    return Cause.BATCH if ledger.free_places <= 0 else Cause.OTHER_SCHEDULERS
+    return Cause.BATCH if account.free_places <= 0 else Cause.OTHER_SCHEDULERS
 
 
 def _reason(place: Place, cause: Cause) -> str:
-    ledger, name = place.ledger, place.ledger.facts.worker_id
+    account, name = place.account, place.account.facts.worker_id
     match cause:
         case Cause.TRIAL:
             return (
@@ -128,11 +125,11 @@ def _reason(place: Place, cause: Cause) -> str:
         case Cause.SHARE:
             return f"tenants that are behind their share come first on worker {name}"
         case Cause.PREFILL:
-            tokens = counted(place.bound_tokens, "token")
+            tokens = counted(account.bound_tokens, "token")
             return f"worker {name} has {tokens} to prefill first"
         case Cause.RESTORES:
             return (
-                f"worker {name} restores {format_size(place.restoring_bytes)} of requests that "
+                f"worker {name} restores {format_size(account.restoring_bytes)} of requests that "
                 "its link is the limit of"
             )
         case Cause.RESIDENTS:
@@ -144,22 +141,22 @@ def _reason(place: Place, cause: Cause) -> str:
             return f"worker {name} is reserved for a request that has waited long"
         case Cause.SLOTS:
             return (
-                f"streamed requests hold {place.promised_slots:,} of the store's "
-                f"{counted(ledger.facts.store_slot_count or 0, 'slot')}, "
-                f"{place.way.fits.slot_count:,} are needed"
+                f"streamed requests hold {account.store.promised_count:,} of the store's "
+                f"{counted(account.facts.store_slot_count or 0, 'slot')}, "
+                f"{place.need.fits.slot_count:,} are needed"
             )
-        case Cause.MEMORY if ledger.free_bytes < 0:
+        case Cause.MEMORY if account.free_bytes < 0:
             return (
-                f"worker {name} is overcommitted by {format_size(-ledger.free_bytes)}: "
+                f"worker {name} is overcommitted by {format_size(-account.free_bytes)}: "
                 "answers became longer than expected"
             )
         case Cause.MEMORY:
             return (
-                f"worker {name} has {format_size(ledger.free_bytes)} free of the "
+                f"worker {name} has {format_size(account.free_bytes)} free of the "
                 f"{format_size(place.size_bytes)} needed"
             )
         case Cause.BATCH:
-            running = ledger.running_count + ledger.others.request_count
+            running = account.running_count + account.others.request_count
             return f"worker {name} runs {counted(running, 'request')}, its batch limit"
         case _:
             return f"the rest of worker {name} is kept for requests of other schedulers"

@@ -6,14 +6,13 @@ the worker is told by the admission queue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from scheduler_service.api.request import Request
-from scheduler_service.api.selection import followed_by
-from scheduler_service.placement.charging import Charging
+from scheduler_service.placement.account import Need, WorkerAccount
+from scheduler_service.placement.demand import Demand
 from scheduler_service.placement.footprint import Fits, footprint_of
-from scheduler_service.placement.ledger import Ledger
+from scheduler_service.placement.need import steps_left
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.planning.plan import Objective, Residency
 from splitpoint.residency.load import DeviceRoom, RequestLoad
@@ -51,42 +50,43 @@ class Wanted:
 
 
 def streamed_instead(
-    request: Request,
-    ledger: Ledger,
-    fits: Fits,
-    charging: Charging,
-    running: Iterable[tuple[Request, Residency]],
+    demand: Demand,
+    account: WorkerAccount,
+    need: Need,
+    expected_answer: Callable[[Demand], int],
     objective: Objective,
 ) -> Fits | None:
     """Return how a request is streamed that lacks memory; None if it had better wait.
 
     None, too, if the client asked for a residency or a way to restore, or if nothing but a
     place in the batch is missing, or if the store is not exact: streaming would read back what the
-    request itself stored. `running`: the requests of the worker.
+    request itself stored. `expected_answer`: the expected length of a request's answer.
     """
-    if request.residency is not None or request.restore_method is not None:
+    worker, missing = account.facts, need.pages - account.free_pages
+    if demand.residency is not None or demand.restore_method is not None:
         return None
-    if ledger.facts.encoding.is_lossy:
+    if worker.encoding.is_lossy or need.is_streamed or missing <= 0:
         return None
-    missing = ledger.pages_of(charging.charge(request, ledger, fits)) - ledger.free_pages
-    if fits.residency is Residency.STREAMED or missing <= 0:
-        return None
-    selection = followed_by(ledger.facts, request.selection)
-    streamed = footprint_of(request.token_count, Residency.STREAMED, ledger.facts, selection)
+    selection = worker.followed(demand.selection)
+    streamed = footprint_of(demand.token_count, Residency.STREAMED, worker, selection)
     if not isinstance(streamed, Fits):
         return None
-    cached = request.cached.own.get(ledger.facts.worker_id, 0)
-    wanted = Wanted(request.known_count, cached, charging.steps_left(request), missing)
+    wanted = Wanted(
+        demand.known_count,
+        demand.cached.own.get(worker.worker_id, 0),
+        steps_left(demand, expected_answer(demand)),
+        missing,
+    )
     others = [
         RunningRequest(
-            each.known_count,
-            charging.steps_left(each),
-            ledger.pages_held(each.arrival),
-            residency is Residency.STREAMED,
+            each.demand.known_count,
+            steps_left(each.demand, expected_answer(each.demand)),
+            each.pages,
+            each.is_streamed,
         )
-        for each, residency in running
+        for each in account.running.values()
     ]
-    reason = reason_to_stream(ledger.facts, wanted, others, objective)
+    reason = reason_to_stream(worker, wanted, others, objective)
     return None if reason is None else replace(streamed, reason=f"streamed: {reason}")
 
 

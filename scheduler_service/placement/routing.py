@@ -11,16 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from scheduler_service.api.request import Request
-from scheduler_service.api.selection import followed_by
-from scheduler_service.placement.charging import cached_tokens, device_tokens
-from scheduler_service.placement.footprint import Fits
-from scheduler_service.placement.ledger import Ledger
+from scheduler_service.placement.account import Need, WorkerAccount
+from scheduler_service.placement.demand import Demand
+from scheduler_service.placement.need import cached_tokens
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.fetching import rate_of
-from splitpoint.costs.first_token import IDLE, Backlog
-from splitpoint.transport.convert import draft_method_from_proto
-from splitpoint.v1 import types_pb2
 
 # A worker with less than this part of the freest worker's free share is loaded: what its device
 # holds does not count then, so that a prefix of many requests spreads over the workers.
@@ -29,12 +24,6 @@ _LOADED = 0.5
 # the steps of requests that decode.
 _ALIKE_SHARE = 1.1
 _ALIKE_SECONDS = 2e-3
-# What every worker can follow: nothing that is asked for, or what the worker has.
-_ANY_DRAFTER = (
-    types_pb2.DRAFT_METHOD_UNSPECIFIED,
-    types_pb2.DRAFT_METHOD_OFF,
-    types_pb2.DRAFT_METHOD_AUTO,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,44 +72,31 @@ def choose_worker(candidates: Iterable[Candidate]) -> Candidate:
     )[0]
 
 
-def candidate_of(
-    request: Request, ledger: Ledger, fits: Fits, backlog: Backlog = IDLE
-) -> Candidate:
-    """Return a worker as a candidate. `backlog`: what is queued there before the request."""
-    worker = ledger.facts
-    device = device_tokens(request, ledger, fits)
-    off_device = _seconds_there(request, ledger, 0, backlog)
+def candidate_of(demand: Demand, account: WorkerAccount, need: Need) -> Candidate:
+    """Return a worker as a candidate for a request that needs this of it."""
+    worker = account.facts
+    off_device = _seconds_there(demand, account, 0)
+    device = need.device_tokens
     return Candidate(
         worker.worker_id,
-        _seconds_there(request, ledger, device, backlog) if device else off_device,
+        _seconds_there(demand, account, device) if device else off_device,
         off_device,
-        ledger.free_share,
-        ledger.running_count,
-        is_alike=request.numerics_digest in (None, worker.numerics_digest),
-        can_serve=_can_serve(request, worker),
+        account.free_share,
+        account.running_count,
+        is_alike=demand.numerics_digest in (None, worker.numerics_digest),
+        can_serve=_can_serve(demand, worker),
     )
 
 
-def first_token_seconds(
-    ledger: Ledger, known: int, stored: int, device: int, backlog: Backlog
-) -> float:
-    """Return the predicted seconds to the first token of a request of these numbers.
-
-    Arguments as of `Way.of`; what tiers and stores of other hosts hold is not counted.
-    """
-    cached = cached_tokens(known, stored, device)
-    return ledger.first_token.seconds(
-        cached, known - cached, device=min(device, cached), backlog=backlog
-    )
-
-
-def _seconds_there(request: Request, ledger: Ledger, device: int, backlog: Backlog) -> float:
+def _seconds_there(demand: Demand, account: WorkerAccount, device: int) -> float:
     """Return the predicted seconds to the first token. `device`: tokens that need no restore."""
-    worker, total = ledger.facts, request.known_count
-    stored = request.cached.own.get(worker.worker_id, 0)
-    best = first_token_seconds(ledger, total, stored, device, backlog)
+    worker, total, backlog = account.facts, demand.known_count, account.backlog
+    stored = demand.cached.own.get(worker.worker_id, 0)
     cached = cached_tokens(total, stored, device)
-    for source in request.cached.sources.get(worker.worker_id, ()):
+    best = account.first_token.seconds(
+        cached, total - cached, device=min(device, cached), backlog=backlog
+    )
+    for source in demand.cached.sources.get(worker.worker_id, ()):
         longer = min(source.cached_tokens, total - 1)
         if longer <= cached:
             continue
@@ -130,7 +106,7 @@ def _seconds_there(request: Request, ledger: Ledger, device: int, backlog: Backl
         fetch_seconds = rate_of(worker.profile, source.place).seconds(size)
         if fetch_seconds >= best:
             continue
-        with_fetch = ledger.first_token.seconds(
+        with_fetch = account.first_token.seconds(
             longer,
             total - longer,
             device=min(device, longer),
@@ -141,10 +117,9 @@ def _seconds_there(request: Request, ledger: Ledger, device: int, backlog: Backl
     return best
 
 
-def _can_serve(request: Request, worker: WorkerFacts) -> bool:
+def _can_serve(demand: Demand, worker: WorkerFacts) -> bool:
     """Return True if the worker can do all that the request asks for, besides its tokens."""
-    selection = request.selection
-    if not selection.reads_all and followed_by(worker, selection).reads_all:
+    selection = demand.selection
+    if not selection.reads_all and worker.followed(selection).reads_all:
         return False
-    method = request.speculation.method
-    return method in _ANY_DRAFTER or draft_method_from_proto(method) in worker.draft_methods
+    return demand.drafter is None or demand.drafter in worker.draft_methods

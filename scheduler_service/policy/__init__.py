@@ -1,1 +1,1 @@
-"""Chooses which waiting request starts next: order, fair shares and best sets."""
+"""Chooses which waiting request starts next: admission, order, fair shares and best sets."""

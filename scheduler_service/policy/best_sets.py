@@ -12,17 +12,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic
 
+from scheduler_service.placement.account import Hold, Need
+from scheduler_service.placement.demand import Demand
 from scheduler_service.policy.choice import Budget, Offer, choose
-from scheduler_service.policy.hold import Hold
-from scheduler_service.policy.order import WaitingOrder, streamed_in
-from scheduler_service.policy.owner import Decision, Owner, Start
+from scheduler_service.policy.order import Decision, Start, WaitingOrder, streamed_in
 from scheduler_service.policy.reservations import Reservations
-from scheduler_service.policy.rooms import WorkerRooms
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.policy.tenants import TenantShares
-from scheduler_service.policy.waiting import Need, R, Waiting
+from scheduler_service.policy.workers import Workers
 
 # Seconds after which every worker is looked at again, whatever is known to have changed.
 _FULL_LOOK_SECONDS = 0.5
@@ -31,45 +29,43 @@ _MOST_FRESH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen(Generic[R]):
+class _Chosen:
     """A member of a set that has not started yet."""
 
-    waiting: Waiting[R]
+    waiting: Demand
     worker_id: str
     # False if no tenant within the lead could use the worker.
     is_within_lead: bool
 
 
 @dataclass(slots=True)
-class _Found(Generic[R]):
+class _Found:
     """What one look found: budgets of workers, candidates for them, and what lacks memory."""
 
     # None: the worker has nothing for these requests.
     budgets: dict[str, Budget | None]
-    candidates: dict[str, list[tuple[Waiting[R], Need]]]
+    candidates: dict[str, list[tuple[Demand, Need]]]
     # Workers that a request waits for that would be resident there, as far as it was looked up.
     residents: dict[str, bool]
-    lacking: list[tuple[Waiting[R], dict[str, Need]]]
+    lacking: list[tuple[Demand, dict[str, Need]]]
 
 
-class BestSets(Generic[R]):
+class BestSets:
     """Chooses among the waiting requests. Remembers what has changed since nothing could start."""
 
     def __init__(
         self,
-        owner: Owner[R],
+        workers: Workers,
         settings: PolicySettings,
-        order: WaitingOrder[R],
+        order: WaitingOrder,
         shares: TenantShares,
-        rooms: WorkerRooms,
     ) -> None:
-        self.reservations: Reservations[R] = Reservations(owner, settings, rooms)
-        self._owner = owner
+        self.reservations = Reservations(workers, settings)
+        self._workers = workers
         self._settings = settings
         self._order = order
         self._shares = shares
-        self._rooms = rooms
-        self._chosen: deque[_Chosen[R]] = deque()
+        self._chosen: deque[_Chosen] = deque()
         # Workers with news, requests that came with their tenants, and the tenants within the
         # lead, since the last time that nothing could start. In order, so that a run can be
         # repeated.
@@ -87,7 +83,7 @@ class BestSets(Generic[R]):
         """Note that a worker may have room."""
         self._touched[worker_id] = None
 
-    def freshen(self, waiting: Waiting[R]) -> None:
+    def freshen(self, waiting: Demand) -> None:
         """Note that a request may start on any worker."""
         self._fresh[waiting.arrival] = waiting.tenant
 
@@ -107,7 +103,7 @@ class BestSets(Generic[R]):
 
     # -- the decision -------------------------------------------------------------------
 
-    def next(self, now: float, lead: float) -> Start[R] | None:
+    def next(self, now: float, lead: float) -> Start | None:
         """Return a member of a best set that can start; None if none can."""
         self._now = now
         start = self._next_chosen(lead)
@@ -115,7 +111,7 @@ class BestSets(Generic[R]):
             return start
         if len(self._fresh) > _MOST_FRESH:
             self._fresh = dict(islice(self._fresh.items(), _MOST_FRESH))
-            self._touched.update(dict.fromkeys(self._rooms.open()))
+            self._touched.update(dict.fromkeys(self._workers.open))
         eligible = self._look(now, lead)
         if not self._touched and not self._fresh:
             return None
@@ -130,7 +126,7 @@ class BestSets(Generic[R]):
             self._fresh.clear()
         return start
 
-    def hold(self, waiting: Waiting[R], worker_id: str, need: Need, lead: float) -> Hold:
+    def hold(self, waiting: Demand, worker_id: str, need: Need, lead: float) -> Hold:
         """Return what keeps a request from a worker that has room for it."""
         reserved = self.reservations.of(worker_id)
         if reserved is not None and reserved is not waiting:
@@ -148,19 +144,19 @@ class BestSets(Generic[R]):
         is_due = now - self._looked >= _FULL_LOOK_SECONDS
         if is_due or set(eligible) - set(self._eligible):
             self._looked = now
-            self._touched.update(dict.fromkeys(self._rooms.open()))
+            self._touched.update(dict.fromkeys(self._workers.open))
         self._eligible = eligible
         self._touched = {name: None for name in self._touched if self._has_room(name)}
         return eligible
 
     def _has_room(self, worker_id: str) -> bool:
         """Return True if a worker may have room for any request."""
-        if worker_id not in self._rooms or self._rooms.is_full(worker_id):
+        account = self._workers.accounts.get(worker_id)
+        if account is None or account.is_closed or account.is_full:
             return False
-        pages, places = self._owner.room(worker_id)
-        return pages >= 0 and places > 0
+        return account.free_pages >= 0 and account.free_places > 0
 
-    def _window(self, tenants: Sequence[str]) -> Iterator[tuple[Waiting[R], dict[str, Need]]]:
+    def _window(self, tenants: Sequence[str]) -> Iterator[tuple[Demand, dict[str, Need]]]:
         """Iterate over the requests that are compared, with what they need of the workers.
 
         They are so many of each tenant for each worker with news, of those that could run there,
@@ -176,7 +172,7 @@ class BestSets(Generic[R]):
                 workers = dict.fromkeys(left)
                 if waiting.arrival in came:
                     del came[waiting.arrival]
-                    workers.update(dict.fromkeys(self._owner.workers_for(waiting.item)))
+                    workers.update(dict.fromkeys(self._open_to(waiting)))
                 needs = self._needs(waiting, workers)
                 for worker_id in left.keys() & needs.keys():
                     left[worker_id] -= 1
@@ -187,40 +183,40 @@ class BestSets(Generic[R]):
             for arrival in came:
                 fresh = self._order.find(arrival)
                 if fresh is not None:
-                    needs = self._needs(fresh, self._owner.workers_for(fresh.item))
+                    needs = self._needs(fresh, self._open_to(fresh))
                     if needs:
                         yield fresh, needs
 
     def _gives_way(
-        self, waiting: Waiting[R], need: Need, worker_id: str, residents: dict[str, bool]
+        self, waiting: Demand, need: Need, worker_id: str, residents: dict[str, bool]
     ) -> bool:
         """Return True if a streamed request lets resident ones go first for a while.
 
         It holds few pages, so that it would always fit, but it takes the link from all others.
         `residents`: whether one waits for a worker, as far as it was looked up.
         """
-        if not need.is_streamed or self._rooms.is_idle(worker_id):
+        if not need.is_streamed or not self._workers.accounts[worker_id].running_count:
             return False
         if self.reservations.gamma * (self._now - waiting.since) >= 1:
             return False
         if worker_id not in residents:
-            needs = (self._need(each, worker_id) for each in self._order)
+            needs = (self._workers.need(each, worker_id) for each in self._order)
             residents[worker_id] = any(each and not each.is_streamed for each in needs)
         if residents[worker_id]:
             self._given_way[worker_id] = None
         return residents[worker_id]
 
-    def _needs(self, waiting: Waiting[R], workers: Iterable[str]) -> dict[str, Need]:
+    def _needs(self, waiting: Demand, workers: Iterable[str]) -> dict[str, Need]:
         """Return what a request needs of those of these workers on which it could run."""
         return {
             worker_id: need
             for worker_id in workers
-            if (need := self._need(waiting, worker_id)) is not None
+            if (need := self._workers.need(waiting, worker_id)) is not None
         }
 
     def _oldest(
-        self, tenants: Iterable[str], window: Iterable[tuple[Waiting[R], object]]
-    ) -> list[tuple[Waiting[R], int]]:
+        self, tenants: Iterable[str], window: Iterable[tuple[Demand, object]]
+    ) -> list[tuple[Demand, int]]:
         """Return the window and the first request of each priority of these tenants, each with
         the number of higher priorities that its tenant's requests have."""
         heads = [(name, self._order.heads(name)) for name in tenants]
@@ -234,7 +230,7 @@ class BestSets(Generic[R]):
             for waiting in [*(w for _, found in heads for w in found), *(w for w, _ in window)]
         ]
 
-    def _next_chosen(self, lead: float) -> Start[R] | None:
+    def _next_chosen(self, lead: float) -> Start | None:
         """Return the next member of the chosen sets that can still start."""
         while self._chosen:
             chosen = self._chosen.popleft()
@@ -244,16 +240,16 @@ class BestSets(Generic[R]):
             if chosen.is_within_lead and self._shares.lead_of(waiting.tenant) > lead:
                 self._chosen.clear()  # the tenants within the lead have changed
                 break
-            need = self._need(waiting, worker_id)
+            need = self._workers.need(waiting, worker_id)
             if need is not None and self._is_open(worker_id, need):
                 decision = Decision.SET if chosen.is_within_lead else Decision.SPARE
                 return Start(waiting, worker_id, need, decision)
         return None
 
-    def _next_reserved(self) -> Start[R] | None:
+    def _next_reserved(self) -> Start | None:
         """Return the start of a request on the worker that is reserved for it."""
         for worker_id, waiting in self.reservations.items():
-            need = self._need(waiting, worker_id)
+            need = self._workers.need(waiting, worker_id)
             if need is None:  # it could not run there any more
                 self.forget(waiting.arrival)
             elif self._is_open(worker_id, need):
@@ -262,13 +258,13 @@ class BestSets(Generic[R]):
 
     def _next_of(
         self,
-        window: Iterable[tuple[Waiting[R], dict[str, Need]]],
+        window: Iterable[tuple[Demand, dict[str, Need]]],
         now: float,
         lead: float,
         before: Sequence[str] = (),
-    ) -> Start[R] | None:
+    ) -> Start | None:
         """Choose sets of these, on workers that no request of the tenants `before` could use."""
-        found = _Found[R]({}, {}, {}, [])
+        found = _Found({}, {}, {}, [])
         for waiting, needs in window:
             self._collect(waiting, needs, found, before)
         for worker_id, candidates in found.candidates.items():
@@ -280,9 +276,9 @@ class BestSets(Generic[R]):
 
     def _collect(
         self,
-        waiting: Waiting[R],
+        waiting: Demand,
         needs: Mapping[str, Need],
-        found: _Found[R],
+        found: _Found,
         before: Sequence[str],
     ) -> None:
         """Add a request to the candidates of the worker that suits it best."""
@@ -292,7 +288,7 @@ class BestSets(Generic[R]):
             if worker_id not in found.budgets:
                 found.budgets[worker_id] = self._budget(worker_id, before)
             budget = found.budgets[worker_id]
-            if budget is None or self._rooms.hold(worker_id, need) is not None:
+            if budget is None or self._workers.accounts[worker_id].hold(need) is not None:
                 continue
             if not need.can_start:
                 if self.reservations.of(worker_id) in (None, waiting):
@@ -302,36 +298,35 @@ class BestSets(Generic[R]):
             ):
                 possible[worker_id] = need
         if possible:
-            worker_id = self._owner.prefer(waiting.item, possible)
+            worker_id = self._workers.best(waiting, possible)
             found.candidates.setdefault(worker_id, []).append((waiting, possible[worker_id]))
         elif lacking and not found.lacking:  # the first in turn may be streamed instead
             found.lacking.append((waiting, lacking))
 
     def _is_open(self, worker_id: str, need: Need) -> bool:
-        return need.can_start and self._rooms.hold(worker_id, need) is None
+        return need.can_start and self._workers.accounts[worker_id].hold(need) is None
 
-    def _need(self, waiting: Waiting[R], worker_id: str) -> Need | None:
-        if worker_id not in self._rooms:
-            return None
-        return self._owner.need(waiting.item, worker_id)
+    def _open_to(self, waiting: Demand) -> Iterator[str]:
+        return (account.facts.worker_id for account in self._workers.open_to(waiting))
 
     def _budget(self, worker_id: str, before: Sequence[str]) -> Budget | None:
         """Return what a worker has for a set; None if nothing, or if others could use it."""
-        if self._rooms.is_full(worker_id) or self._is_wanted(worker_id, before):
+        account = self._workers.accounts[worker_id]
+        if account.is_full or self._is_wanted(worker_id, before):
             return None
-        pages, places = self._owner.room(worker_id)
+        pages, places = account.free_pages, account.free_places
         reserved = self.reservations.of(worker_id)
-        need = self._need(reserved, worker_id) if reserved is not None else None
+        need = self._workers.need(reserved, worker_id) if reserved is not None else None
         if need is not None:
             pages, places = pages - need.pages, places - 1
         if pages < 0 or places < 1:
             return None
-        return Budget(pages, self._rooms.token_room(worker_id), places)
+        return Budget(pages, account.token_room, places)
 
     def _is_wanted(self, worker_id: str, tenants: Iterable[str]) -> bool:
         """Return True if a waiting request of these tenants could run on a worker, now or later."""
         return any(
-            self._need(waiting, worker_id) is not None
+            self._workers.need(waiting, worker_id) is not None
             for tenant in tenants
             for waiting in self._order.of_tenant(tenant)
         )
@@ -339,10 +334,10 @@ class BestSets(Generic[R]):
     def _best_set(
         self,
         worker_id: str,
-        candidates: Sequence[tuple[Waiting[R], Need]],
+        candidates: Sequence[tuple[Demand, Need]],
         budget: Budget,
         now: float,
-    ) -> list[Waiting[R]]:
+    ) -> list[Demand]:
         """Return the best set: of each tenant's highest priorities first, then of the next ones.
 
         While the worker restores nothing, the link-bound request that has waited longest comes
@@ -350,10 +345,10 @@ class BestSets(Generic[R]):
         """
         offers = self._offers(candidates, now)
         levels = self._levels(candidates)
-        chosen: list[Waiting[R]] = []
+        chosen: list[Demand] = []
         pages, tokens, places = budget.pages, budget.tokens, budget.places
         first = None
-        if not self._rooms.restoring_bytes(worker_id):
+        if not self._workers.accounts[worker_id].restoring_bytes:
             over_link = [i for i, (_, need) in enumerate(candidates) if need.is_link_bound]
             over_link = [i for i in over_link if not levels[i]]
             first = min(over_link, key=lambda i: candidates[i][0].since, default=None)
@@ -372,7 +367,7 @@ class BestSets(Generic[R]):
                 places -= 1
         return chosen
 
-    def _offers(self, candidates: Sequence[tuple[Waiting[R], Need]], now: float) -> list[Offer]:
+    def _offers(self, candidates: Sequence[tuple[Demand, Need]], now: float) -> list[Offer]:
         """Return what each is worth.
 
         Waiting counts within a tenant: each tenant's oldest counts as much as the oldest of all,
@@ -393,7 +388,7 @@ class BestSets(Generic[R]):
             for waiting, need in candidates
         ]
 
-    def _levels(self, candidates: Sequence[tuple[Waiting[R], Need]]) -> list[int]:
+    def _levels(self, candidates: Sequence[tuple[Demand, Need]]) -> list[int]:
         """Return how many higher priorities of its tenant each has among the candidates."""
         priorities: dict[str, set[int]] = {}
         for waiting, _ in candidates:
@@ -403,10 +398,10 @@ class BestSets(Generic[R]):
             for waiting, _ in candidates
         ]
 
-    def _streamed(self, found: _Found[R]) -> Start[R] | None:
+    def _streamed(self, found: _Found) -> Start | None:
         """Return the start of a request that had better be streamed than wait for memory."""
         for waiting, lacking in found.lacking:
-            start = streamed_in(self._owner, waiting, lacking, self._rooms)
+            start = streamed_in(self._workers, waiting, lacking, holds=True)
             if start is not None:
                 return start
         return None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Generic
 
-from scheduler_service.policy.order import needs_of
-from scheduler_service.policy.owner import Owner
-from scheduler_service.policy.rooms import WorkerRooms
+from scheduler_service.placement.account import Need
+from scheduler_service.placement.demand import Demand
 from scheduler_service.policy.settings import PolicySettings
-from scheduler_service.policy.waiting import Need, R, Waiting
+from scheduler_service.policy.workers import Workers
 
 # A request has waited long that waited so many times as long as others usually do, since in a
 # deep queue all of them are old. Weight of the newest wait in what is usual.
@@ -21,26 +19,25 @@ _MOST_WORKERS = 0.5
 _LOOKED_AT = 4
 
 
-class Reservations(Generic[R]):
+class Reservations:
     """At most one request for each worker, and one worker for each request."""
 
-    def __init__(self, owner: Owner[R], settings: PolicySettings, rooms: WorkerRooms) -> None:
-        self._owner = owner
+    def __init__(self, workers: Workers, settings: PolicySettings) -> None:
+        self._workers = workers
         self._settings = settings
-        self._rooms = rooms
-        self._by_worker: dict[str, Waiting[R]] = {}
-        self._workers: dict[int, str] = {}
+        self._by_worker: dict[str, Demand] = {}
+        self._reserved: dict[int, str] = {}
         self._usual_wait = 0.0
 
-    def items(self) -> list[tuple[str, Waiting[R]]]:
+    def items(self) -> list[tuple[str, Demand]]:
         """Return each reserved worker with its request."""
         return list(self._by_worker.items())
 
     def worker_of(self, arrival: int) -> str | None:
         """Return the worker that is reserved for a request; None if none is."""
-        return self._workers.get(arrival)
+        return self._reserved.get(arrival)
 
-    def of(self, worker_id: str) -> Waiting[R] | None:
+    def of(self, worker_id: str) -> Demand | None:
         """Return the request for which a worker is reserved; None if it is not."""
         return self._by_worker.get(worker_id)
 
@@ -63,20 +60,20 @@ class Reservations(Generic[R]):
         aging = self._settings.aging_seconds
         return max(aging, _TIMES_USUAL * self._usual_wait) if aging else math.inf
 
-    def renew(self, candidates: Iterable[tuple[Waiting[R], int]], now: float) -> None:
+    def renew(self, candidates: Iterable[tuple[Demand, int]], now: float) -> None:
         """Reserve workers for the candidates that waited longest.
 
         Each comes with the number of higher priorities that its tenant's requests have: it
         must have waited as many times longer.
         """
-        most = max(1, int(_MOST_WORKERS * self._rooms.open_count))
+        most = max(1, int(_MOST_WORKERS * len(self._workers.open)))
         if len(self._by_worker) >= most:
             return
         period = self._long_seconds
         due = {
             waiting.arrival: (waiting.since + level * period, waiting)
             for waiting, level in candidates
-            if waiting.arrival not in self._workers and now - waiting.since >= (level + 1) * period
+            if waiting.arrival not in self._reserved and now - waiting.since >= (level + 1) * period
         }
         first = sorted(due.values(), key=lambda entry: (entry[0], entry[1].arrival))
         for _, waiting in first[:_LOOKED_AT]:
@@ -85,7 +82,7 @@ class Reservations(Generic[R]):
 
     def end(self, arrival: int) -> str | None:
         """End a request's reservation. Return its worker; None if it had none."""
-        worker_id = self._workers.pop(arrival, None)
+        worker_id = self._reserved.pop(arrival, None)
         if worker_id is not None:
             del self._by_worker[worker_id]
         return worker_id
@@ -94,22 +91,22 @@ class Reservations(Generic[R]):
         """End the reservation of a worker, if it has one."""
         waiting = self._by_worker.pop(worker_id, None)
         if waiting is not None:
-            del self._workers[waiting.arrival]
+            del self._reserved[waiting.arrival]
 
     def check_integrity(self) -> list[str]:
         """Return one line per violated invariant."""
         named = {waiting.arrival: name for name, waiting in self._by_worker.items()}
-        return [] if named == self._workers else ["reservations are miscounted"]
+        return [] if named == self._reserved else ["reservations are miscounted"]
 
-    def _reserve(self, waiting: Waiting[R]) -> None:
+    def _reserve(self, waiting: Demand) -> None:
         """Reserve the worker that lacks least for it: where it can start, if there is one."""
-        needs = needs_of(self._owner, waiting, self._by_worker)
+        needs = self._workers.needs(waiting, self._by_worker)
 
         def missing(entry: tuple[str, Need]) -> tuple[bool, int]:
             worker_id, need = entry
-            return not need.can_start, need.pages - self._owner.room(worker_id)[0]
+            return not need.can_start, need.pages - self._workers.accounts[worker_id].free_pages
 
         if needs:
             worker_id = min(needs.items(), key=missing)[0]
             self._by_worker[worker_id] = waiting
-            self._workers[waiting.arrival] = worker_id
+            self._reserved[waiting.arrival] = worker_id

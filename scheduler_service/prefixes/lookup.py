@@ -51,7 +51,7 @@ class CachedPrefix:
     # Tiers of that store, and other stores, from which the worker could fetch tokens.
     sources: Mapping[str, tuple[FetchSource, ...]] = field(default_factory=dict)
     # Marks of the full chunks.
-    marks: Mapping[KeySpace, ChunkMarks] = field(default_factory=dict)
+    marks: Mapping[KeySpace, Sequence[bytes]] = field(default_factory=dict)
 
 
 async def find_prefix(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from scheduler_service.api.request import Request
 from scheduler_service.limits import Limits
-from scheduler_service.placement.admission import Rejected
 from scheduler_service.placement.plan_report import actual_plan, with_drafts, with_selection
+from scheduler_service.policy.admission import Rejected
 from scheduler_service.requests.attempts import Attempt
 from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.plan import RestoreMethod

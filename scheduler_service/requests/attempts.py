@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
-from scheduler_service.api.selection import followed_by
 from scheduler_service.cluster.connection import ReadyWorker
 from scheduler_service.cluster.registry import Registry
-from scheduler_service.placement.admission import AdmissionQueue, Admitted
 from scheduler_service.placement.fetch_plan import PlannedAttempt
 from scheduler_service.placement.plan_report import actual_plan
 from scheduler_service.placement.planning import PlanOptions, plan_attempt
+from scheduler_service.policy.admission import AdmissionQueue, Admitted
 from scheduler_service.requests import log_facts
 from scheduler_service.requests.accounts import Accounts
 from scheduler_service.worker_facts import WorkerFacts
@@ -107,7 +106,7 @@ class Attempts:
             raise RuntimeError(f"memory was granted on {attempt.worker_id}, which is away")
         began = self._clock()
         planned = self._plan(attempt, worker.facts)
-        attempt.selection = followed_by(worker.facts, attempt.request.selection)
+        attempt.selection = worker.facts.followed(attempt.request.selection)
         attempt.request.selected.started(worker.facts)
         asked = speculation_from_proto(attempt.request.speculation, worker.facts.speculation)
         beside = speculation_beside(attempt.selection, asked)
@@ -197,11 +196,11 @@ class Attempts:
         if request.times.dispatched is None:
             request.times.dispatched = now
             waited = now - request.times.arrived
-        ledger = self._admission.ledger(attempt.worker_id)
-        if ledger is None:
-            raise RuntimeError(f"worker {attempt.worker_id} has no ledger")
-        ledger.kappa.placed(plan.cached_tokens, plan.new_tokens)
-        self._accounts.placed(plan, ledger.kappa_crit, waited)
+        account = self._admission.account(attempt.worker_id)
+        if account is None:
+            raise RuntimeError(f"worker {attempt.worker_id} has no account")
+        account.kappa.placed(plan.cached_tokens, plan.new_tokens)
+        self._accounts.placed(plan, account.kappa_crit, waited)
 
     def _worker(self, attempt: Attempt) -> ReadyWorker | None:
         worker = self._registry.find(attempt.worker_id)

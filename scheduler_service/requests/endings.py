@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from scheduler_service.api.request import Request
-from scheduler_service.placement.admission import AdmissionQueue
+from scheduler_service.policy.admission import AdmissionQueue
 from scheduler_service.requests import log_facts
 from scheduler_service.requests.accounts import Accounts
 from scheduler_service.requests.answers import completion, completion_of_tokens

@@ -7,7 +7,7 @@ count.
 A request whose content ends the engine that runs it (a poison request) would end one engine after
 another. So after the first failure every request that the engine ran is a suspect. Suspects are
 tried apart from each other: at most one runs on a worker at a time, it starts when all others there
-have got past their start, and nothing else starts beside it (`placement/admission.py`). A second
+have got past their start, and nothing else starts beside it (`placement/account.py`). A second
 failure therefore names its cause. A suspect is cleared when it gets past the place where the first
 engine failed. If it is suspected again later, it must get further past that place each time, so a
 request that ends engines at random is found after a few of them, too.

@@ -22,8 +22,8 @@ from scheduler_service.api.request import Request
 from scheduler_service.cluster.connection import WorkerConnection
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.options import SchedulerOptions
-from scheduler_service.placement.admission import AdmissionQueue, Rejected
 from scheduler_service.placement.answer_lengths import AnswerLengths
+from scheduler_service.policy.admission import AdmissionQueue, Rejected
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.prefixes.marks import ChunkMarks
 from scheduler_service.requests.accounts import ABANDONED_REASON, Accounts, Resumption
@@ -191,7 +191,6 @@ class RequestManager:
         if isinstance(verdict, Rejected):
             self._endings.reject(request, rejection(verdict, request, self.limits))
             return
-        request.times.queued = self._clock()
         self._starts.start_waiting()
 
     def tenants(self) -> list[TenantFacts]:
@@ -203,9 +202,8 @@ class RequestManager:
 
         Paused requests wait for their readers, and do not count.
         """
-        queue = self.admission.queue()
-        since = [request.times.queued for request in queue if not request.is_paused]
-        return max((self._clock() - each for each in since if each is not None), default=0.0)
+        since = [request.since for request in self.admission.queue() if not request.is_paused]
+        return self._clock() - min(since) if since else 0.0
 
     # -- a worker reports -----------------------------------------------------------------------
 
@@ -221,8 +219,8 @@ class RequestManager:
         self._on_readiness()
 
     def on_worker_lost(self, worker: WorkerConnection) -> None:
-        ledger = self.admission.ledger(worker.worker_id)
-        were_alone = ledger is None or not ledger.others.request_count
+        account = self.admission.account(worker.worker_id)
+        were_alone = account is None or not account.others.request_count
         self.admission.remove_worker(worker.worker_id)
         self.sharing.forget(worker.worker_id)
         lost = self.attempts.on(worker.worker_id)
@@ -390,7 +388,6 @@ class RequestManager:
             return
         if is_counted:
             self.accounts.failover_count += 1
-        request.times.queued = self._clock()
         request.times.looked_up = None
         # The tokens stay the same, and so do the names of their chunks.
         request.cached = CachedPrefix(marks=request.cached.marks)
@@ -411,8 +408,6 @@ class RequestManager:
     def on_pause(self, request: Request, paused: bool) -> None:
         attempt = self.attempts.of(request)
         if attempt is None:
-            if request.times.queued is not None:
-                request.times.queued = self._clock()
             self.admission.resumed(request)
             self._starts.start_waiting()  # a paused one is not placed
         elif attempt.plan is None:

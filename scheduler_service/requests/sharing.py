@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from scheduler_service.cluster.registry import Registry
-from scheduler_service.placement.admission import AdmissionQueue
-from scheduler_service.placement.ledger import Ledger, OthersHold
+from scheduler_service.placement.account import OthersHold, WorkerAccount
+from scheduler_service.policy.admission import AdmissionQueue
 from splitpoint.v1 import worker_pb2
 
 # Shortest time between two reports, but for ticks: the queue is looked through for each.
@@ -25,13 +25,13 @@ class _Shared:
     Attributes:
         waiting_since: when their first request began to wait.
         told: what the worker was told last.
-        grant_count, started_at: starts on the worker so far, and when the last one was seen.
+        start_count, started_at: starts on the worker so far, and when the last one was seen.
     """
 
     others: OthersHold
     waiting_since: float
     told: worker_pb2.Charges = field(default_factory=worker_pb2.Charges)
-    grant_count: int = 0
+    start_count: int = 0
     started_at: float = 0.0
 
 
@@ -49,14 +49,14 @@ class Sharing:
 
     def heard(self, worker_id: str, message: worker_pb2.OtherStreams) -> None:
         """Note what a worker says of its other Run streams."""
-        ledger = self._admission.ledger(worker_id)
-        if ledger is None:
+        account = self._admission.account(worker_id)
+        if account is None:
             return
         if not message.stream_count:
             self.forget(worker_id)
             self._admission.set_others(worker_id, OthersHold())
             return
-        others, since = _held(message, ledger), self._clock() - message.charges.waited_seconds
+        others, since = _held(message, account), self._clock() - message.charges.waited_seconds
         known = self._workers.setdefault(worker_id, _Shared(others, since))
         known.others, known.waiting_since = others, since
         self._admission.set_others(worker_id, self._workers[worker_id].others)
@@ -70,10 +70,10 @@ class Sharing:
         """Let time pass. Return True if requests of others may have kept one of ours waiting."""
         now = self._clock()
         for worker_id, shared in self._workers.items():
-            ledger = self._admission.ledger(worker_id)
-            if ledger is not None:
+            account = self._admission.account(worker_id)
+            if account is not None:
                 waited = max(0.0, now - shared.waiting_since)
-                ledger.tick()
+                account.tick()
                 others = replace(shared.others, waited_seconds=waited)
                 self._admission.set_others(worker_id, others)
         self._tell()
@@ -100,28 +100,28 @@ class Sharing:
 
     def _charges(self, worker_id: str, shared: _Shared) -> worker_pb2.Charges | None:
         """Return what is charged and wanted on a worker; None if it is not there."""
-        ledger = self._admission.ledger(worker_id)
-        if ledger is None:
+        account = self._admission.account(worker_id)
+        if account is None:
             return None
         charges = worker_pb2.Charges(
-            cache_bytes=ledger.charged_bytes,
-            request_count=ledger.running_count,
-            slot_count=self._admission.slots_promised_on(worker_id),
+            cache_bytes=account.charged_bytes,
+            request_count=account.running_count,
+            slot_count=account.store.promised_to(account.running),
         )
         waiting = self._admission.first_waiting(worker_id)
         if waiting is not None:
             request, pages = waiting
-            charges.wanted_bytes = max(1, pages) * ledger.facts.page_bytes
-            if ledger.grant_count != shared.grant_count:
-                shared.grant_count, shared.started_at = ledger.grant_count, self._clock()
-            began = max(shared.started_at, request.times.queued or 0.0)
+            charges.wanted_bytes = max(1, pages) * account.facts.page_bytes
+            if account.start_count != shared.start_count:
+                shared.start_count, shared.started_at = account.start_count, self._clock()
+            began = max(shared.started_at, request.since)
             charges.waited_seconds = max(0.0, self._clock() - began)
-        ledger.waited_seconds = charges.waited_seconds
+        account.waited_seconds = charges.waited_seconds
         return charges
 
 
-def _held(message: worker_pb2.OtherStreams, ledger: Ledger) -> OthersHold:
-    charges, page_bytes = message.charges, ledger.facts.page_bytes
+def _held(message: worker_pb2.OtherStreams, account: WorkerAccount) -> OthersHold:
+    charges, page_bytes = message.charges, account.facts.page_bytes
     return OthersHold(
         pages=-(-charges.cache_bytes // page_bytes),
         request_count=charges.request_count,

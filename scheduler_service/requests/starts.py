@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from scheduler_service.api.request import Request
-from scheduler_service.placement.admission import AdmissionQueue, Admitted, GrantError
+from scheduler_service.policy.admission import AdmissionQueue, Admitted, GrantError
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.requests.attempts import Attempt, Attempts
 from scheduler_service.requests.endings import Endings
@@ -80,7 +80,7 @@ class Starts:
         while (admitted := self._admit()) is not None:
             request, now = admitted.request, self._clock()
             request.times.unplaceable = None
-            request.span.record("queue", request.times.queued or now, now)
+            request.span.record("queue", request.since, now)
             attempt = self._attempts.open(admitted)
             looked_up = request.times.looked_up
             if looked_up is None or now - looked_up > self._lookup_seconds:
@@ -97,8 +97,8 @@ class Starts:
         """
         if not self._admission.is_waited_for:
             return
-        for admitted in self._admission.to_put_back(self._attempts.leaving()):
-            attempt = self._attempts.of(admitted.request)
+        for request in self._admission.to_put_back(self._attempts.leaving()):
+            attempt = self._attempts.of(request)
             if attempt is not None:
                 self._attempts.put_back(attempt)
 

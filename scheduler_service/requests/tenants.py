@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_service.placement.admission import AdmissionQueue
+from scheduler_service.policy.admission import AdmissionQueue
 from splitpoint.keys import tenant_pseudonym
 
 # Tenants with a label of their own in the metrics: the first ones that came.
@@ -70,7 +70,7 @@ def tenants_of(admission: AdmissionQueue, now: float) -> list[TenantFacts]:
     policy = admission.policy
     oldest: dict[str, float] = {}
     for waiting in policy:
-        since = now if waiting.item.is_paused else waiting.since
+        since = now if waiting.is_paused else waiting.since
         oldest[waiting.tenant] = min(since, oldest.get(waiting.tenant, now))
     service = dict.fromkeys(oldest, 0.0) | policy.service(now)
     found = [

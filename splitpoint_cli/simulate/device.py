@@ -11,9 +11,12 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from splitpoint_cli.simulate.costs import DeviceCosts, Run
-from splitpoint_cli.simulate.workload import SimulatedRequest
+
+if TYPE_CHECKING:
+    from splitpoint_cli.simulate.workload import SimulatedRequest
 
 # Steps of streamed sequences that are taken as one: their lengths change little meanwhile.
 _STREAMED_STEPS = 16
@@ -89,7 +92,7 @@ class Device:
 
     def add(self, request: SimulatedRequest) -> None:
         """Take a request whose prefix is on the device; the next run computes it."""
-        insort(self._prefilling, (request.number, request))
+        insort(self._prefilling, (request.arrival, request))
 
     def cut(self, now: float) -> bool:
         """End the run with the step under way. Return True if `ends` has changed."""
@@ -219,7 +222,8 @@ class Device:
 
     def _decode(self, request: SimulatedRequest, ended: list[SimulatedRequest]) -> None:
         """Move a request whose prompt is computed to those that decode."""
-        self._prefilling.remove((request.number, request))
+        self._prefilling.remove((request.arrival, request))
+        request.end_step = self._steps + request.output_tokens - 1
         if request.output_tokens == 1:
             ended.append(request)
             return
@@ -228,5 +232,4 @@ class Device:
         if request.is_streamed:
             self._streamed += 1
             self._streamed_length += request.input_tokens + 1
-        request.end_step = self._steps + request.output_tokens - 1
-        heapq.heappush(self._decoding, (request.end_step, request.number, request))
+        heapq.heappush(self._decoding, (request.end_step, request.arrival, request))

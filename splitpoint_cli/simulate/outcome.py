@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from splitpoint_cli.simulate.device import DeviceTotals
 from splitpoint_cli.simulate.fleet import DeviceType
-from splitpoint_cli.simulate.workload import SimulatedRequest
 
 if TYPE_CHECKING:
     from splitpoint_cli.simulate.cell import Cell
+    from splitpoint_cli.simulate.workload import SimulatedRequest
 
 # Part of a device's power limit that it draws while it prefills, and while it only decodes: 70 to
 # 100 % and 20 to 40 % by the bottleneck paper, Section 2.4.
@@ -75,7 +75,7 @@ class Outcome:
             station.count_pages(cell.now)
             use = self.kinds.setdefault(station.worker.type.name, KindUse())
             use.device_count += 1
-            use.page_count += station.ledger.page_count
+            use.page_count += station.account.page_count
             add_totals(use.totals, station.device.totals)
 
     def _add(self, request: SimulatedRequest, last_arrival: float) -> None:

@@ -7,48 +7,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scheduler_service.placement.demand import Demand
 from splitpoint_cli.traces.arrival import Arrival
 
 if TYPE_CHECKING:
-    from scheduler_service.placement.ledger import Charge
+    from splitpoint_cli.simulate.device import Device
 
 
 @dataclass(slots=True, eq=False)
-class SimulatedRequest:
+class SimulatedRequest(Demand):
     """One request. Times in seconds of the simulation; negative: not yet.
 
     Attributes:
-        number: order of arrival in its cell.
         marks: names of the leading chunks of its prompt that other requests of the cell have, too.
-        cached_tokens: what the store held of it when it arrived.
+        device: where it runs or ran; None: it has not started.
         context: tokens that are on the device.
         left: tokens of the prompt that are not computed yet.
         end_step: the device's step at whose end the answer is whole.
-        pages: what its worker's ledger counts for it, shared pages included.
+        pages: what its worker's account counts for it, shared pages included.
         restored_tokens: tokens of its prompt that were not computed again.
-        charge: its pages by chunk as a resident request; None: not asked yet.
     """
 
-    number: int
     arrived: float
     input_tokens: int
     output_tokens: int
     marks: tuple[bytes, ...]
-    tenant: str
-    weight: float
-    priority: int
-    cached_tokens: int = 0
     started: float = -1.0
     first_token: float = -1.0
     ended: float = -1.0
-    worker_id: str = ""
+    device: Device | None = None
     is_streamed: bool = False
     context: int = 0
     left: int = 0
     end_step: int = 0
     pages: int = 0
     restored_tokens: int = 0
-    charge: Charge | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -56,8 +49,16 @@ class SimulatedRequest:
         return self.left < self.input_tokens - self.restored_tokens
 
     @property
-    def token_count(self) -> int:
-        return self.input_tokens + self.output_tokens
+    def prompt_count(self) -> int:
+        return self.input_tokens
+
+    @property
+    def generated_count(self) -> int:
+        return 0 if self.device is None else self.device.generated(self)
+
+    @property
+    def most_generated(self) -> int:
+        return self.output_tokens
 
     @property
     def ttft(self) -> float:
@@ -101,14 +102,14 @@ def requests_of(
             names.append(mark)
         found.append(
             SimulatedRequest(
-                number,
                 arrival.seconds,
                 arrival.input_length,
                 arrival.output_length,
                 tuple(names),
-                arrival.tenant,
-                weights.get(arrival.tenant, 1.0),
-                arrival.priority,
+                arrival=number,
+                tenant=arrival.tenant,
+                weight=weights.get(arrival.tenant, 1.0),
+                priority=arrival.priority,
             )
         )
     return found

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from scheduler_service.policy.waiting import LEAST_PRIORITY, MOST_PRIORITY
+from scheduler_service.limits import LEAST_PRIORITY, MOST_PRIORITY
 from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.traces.arrival import BLOCK_TOKENS, Arrival, Trace

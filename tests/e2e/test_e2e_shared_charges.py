@@ -21,13 +21,13 @@ async def peaks(stack: LocalStack, stop: asyncio.Event) -> tuple[int, int]:
     """Return the most pages that were charged, and the most that sequences held."""
     charged = held = 0
     [worker] = stack.workers
-    ledger = stack.scheduler.manager.admission.ledger(worker.worker_id)
-    assert ledger is not None
+    account = stack.scheduler.manager.admission.account(worker.worker_id)
+    assert account is not None
     while not stop.is_set():
-        charged = max(charged, ledger.charged_pages)
+        charged = max(charged, account.charged_pages)
         held = max(held, worker.engine.cache.pages.used_count)
         await asyncio.sleep(0.001)
-    assert (ledger.charged_pages, ledger.check_integrity()) == (0, [])
+    assert (account.charged_pages, account.check_integrity()) == (0, [])
     return charged, held
 
 

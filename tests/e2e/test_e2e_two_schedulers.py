@@ -85,12 +85,12 @@ async def test_two_schedulers_share_a_small_worker_fairly(folder: Path, tmp_path
         # A race of both may exceed the batch for a moment; the worker then queues.
         assert most <= 8
         for scheduler in schedulers:
-            ledger = scheduler.manager.admission.ledger("0")
-            assert ledger is not None
+            account = scheduler.manager.admission.account("0")
+            assert account is not None
             async with asyncio.timeout(30):
-                while ledger.others.request_count or ledger.charged_pages:
+                while account.others.request_count or account.charged_pages:
                     await asyncio.sleep(0.02)
-            assert (ledger.others.pages, ledger.others.wanted_pages) == (0, 0)
+            assert (account.others.pages, account.others.wanted_pages) == (0, 0)
 
 
 def test_the_loss_of_one_scheduler_leaves_the_streams_of_the_other_alone(folder: Path) -> None:

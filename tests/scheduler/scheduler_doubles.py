@@ -21,6 +21,8 @@ from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
 from scheduler_service.limits import Limits
 from scheduler_service.options import SchedulerOptions, ServedModel
+from scheduler_service.placement.account import Charge, Need, WorkerAccount
+from scheduler_service.placement.footprint import Fits
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.service import Scheduler
@@ -555,6 +557,13 @@ def ids_request(
     if max_tokens is not None:
         request.sampling.max_tokens = max_tokens
     return request
+
+
+def started(account: WorkerAccount, arrival: int, pages: int, marks: Sequence[bytes] = ()) -> None:
+    """Start a request that takes so many pages, beside those of chunks."""
+    fits = Fits(Residency.RESIDENT, (pages + len(marks)) * account.facts.page_bytes, "")
+    need = Need(fits, Charge(marks, pages), pages=pages, cached_tokens=0, new_tokens=1)
+    account.start(queued_request(arrival, 2), need)
 
 
 def queued_request(

@@ -126,8 +126,8 @@ async def test_fifty_requests_against_a_ledger_for_eight() -> None:
         for prompt, request, result in zip(prompts, requests, results, strict=True):
             assert result.token_ids == answer(prompt, request.sampling.max_tokens)
         assert worker.most_pages <= 8 * pages
-        ledger = running.manager.admission.ledger("0")
-        await running.until(lambda: ledger.charged_bytes == 0 and ledger.running_count == 0)
+        account = running.manager.admission.account("0")
+        await running.until(lambda: account.charged_bytes == 0 and account.running_count == 0)
 
 
 def has_stepped(worker: WorkerDouble, made: int) -> bool:
@@ -155,8 +155,8 @@ async def fifty_short_answers(answer_charge: AnswerCharge) -> int:
             await running.until(partial(has_stepped, worker, made))
         for prompt, task in zip(prompts, tasks, strict=True):
             assert (await task).token_ids == answer(prompt, 4)
-        ledger = admission.ledger("0")
-        await running.until(lambda: ledger.charged_bytes == 0 and ledger.running_count == 0)
+        account = admission.account("0")
+        await running.until(lambda: account.charged_bytes == 0 and account.running_count == 0)
     return worker.most_running
 
 
@@ -175,12 +175,12 @@ async def test_the_devices_digest_chooses_the_worker() -> None:
     digest = b"".join(key[:8] for key in reversed(keys))
     async with stack(*workers) as running:
         workers[1].report(types_pb2.Telemetry(uptime_seconds=1, device_chunk_marks=digest))
-        ledger = running.manager.admission.ledger("1")
-        await running.until(lambda: ledger.device_marks)
+        account = running.manager.admission.account("1")
+        await running.until(lambda: account.device_marks)
         workers[1].report(types_pb2.Telemetry(uptime_seconds=2))
         connection = running.manager.registry.connections[1]
         await running.until(lambda: connection.telemetry.uptime_seconds == 2)
-        assert len(ledger.device_marks) == 4  # absent: unchanged
+        assert len(account.device_marks) == 4  # absent: unchanged
         await running.generate(ids_request([*prompt, 7], 2))
         [command] = workers[1].admits
         assert workers[0].admits == []

@@ -9,7 +9,6 @@ import simulated
 from simulated import CHUNK, SHAPE, cell, requests, worker
 
 from scheduler_service.policy.reservations import Reservations
-from scheduler_service.policy.waiting import Waiting
 from splitpoint.options.scheduler import Policy
 from splitpoint_cli.simulate.cell import Cell
 from splitpoint_cli.simulate.costs import Overheads
@@ -45,10 +44,10 @@ class WatchedCell(Cell):
         assert self.now >= self.last
         self.last = self.now
         for station in self.stations.values():
-            assert station.ledger.free_pages >= 0
-            assert station.ledger.free_places >= 0
-            assert station.ledger.check_integrity() == []
-            assert len(station.kept) <= station.ledger.free_pages
+            assert station.account.free_pages >= 0
+            assert station.account.free_places >= 0
+            assert station.account.check_integrity() == []
+            assert len(station.kept) <= station.account.free_pages
         assert self.store.used_count <= self.store.slot_count
 
 
@@ -73,7 +72,7 @@ def test_every_request_ends_once_and_memory_is_never_exceeded(policy: Policy, se
         each.input_tokens - each.restored_tokens for each in given
     )
     assert any(each.restored_tokens for each in given)
-    assert all(station.ledger.charged_pages == 0 for station in plain.stations.values())
+    assert all(station.account.charged_pages == 0 for station in plain.stations.values())
 
 
 def stepped(
@@ -84,8 +83,8 @@ def stepped(
     For one device with memory for all, no shared prefix, and the first come served first.
     """
     costs = worker(batch=batch, budget=budget).costs
-    left = {each.number: each.input_tokens for each in given}
-    tokens = {each.number: 0 for each in given}
+    left = {each.arrival: each.input_tokens for each in given}
+    tokens = {each.arrival: 0 for each in given}
     first: dict[int, float] = {}
     ended: dict[int, float] = {}
     running: list[SimulatedRequest] = []
@@ -96,27 +95,27 @@ def stepped(
         if not running:
             now = waiting[0].arrived
             continue
-        decoding = [each for each in running if not left[each.number]]
-        length = sum(each.input_tokens + tokens[each.number] for each in decoding)
+        decoding = [each for each in running if not left[each.arrival]]
+        length = sum(each.input_tokens + tokens[each.arrival] for each in decoding)
         room, flops, pieces = budget, 0.0, []
         for each in running:
-            if left[each.number] and room:
-                count = min(room, left[each.number])
+            if left[each.arrival] and room:
+                count = min(room, left[each.arrival])
                 room -= count
-                done = each.input_tokens - left[each.number]
+                done = each.input_tokens - left[each.arrival]
                 flops += SHAPE.prefill_flops(count, done)
-                if count < left[each.number]:
+                if count < left[each.arrival]:
                     flops -= 2 * SHAPE.vocabulary_size * SHAPE.hidden_size
                 pieces.append((each, count))
         now += costs.step(len(decoding), length, flops, 1 if pieces else 0)
         for each, count in pieces:
-            left[each.number] -= count
-            if not left[each.number]:
-                first[each.number] = now
-        for each in [*decoding, *(each for each, _ in pieces if not left[each.number])]:
-            tokens[each.number] += 1
-            if tokens[each.number] == each.output_tokens:
-                ended[each.number] = now
+            left[each.arrival] -= count
+            if not left[each.arrival]:
+                first[each.arrival] = now
+        for each in [*decoding, *(each for each, _ in pieces if not left[each.arrival])]:
+            tokens[each.arrival] += 1
+            if tokens[each.arrival] == each.output_tokens:
+                ended[each.arrival] = now
                 running.remove(each)
     return {number: (first[number], ended[number]) for number in first}
 
@@ -131,7 +130,7 @@ def test_many_steps_at_once_are_those_steps_one_by_one(seed: int) -> None:
     expected = stepped(given, budget=256, batch=6)
     cell([worker(pages=5_000, batch=6)]).run(given)
     for each in given:
-        assert (each.first_token, each.ended) == pytest.approx(expected[each.number], rel=1e-6)
+        assert (each.first_token, each.ended) == pytest.approx(expected[each.arrival], rel=1e-6)
 
 
 def test_fifo_on_one_device_by_hand() -> None:
@@ -240,16 +239,16 @@ def test_tenants_with_weights_share_a_device_that_is_too_small() -> None:
 
 def test_requests_spread_over_equal_workers() -> None:
     given = requests([Arrival(0.001 * n, 256, 100) for n in range(16)])
-    cell([simulated.worker(), simulated.worker()]).run(given)
-    assert {each.worker_id for each in given[:2]} == {"small-0", "small-1"}
+    made = cell([simulated.worker(), simulated.worker()])
+    made.run(given)
+    assert {each.device for each in given[:2]} == {each.device for each in made.stations.values()}
 
 
 def test_a_request_that_is_named_twice_gets_one_worker() -> None:
     """A tenant's oldest request is compared as the oldest, and as one of the window."""
     made = cell([worker() for _ in range(4)], Policy.UTILISATION)
     (request,) = requests([Arrival(0.0, 64, 10)])
-    waiting = Waiting(request, request.number)
-    reservations = Reservations(made, made.queue.settings, made.queue.rooms)
-    reservations.renew([(waiting, 0), (waiting, 0)], now=1e6)
+    reservations = Reservations(made.queue.workers, made.queue.settings)
+    reservations.renew([(request, 0), (request, 0)], now=1e6)
     assert len(reservations.items()) == 1
     assert reservations.check_integrity() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, PROFILE, queued_request, worker_facts
 
 from scheduler_service.api.request import Request
-from scheduler_service.placement.admission import AdmissionQueue
+from scheduler_service.placement.account import WorkerAccount
 from scheduler_service.placement.footprint import Fits
-from scheduler_service.placement.ledger import Ledger
+from scheduler_service.placement.need import need_of
 from scheduler_service.placement.routing import Candidate, candidate_of, choose_worker
+from scheduler_service.policy.admission import AdmissionQueue
 from scheduler_service.prefixes.lookup import CachedPrefix, FetchSource
 from scheduler_service.prefixes.marks import ChunkMarks
 from scheduler_service.worker_facts import WorkerFacts
@@ -43,13 +45,22 @@ def request(token_count: int, **cached: int) -> Request:
     return queued_request(0, token_count, cached=cached)
 
 
+def candidate(
+    asked: Request, facts: WorkerFacts, backlog: Backlog = IDLE, marks: Sequence[bytes] = ()
+) -> Candidate:
+    """Return a worker where nothing runs as a candidate. `marks`: on its device."""
+    account = WorkerAccount(facts)
+    account.bound_tokens, account.link_bytes = int(backlog.new_tokens), int(backlog.link_bytes)
+    account.device_marks = frozenset(marks)
+    return candidate_of(asked, account, need_of(account, asked, FITS, 1))
+
+
 def chosen(
     asked: Request, *workers: WorkerFacts, backlogs: dict[str, Backlog] | None = None
 ) -> str:
     """Return the worker of those idle ones that gets a request."""
     candidates = [
-        candidate_of(asked, Ledger(facts), FITS, (backlogs or {}).get(facts.worker_id, IDLE))
-        for facts in workers
+        candidate(asked, facts, (backlogs or {}).get(facts.worker_id, IDLE)) for facts in workers
     ]
     return choose_worker(candidates).worker_id
 
@@ -153,7 +164,7 @@ def test_of_two_workers_the_faster_one_is_never_worse(
 ) -> None:
     slow, fast = named("slow"), named("fast", **{name: getattr(PROFILE, name) * factor})
     asked = request(total, slow=min(cached, total), fast=min(cached, total))
-    first, second = (candidate_of(asked, Ledger(facts), FITS) for facts in (fast, slow))
+    first, second = (candidate(asked, facts) for facts in (fast, slow))
     assert first.seconds <= second.seconds * (1 + 1e-9)
 
 
@@ -185,22 +196,20 @@ def test_a_prefix_in_another_store_counts_as_far_as_fetching_pays() -> None:
     fast = replace(far, profile=replace(far.profile, remote_bytes_per_second=rates))
     source = {"far": (FetchSource("store", 2900),)}
     asked.cached = CachedPrefix({}, source)
-    with_fetch, without = (candidate_of(asked, Ledger(facts), FITS) for facts in (fast, near))
+    with_fetch, without = (candidate(asked, facts) for facts in (fast, near))
     assert with_fetch.seconds < 0.5 * without.seconds
     slow = replace(far, profile=replace(far.profile, remote_bytes_per_second={"store": 1e5}))
-    assert candidate_of(asked, Ledger(slow), FITS).seconds == pytest.approx(without.seconds)
+    assert candidate(asked, slow).seconds == pytest.approx(without.seconds)
 
 
 def test_chunks_on_the_device_need_no_restore() -> None:
     marks = [bytes([n]) * 8 for n in range(100)]
     facts = replace(FACTS, shares_pages=True)
-    ledger = Ledger(facts)
     asked = request(100 * CHUNK_TOKENS + 5)
     asked.cached = CachedPrefix({"0": 1600}, {}, {facts.key_space: ChunkMarks(b"".join(marks))})
-    before = candidate_of(asked, ledger, FITS)
+    before = candidate(asked, facts)
     assert before.seconds == before.seconds_off_device
-    ledger.device_marks = frozenset(marks[:50])
-    after = candidate_of(asked, ledger, FITS)
+    after = candidate(asked, facts, marks=marks[:50])
     assert after.seconds < after.seconds_off_device == before.seconds
 
 
@@ -280,6 +289,6 @@ def test_no_worker_idles_while_a_request_that_it_could_run_waits(
     while admission.admit() is not None:
         pass
     for waiting in admission.queue()[:1]:
-        for ledger in admission.ledgers():
-            is_full = ledger.running_count == ledger.facts.max_batch_size
-            assert is_full or ledger.free_pages * CHUNK_TOKENS < waiting.token_count
+        for account in admission.accounts():
+            is_full = account.running_count == account.facts.max_batch_size
+            assert is_full or account.free_pages * CHUNK_TOKENS < waiting.token_count

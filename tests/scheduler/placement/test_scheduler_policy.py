@@ -8,14 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, queued_request, worker_facts
+from scheduler_doubles import (
+    CHUNK_TOKENS,
+    PAGE_BYTES,
+    queued_request,
+    started,
+    worker_facts,
+)
 
 from scheduler_service.api.request import Request
-from scheduler_service.placement.admission import AdmissionQueue, Admitted, Queued, Rejected
+from scheduler_service.placement.account import WorkerAccount
 from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of, grant_of
-from scheduler_service.placement.ledger import Charge, Ledger
 from scheduler_service.placement.plan_report import actual_plan
 from scheduler_service.placement.planning import check_split, explain, plan_attempt
+from scheduler_service.policy.admission import AdmissionQueue, Admitted, Queued, Rejected
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument
@@ -213,23 +219,23 @@ def test_a_draining_worker_keeps_what_it_has() -> None:
     admission.close_worker("0")
     admission.submit(request(1, 1))
     assert admission.admit() is None
-    ledger = admission.ledger("0")
-    assert ledger is not None
-    assert ledger.charged_bytes == 4 * PAGE_BYTES
+    account = admission.account("0")
+    assert account is not None
+    assert account.charged_bytes == 4 * PAGE_BYTES
     admission.release(running[0])
-    assert ledger.charged_bytes == 0
+    assert account.charged_bytes == 0
 
 
 def test_a_ledger_refuses_what_would_break_it() -> None:
-    ledger = Ledger(FACTS)
-    ledger.grant(1, Charge((), 10))
+    account = WorkerAccount(FACTS)
+    started(account, 1, 10)
     with pytest.raises(ValueError, match="already"):
-        ledger.grant(1, Charge((), 1))
+        started(account, 1, 1)
     with pytest.raises(ValueError, match="exceed"):
-        ledger.grant(2, Charge((), 1))
-    ledger.release(1)
-    ledger.release(1)
-    assert ledger.free_bytes == 10 * PAGE_BYTES
+        started(account, 2, 1)
+    account.end(1)
+    account.end(1)
+    assert account.free_bytes == 10 * PAGE_BYTES
 
 
 class AdmissionMachine(RuleBasedStateMachine):
@@ -320,10 +326,10 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert self.admission.check_integrity() == []
         assert [waiting.arrival for waiting in self.admission.queue()] == sorted(self.waiting)
         for worker_id in self.workers:
-            ledger = self.admission.ledger(worker_id)
-            assert ledger is not None
+            account = self.admission.account(worker_id)
+            assert account is not None
             here = [one for one in self.running.values() if one.worker_id == worker_id]
-            assert ledger.running_count == len(here)
+            assert account.running_count == len(here)
 
 
 AdmissionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
@@ -357,9 +363,9 @@ def test_a_streamed_request_keeps_half_of_what_is_free_when_nothing_waits() -> N
         assert ("stays on the device" in grant.reason) == bool(share)
     assert admission.check_integrity() == []
     admission.release(placed[0])
-    ledger = admission.ledger("0")
-    assert ledger is not None
-    assert ledger.free_bytes == 7 * PAGE_BYTES
+    account = admission.account("0")
+    assert account is not None
+    assert account.free_bytes == 7 * PAGE_BYTES
 
 
 def test_waiting_requests_come_before_spare_memory() -> None:

@@ -9,7 +9,6 @@ import pytest
 from scheduler_doubles import queued_request
 
 from scheduler_service.api.request import Request
-from scheduler_service.placement.admission import AdmissionQueue
 from scheduler_service.placement.footprint import Fits, footprint_of
 from scheduler_service.placement.residency import (
     RunningRequest,
@@ -17,6 +16,7 @@ from scheduler_service.placement.residency import (
     reason_to_stream,
     streamed_instead,
 )
+from scheduler_service.policy.admission import AdmissionQueue
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.plan import Objective, Residency
@@ -172,11 +172,11 @@ def test_each_worker_is_compared_once_however_many_wait(monkeypatch: pytest.Monk
         admission.submit(waiting)
     compared: list[str] = []
 
-    def counting(request: Request, ledger: Any, *rest: Any) -> Any:
-        compared.append(ledger.facts.worker_id)
-        return streamed_instead(request, ledger, *rest)
+    def counting(request: Request, account: Any, *rest: Any) -> Any:
+        compared.append(account.facts.worker_id)
+        return streamed_instead(request, account, *rest)
 
-    monkeypatch.setattr("scheduler_service.placement.admission.streamed_instead", counting)
+    monkeypatch.setattr("scheduler_service.policy.workers.streamed_instead", counting)
     assert admission.admit() is None
     assert compared == ["0", "1"]
 

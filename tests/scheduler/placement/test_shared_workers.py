@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 import pytest
-from scheduler_doubles import PAGE_BYTES, worker_facts
+from scheduler_doubles import PAGE_BYTES, started, worker_facts
 
-from scheduler_service.placement.ledger import Charge, Ledger, OthersHold, SlotLedger
+from scheduler_service.placement.account import OthersHold, StoreAccount, WorkerAccount
 
 PAGES, PLACES = 40, 8
 FACTS = worker_facts(PAGES, PLACES)
@@ -17,55 +17,58 @@ TICK_SECONDS = 0.1
 
 
 def test_what_others_hold_is_not_free() -> None:
-    ledger = Ledger(FACTS)
-    ledger.others = OthersHold(pages=30, request_count=7, busy_count=1)
-    assert (ledger.free_pages, ledger.free_bytes) == (10, 10 * PAGE_BYTES)
-    assert ledger.has_room(Charge(own_pages=10))
-    assert not ledger.has_room(Charge(own_pages=11))
-    ledger.grant(0, Charge(own_pages=4))
-    assert (ledger.free_pages, ledger.free_places) == (6, 0)
-    assert not ledger.has_room(Charge(own_pages=1))
+    account = WorkerAccount(FACTS)
+    account.others = OthersHold(pages=30, request_count=7, busy_count=1)
+    assert (account.free_pages, account.free_bytes) == (10, 10 * PAGE_BYTES)
+    assert account.has_room_for(10)
+    assert not account.has_room_for(11)
+    started(account, 0, 4)
+    assert (account.free_pages, account.free_places) == (6, 0)
+    assert not account.has_room_for(1)
     # Two schedulers may have granted the same pages.
-    ledger.others = OthersHold(pages=38, request_count=2, busy_count=1)
-    assert ledger.free_pages == -2
-    assert not ledger.has_room(Charge(own_pages=0, marks=()))
-    ledger.release(0)
-    assert ledger.free_pages == 2
+    account.others = OthersHold(pages=38, request_count=2, busy_count=1)
+    assert account.free_pages == -2
+    assert not account.has_room_for(0)
+    account.end(0)
+    assert account.free_pages == 2
 
 
 def test_beyond_its_share_a_scheduler_leaves_what_others_wait_for() -> None:
-    ledger = Ledger(FACTS)
-    ledger.grant(0, Charge(own_pages=15))
+    account = WorkerAccount(FACTS)
+    started(account, 0, 15)
     waiting = OthersHold(pages=5, request_count=1, busy_count=1, wanted_pages=10)
-    ledger.others = waiting
-    assert ledger.has_room(Charge(own_pages=5))
+    account.others = waiting
+    assert account.has_room_for(5)
     # Beyond half of the worker only what leaves the other its 10 pages.
-    assert ledger.has_room(Charge(own_pages=10))
-    assert not ledger.has_room(Charge(own_pages=11))
-    ledger.others = replace(waiting, wanted_pages=0)
-    assert ledger.has_room(Charge(own_pages=20))
+    assert account.has_room_for(10)
+    assert not account.has_room_for(11)
+    account.others = replace(waiting, wanted_pages=0)
+    assert account.has_room_for(20)
     # A large request that has waited long is not overtaken even within the share.
-    ledger.others = replace(waiting, wanted_pages=20, waited_seconds=6.0)
-    assert not ledger.has_room(Charge(own_pages=1))
+    account.others = replace(waiting, wanted_pages=20, waited_seconds=6.0)
+    assert not account.has_room_for(1)
 
 
 def test_nothing_is_kept_free_where_nothing_runs_for_long() -> None:
-    ledger = Ledger(FACTS)
-    ledger.grant(0, Charge(own_pages=40))
-    ledger.release(0)
-    ledger.others = OthersHold(busy_count=1, wanted_pages=30, waited_seconds=0.2)
-    assert not ledger.has_room(Charge(own_pages=30))
+    account = WorkerAccount(FACTS)
+    started(account, 0, 40)
+    account.end(0)
+    account.others = OthersHold(busy_count=1, wanted_pages=30, waited_seconds=0.2)
+    assert not account.has_room_for(30)
     for _ in range(3):
-        ledger.tick()
-    assert ledger.has_room(Charge(own_pages=30))
+        account.tick()
+    assert account.has_room_for(30)
 
 
 def test_slots_of_others_count() -> None:
-    slots = SlotLedger()
-    slots.grant(1, 5)
-    assert slots.has_room(5, 12, others_slots=2)
-    assert not slots.has_room(6, 12, others_slots=2)
-    assert slots.promised_to([1, 2]) == 5
+    store = StoreAccount()
+    for slot_count in (0, 2):
+        WorkerAccount(FACTS, store).others = OthersHold(slot_count=slot_count)
+    store.promise(1, 5)
+    assert store.has_room(5, 12)
+    assert not store.has_room(6, 12)
+    assert store.has_room(10, 12, leaving=[1, 2])
+    assert store.promised_to([1, 2]) == 5
 
 
 @dataclass
@@ -79,7 +82,7 @@ class Waiting:
 class One:
     """A scheduler that starts the first of its queue whenever there is room."""
 
-    ledger: Ledger
+    account: WorkerAccount
     queue: deque[Waiting] = field(default_factory=deque)
     running: dict[int, tuple[int, int]] = field(default_factory=dict)  # pages, end
     longest_wait: int = 0
@@ -87,20 +90,20 @@ class One:
     def play(self, now: int, rng: random.Random) -> None:
         for arrival, (_, end) in list(self.running.items()):
             if end <= now:
-                self.ledger.release(arrival)
+                self.account.end(arrival)
                 del self.running[arrival]
-        while self.queue and self.ledger.has_room(Charge(own_pages=self.queue[0].pages)):
-            started = self.queue.popleft()
-            self.ledger.grant(started.arrival, Charge(own_pages=started.pages))
-            self.running[started.arrival] = started.pages, now + rng.randint(2, 12)
-            self.longest_wait = max(self.longest_wait, now - started.since)
+        while self.queue and self.account.has_room_for(self.queue[0].pages):
+            first = self.queue.popleft()
+            started(self.account, first.arrival, first.pages)
+            self.running[first.arrival] = first.pages, now + rng.randint(2, 12)
+            self.longest_wait = max(self.longest_wait, now - first.since)
             if self.queue:
                 self.queue[0].since = now
 
     def held(self, now: int) -> OthersHold:
         first = self.queue[0] if self.queue else None
         return OthersHold(
-            pages=self.ledger.charged_pages,
+            pages=self.account.charged_pages,
             request_count=len(self.running),
             busy_count=int(bool(self.queue or self.running)),
             wanted_pages=first.pages if first else 0,
@@ -112,7 +115,7 @@ class One:
 def test_two_schedulers_with_full_queues_share_a_worker(seed: int) -> None:
     """Each is told of the other a tick late, so both may grant the same pages at once."""
     rng = random.Random(seed)
-    ones = [One(Ledger(FACTS)), One(Ledger(FACTS))]
+    ones = [One(WorkerAccount(FACTS)), One(WorkerAccount(FACTS))]
     largest = [rng.choice([6, 20, 40]), rng.choice([6, 20, 40])]
     count = [300, 300]
     # The first one has filled the worker before the second one comes.
@@ -125,15 +128,15 @@ def test_two_schedulers_with_full_queues_share_a_worker(seed: int) -> None:
         for number, one in enumerate(ones):
             if number and now < 20:
                 continue
-            one.ledger.others = told[1 - number] if now >= 20 else OthersHold()
-            one.ledger.tick()
-            one.ledger.waited_seconds = one.held(now).waited_seconds
+            one.account.others = told[1 - number] if now >= 20 else OthersHold()
+            one.account.tick()
+            one.account.waited_seconds = one.held(now).waited_seconds
             one.play(now, rng)
-            assert one.ledger.check_integrity() == []
+            assert one.account.check_integrity() == []
         told = [one.held(now) for one in ones]
         if now >= 20 and all(one.queue for one in ones):
             shares = [
-                share + one.ledger.charged_pages for share, one in zip(shares, ones, strict=True)
+                share + one.account.charged_pages for share, one in zip(shares, ones, strict=True)
             ]
         if not any(one.queue or one.running for one in ones):
             break

@@ -1,14 +1,19 @@
-"""An owner of a policy queue: devices of which each step ends all requests that it prefilled."""
+"""Devices of a policy queue, of which each step ends all requests that it prefilled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from scheduler_doubles import worker_facts
+
+from scheduler_service.placement.account import Need
+from scheduler_service.placement.demand import Demand
 from scheduler_service.policy.queue import PolicyQueue
-from scheduler_service.policy.rooms import WorkerLimits
 from scheduler_service.policy.settings import PolicySettings
-from scheduler_service.policy.waiting import Need, Waiting
+from scheduler_service.prefixes.lookup import CachedPrefix
+
+# Cached over new tokens beyond which a job is link-bound.
+KAPPA_CRIT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +26,30 @@ class Job:
     weight: float = 1.0
     priority: int = 0
     steps: int = 1
-    is_link_bound: bool = False
     worker_id: str = ""
 
     @property
     def pages(self) -> int:
         return self.cached + self.new
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class QueuedJob(Demand):
+    """A job that was pushed. Its answer takes no memory."""
+
+    job: Job
+
+    @property
+    def prompt_count(self) -> int:
+        return self.job.pages
+
+    @property
+    def generated_count(self) -> int:
+        return 0
+
+    @property
+    def most_generated(self) -> int:
+        return 0
 
 
 class Devices:
@@ -41,60 +64,56 @@ class Devices:
         places: int = 1000,
         workers: int = 1,
     ) -> None:
-        self.pages, self.places = pages, places
-        self.queue: PolicyQueue[Job] = PolicyQueue(self, settings)
+        self.queue = PolicyQueue(settings)
         self.now = 0.0
         self.arrivals = 0
+        self.pushed: dict[int, QueuedJob] = {}
         # Jobs that run, with the steps that are left, by worker and arrival.
         self.running: dict[str, dict[int, tuple[Job, int]]] = {}
         self.waited: dict[int, float] = {}
-        for number in range(workers):
-            self.queue.add_worker(str(number), WorkerLimits(pages, 1, step_tokens))
-            self.running[str(number)] = {}
-
-    def workers_for(self, item: Job) -> Iterable[str]:
-        return [item.worker_id] if item.worker_id else list(self.running)
-
-    def need(self, item: Job, worker_id: str) -> Need | None:
-        if item.pages > self.pages or item.worker_id not in ("", worker_id):
-            return None
-        pages, places = self.room(worker_id)
-        return Need(
-            item.pages,
-            item.cached,
-            item.new,
-            link_bytes=item.cached,
-            is_link_bound=item.is_link_bound,
-            can_start=item.pages <= pages and places > 0,
+        # Pages of one token and one byte.
+        facts = replace(
+            worker_facts(pages, places, chunk_tokens=1, page_bytes=1),
+            cache_capacity_bytes=pages,
+            max_batched_tokens=step_tokens,
         )
+        for name in map(str, range(workers)):
+            self.queue.add_worker(replace(facts, worker_id=name))
+            account = self.queue.workers.accounts[name]
+            account.stored_bytes_per_token, account.kappa_crit = 1, KAPPA_CRIT
+            self.running[name] = {}
 
-    def room(self, worker_id: str) -> tuple[int, int]:
-        jobs = self.running[worker_id].values()
-        return self.pages - sum(job.pages for job, _ in jobs), self.places - len(jobs)
-
-    def prefer(self, item: Job, needs: Mapping[str, Need]) -> str:
-        return max(needs, key=lambda worker_id: (self.room(worker_id)[0], worker_id))
-
-    def instead(self, item: Job, needs: Mapping[str, Need]) -> Mapping[str, Need]:
-        return {}
+    def need(self, arrival: int) -> Need:
+        """Return what a job that waits would take of the first worker."""
+        need = self.queue.workers.need(self.pushed[arrival], "0")
+        assert need is not None
+        return need
 
     def push(self, job: Job) -> int:
         """Queue a job. Return its arrival."""
         arrival = self.arrivals
         self.arrivals += 1
-        self.queue.push(Waiting(job, arrival, job.tenant, job.weight, job.priority, since=self.now))
+        queued = self.pushed[arrival] = QueuedJob(
+            job=job,
+            arrival=arrival,
+            tenant=job.tenant,
+            weight=job.weight,
+            priority=job.priority,
+            worker_id=job.worker_id,
+            cached=CachedPrefix(dict.fromkeys(self.running, job.cached)),
+        )
+        self.queue.push(queued, self.now)
         return arrival
 
     def start(self) -> list[int]:
         """Start what may start now. Return the arrivals."""
         started = []
         while (start := self.queue.next(self.now)) is not None:
-            waiting = start.waiting
-            pages, places = self.room(start.worker_id)
-            assert start.need.pages <= pages
-            assert places > 0
-            job = waiting.item
-            self.running[start.worker_id][waiting.arrival] = job, job.steps
+            waiting = start.demand
+            assert isinstance(waiting, QueuedJob)
+            assert start.need.pages == waiting.job.pages
+            self.queue.start(start, self.now)
+            self.running[start.worker_id][waiting.arrival] = waiting.job, waiting.job.steps
             self.waited[waiting.arrival] = self.now - waiting.since
             started.append(waiting.arrival)
         assert self.queue.check_integrity() == []
@@ -111,7 +130,7 @@ class Devices:
         for jobs in self.running.values():
             for arrival, (job, left) in list(jobs.items()):
                 ran.append(arrival)
-                self.queue.tokens_came(arrival, 0, self.now)
+                self.queue.tokens_came(self.pushed[arrival], self.now)
                 jobs[arrival] = job, left - 1
                 if left == 1:
                     del jobs[arrival]

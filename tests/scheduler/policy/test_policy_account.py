@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from policy_doubles import Devices, Job
 
-from scheduler_service.policy.owner import Decision
+from scheduler_service.policy.order import Decision
 from scheduler_service.policy.settings import PolicySettings
 from splitpoint.options.scheduler import Policy
 

@@ -7,7 +7,7 @@ from policy_doubles import Devices, Job
 from scheduler_service.policy.settings import PolicySettings
 from splitpoint.options.scheduler import Policy
 
-DOCUMENT = Job(50, 1, steps=5, is_link_bound=True)
+DOCUMENT = Job(50, 1, steps=5)
 SHORT = Job(0, 10, steps=3)
 
 

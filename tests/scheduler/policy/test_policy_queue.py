@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 from policy_doubles import Devices, Job, drain
 
-from scheduler_service.policy.hold import Hold
+from scheduler_service.placement.account import Hold
 from scheduler_service.policy.settings import PolicySettings
-from scheduler_service.policy.waiting import Need
 from splitpoint.options.scheduler import Policy
 
 # (K, T) of the paper's Figure 8: a budget of 5 tokens, memory for 10.
@@ -147,8 +146,7 @@ def test_under_fair_it_is_the_share_or_the_turn_that_holds_a_request() -> None:
     devices.push(Job(0, 6, tenant="a"))
     assert devices.start() == [0]
     waiting = [devices.push(Job(0, 6, tenant=name)) for name in "bab"]
-    need = Need(2, 0, 2, can_start=True)
-    holds = [devices.queue.hold(each, "0", need) for each in waiting]
+    holds = [devices.queue.hold(each, "0", devices.need(each)) for each in waiting]
     assert holds == [Hold.TURN, Hold.SHARE, Hold.TURN]
 
 
@@ -163,9 +161,7 @@ def test_about_two_steps_of_prefill_are_bound_beforehand(policy: Policy) -> None
     assert len(devices.start()) == 5  # 20 tokens
     assert devices.queue.busy_workers() == ["0"]
     waiting = next(iter(devices.queue))
-    need = devices.need(waiting.item, "0")
-    assert need is not None
-    assert devices.queue.hold(waiting.arrival, "0", need) is Hold.PREFILL
+    assert devices.queue.hold(waiting.arrival, "0", devices.need(waiting.arrival)) is Hold.PREFILL
     assert devices.queue.computed("0", 10)
     assert len(devices.start()) == 3
 
@@ -187,17 +183,15 @@ def test_a_request_larger_than_two_steps_starts_and_is_computed_in_pieces(policy
 def test_link_bound_requests_in_flight_are_bounded_but_one_is_let_through(policy: Policy) -> None:
     devices = Devices(PolicySettings(policy, restoring_share=0.5), pages=1000)
     for _ in range(6):
-        devices.push(Job(150, 1, is_link_bound=True))
+        devices.push(Job(150, 1))
     assert len(devices.start()) == 3  # 450 of 500
     waiting = next(iter(devices.queue))
-    need = devices.need(waiting.item, "0")
-    assert need is not None
-    assert devices.queue.hold(waiting.arrival, "0", need) is Hold.RESTORES
+    assert devices.queue.hold(waiting.arrival, "0", devices.need(waiting.arrival)) is Hold.RESTORES
     if policy is Policy.UTILISATION:
         other = devices.push(Job(0, 1))
         assert devices.start() == [other]
     devices = Devices(PolicySettings(policy, restoring_share=0.1), pages=1000)
-    devices.push(Job(900, 1, is_link_bound=True))
+    devices.push(Job(900, 1))
     assert len(devices.start()) == 1
 
 
@@ -210,9 +204,7 @@ def test_memory_is_kept_for_the_request_that_waited_longest() -> None:
     small = devices.push(Job(0, 2))
     assert devices.start() == []
     assert devices.queue.is_reserved(large)
-    need = devices.need(Job(0, 2), "0")
-    assert need is not None
-    assert devices.queue.hold(small, "0", need) is Hold.RESERVATION
+    assert devices.queue.hold(small, "0", devices.need(small)) is Hold.RESERVATION
     devices.queue.withdraw(large)
     assert devices.start() == [small]
 

@@ -99,8 +99,8 @@ async def test_what_devices_hold_is_compared_by_each_workers_keys() -> None:
     async with stack(*workers) as running:
         for double in workers:
             double.report(types_pb2.Telemetry(uptime_seconds=1, device_chunk_marks=marks))
-        ledgers = [running.manager.admission.ledger(double.worker_id) for double in workers]
-        await running.until(lambda: all(ledger.device_marks for ledger in ledgers))
+        ledgers = [running.manager.admission.account(double.worker_id) for double in workers]
+        await running.until(lambda: all(account.device_marks for account in ledgers))
         for double in workers:
             await running.generate(ids_request(PROMPT, 2, worker_id=double.worker_id))
         tokens = [double.admits[0].plan.device_tokens for double in workers]
@@ -120,7 +120,7 @@ async def test_an_answer_goes_on_at_an_alike_worker_if_one_is_free(is_free: bool
         await running.until(lambda: len(request.output) == 7)
         if not is_free:
             await alike.drain()
-            await running.until(lambda: running.manager.admission.ledger("2").is_closed)
+            await running.until(lambda: running.manager.admission.account("2").is_closed)
         await first.kill()
         assert (await call).token_ids == answer(PROMPT, 12)
         chosen, other = (alike, unlike) if is_free else (unlike, alike)

@@ -11,7 +11,7 @@ from scheduler_doubles import queued_request, worker_facts
 
 from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
-from scheduler_service.placement.admission import AdmissionQueue, Admitted
+from scheduler_service.policy.admission import AdmissionQueue, Admitted
 from scheduler_service.requests.failover import (
     TRIAL_TOKENS,
     Finished,

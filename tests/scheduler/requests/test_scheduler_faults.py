@@ -25,7 +25,8 @@ from scheduler_doubles import (
 from scheduler_service.cluster.connection import WorkerConnection
 from scheduler_service.limits import Limits
 from scheduler_service.options import ServedModel
-from scheduler_service.placement.ledger import Charge, Ledger
+from scheduler_service.placement.account import Need, WorkerAccount
+from scheduler_service.placement.demand import Demand
 from splitpoint.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -53,8 +54,8 @@ async def read_to_the_end(call: Any) -> None:
 
 
 def all_is_released(running: Stack) -> bool:
-    ledger = running.manager.admission.ledger("0")
-    return ledger is not None and ledger.charged_bytes == 0 and not running.manager.attempts
+    account = running.manager.admission.account("0")
+    return account is not None and account.charged_bytes == 0 and not running.manager.attempts
 
 
 async def test_a_disconnect_cancels_within_one_step() -> None:
@@ -254,9 +255,9 @@ async def test_nothing_is_blamed_for_what_another_scheduler_may_have_done() -> N
             await running.until(partial(admitted, worker, attempt + 1))
             request = running.manager.requests.running()[0]
             assert request.is_suspect == bool(attempt)
-            ledger = running.manager.admission.ledger("0")
+            account = running.manager.admission.account("0")
             steps.allow(1)
-            await running.until(lambda: ledger.others.request_count)  # noqa: B023
+            await running.until(lambda: account.others.request_count)  # noqa: B023
             address = worker.address
             await worker.kill()
             await worker.start(address)
@@ -742,12 +743,12 @@ async def test_what_outlives_the_grace_period_is_told_so() -> None:
 
 
 async def test_a_grant_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(ledger: Ledger, arrival: int, charge: Charge) -> None:
+    def refuse(account: WorkerAccount, demand: Demand, need: Need) -> None:
         monkeypatch.undo()
         raise ValueError("the books are wrong")
 
     async with stack() as running:
-        monkeypatch.setattr(Ledger, "grant", refuse)
+        monkeypatch.setattr(WorkerAccount, "start", refuse)
         error = await running.error(ids_request(PROMPT, 4))
         assert isinstance(error, Internal)
         assert "incident" in error.message

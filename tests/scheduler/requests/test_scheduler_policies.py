@@ -85,12 +85,14 @@ async def test_only_what_was_prefilled_of_its_own_requests_counts(
     async with stack(worker, policy=PolicySettings(Policy.FAIR)) as running:
         task = asyncio.create_task(running.generate(ids_request([7] * 100, 900)))
         await running.until(lambda: worker.admits)
-        heard, rooms = [], running.manager.admission.policy.rooms
+        heard, admission = [], running.manager.admission
         on_step = running.manager.on_step
 
         def note(*told: object) -> None:
             on_step(*told)
-            heard.append(rooms.bound_tokens("0"))
+            account = admission.account("0")
+            assert account is not None
+            heard.append(account.bound_tokens)
 
         monkeypatch.setattr(running.manager, "on_step", note)
         steps.allow(3)

@@ -9,9 +9,9 @@ import pytest
 from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, queued_request, worker_facts
 
 from scheduler_service.api.request import Request
-from scheduler_service.placement.admission import AdmissionQueue, Admitted, GrantError, Queued
-from scheduler_service.placement.ledger import Ledger, OthersHold
+from scheduler_service.placement.account import Need, OthersHold, WorkerAccount
 from scheduler_service.placement.reasons import Cause
+from scheduler_service.policy.admission import AdmissionQueue, Admitted, GrantError, Queued
 from scheduler_service.policy.settings import PolicySettings
 from splitpoint.options.scheduler import Policy
 from splitpoint.planning.plan import Residency
@@ -83,10 +83,10 @@ class History:
     def others_change(self) -> None:
         """Other schedulers take, want and leave parts of a worker; moments pass."""
         worker_id, rng = self.rng.choice(sorted(self.workers)), self.rng
-        ledger = self.admission.ledger(worker_id)
-        assert ledger is not None
+        account = self.admission.account(worker_id)
+        assert account is not None
         for _ in range(rng.choice([0, 4])):
-            ledger.tick()
+            account.tick()
         others = OthersHold(
             pages=rng.choice([0, 0, 1, 3]),
             request_count=rng.choice([0, 0, 1]),
@@ -104,7 +104,6 @@ class History:
         one = queued_request(self.arrivals, rng.randint(1, 11) * CHUNK_TOKENS, wish, pin)
         one.tenant, one.priority = rng.choice("abc"), rng.randint(-1, 1)
         one.weight = 2.0 if one.tenant == "a" else 1.0
-        one.times.queued = self.now
         one.cleared_at_tokens = 1 if rng.random() < 0.1 else None
         self.arrivals += 1
         if isinstance(self.admission.submit(one), Queued):
@@ -138,27 +137,32 @@ class History:
         self.idle_workers_have_nothing_to_do()
         self.streamed_ones_wait_for_residents_only()
 
+    def need(self, one: Request, worker_id: str) -> Need | None:
+        return self.admission.policy.workers.need(one, worker_id)
+
     def idle_workers_have_nothing_to_do(self) -> None:
         """On a worker of our own where nothing runs, whatever waits for it starts."""
         for worker_id in self.workers:
-            ledger = self.admission.ledger(worker_id)
-            assert ledger is not None
-            if ledger.running_count or ledger.is_closed or ledger.others != OthersHold():
+            account = self.admission.account(worker_id)
+            assert account is not None
+            if account.running_count or account.is_closed or account.others != OthersHold():
                 continue
             for one in self.waiting.values():
-                need = self.admission.need(one, worker_id)
+                need = self.need(one, worker_id)
                 # It may lack slots that streamed requests of another worker hold.
                 assert need is None or not need.can_start, (one.arrival, worker_id)
 
     def streamed_ones_wait_for_residents_only(self) -> None:
         """Where all that waits can start and would be streamed, nothing waits."""
         for worker_id in self.workers:
-            ledger = self.admission.ledger(worker_id)
-            assert ledger is not None
-            needs = [self.admission.need(one, worker_id) for one in self.waiting.values()]
+            account = self.admission.account(worker_id)
+            assert account is not None
+            needs = [
+                self.admission.policy.workers.need(one, worker_id) for one in self.waiting.values()
+            ]
             here = [need for need in needs if need is not None]
             if all(need.is_streamed and need.can_start for need in here):
-                held = [self.admission.policy.rooms.hold(worker_id, need) for need in here]
+                held = [account.hold(need) for need in here]
                 assert None not in held, worker_id
 
     def check(self) -> None:
@@ -174,10 +178,10 @@ class History:
                 explained.cause is Cause.WORKER or not self.admission.is_placeable(one)
             )
         for worker_id in self.workers:
-            ledger = self.admission.ledger(worker_id)
-            assert ledger is not None
+            account = self.admission.account(worker_id)
+            assert account is not None
             here = [one for one in self.running.values() if one.worker_id == worker_id]
-            assert ledger.running_count == len(here)
+            assert account.running_count == len(here)
 
     def end(self) -> None:
         """In the end, without other schedulers, all that can run has run."""
@@ -208,12 +212,14 @@ class History:
                 running.request.is_paused = True
                 self.admission.tokens_came(running)
             self.now += 5.0
-            for running in self.admission.to_put_back(()):
-                self.admission.release(self.running.pop(running.request.arrival))
+            for paused in self.admission.to_put_back(()):
+                self.admission.release(self.running.pop(paused.arrival))
             self.place()
         for one in self.waiting.values():
             # Without aging, a policy may hold back what has room.
-            needs = [self.admission.need(one, worker_id) for worker_id in self.workers]
+            needs = [
+                self.admission.policy.workers.need(one, worker_id) for worker_id in self.workers
+            ]
             here = [need for need in needs if need is not None]
             assert not here or (not self.ages and any(need.can_start for need in here))
         assert self.admission.check_integrity() == []
@@ -248,7 +254,7 @@ def test_as_few_paused_requests_leave_as_others_need() -> None:
         running.append(admitted.request)
 
     def put_back(*leaving: int) -> list[int]:
-        return [each.request.arrival for each in admission.to_put_back(leaving)]
+        return [each.arrival for each in admission.to_put_back(leaving)]
 
     for one in running[:3]:
         one.is_paused = True
@@ -304,7 +310,7 @@ def test_a_grant_that_fails_leaves_nothing_behind(
     for one in (first, second):
         admission.submit(one)
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "has_room", lambda *_: False)
+        patch.setattr(WorkerAccount, "pages_of", lambda *_: 11)
         with pytest.raises(GrantError) as raised:
             admission.admit()
     assert raised.value.request is first
@@ -318,7 +324,6 @@ def test_a_grant_that_fails_leaves_nothing_behind(
 def streamed(admission: AdmissionQueue, *arrivals: int) -> None:
     for arrival in arrivals:
         one = queued_request(arrival, 4 * CHUNK_TOKENS, Residency.STREAMED)
-        one.times.queued = 0.0
         admission.submit(one)
 
 
@@ -340,7 +345,6 @@ def test_streamed_requests_give_way_to_resident_ones_and_to_no_others() -> None:
     assert start_all(admission) == [1, 2, 3]
     # One that would be resident waits for memory: 28 of its 30 pages are free.
     large = queued_request(4, 30 * CHUNK_TOKENS)
-    large.times.queued = 0.0
     admission.submit(large)
     streamed(admission, 5)
     assert start_all(admission) == []

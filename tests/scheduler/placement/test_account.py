@@ -11,9 +11,9 @@ from scheduler_doubles import CHUNK_TOKENS, LAYOUT, PAGE_BYTES, worker_facts
 
 from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
-from scheduler_service.placement.admission import AdmissionQueue, Admitted, Queued
+from scheduler_service.placement.account import WorkerAccount
 from scheduler_service.placement.answer_lengths import LEAST_SAMPLES, AnswerLengths
-from scheduler_service.placement.ledger import Ledger
+from scheduler_service.policy.admission import AdmissionQueue, Admitted, Queued
 from scheduler_service.prefixes.catalog import LayoutName
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.prefixes.marks import ChunkMarks, keys_by_layout
@@ -63,10 +63,10 @@ def look_up(request: Request) -> None:
     request.cached = CachedPrefix(marks=marks)
 
 
-def ledger_of(admission: AdmissionQueue, worker_id: str = "0") -> Ledger:
-    ledger = admission.ledger(worker_id)
-    assert ledger is not None
-    return ledger
+def account_of(admission: AdmissionQueue, worker_id: str = "0") -> WorkerAccount:
+    account = admission.account(worker_id)
+    assert account is not None
+    return account
 
 
 def admit_all(admission: AdmissionQueue) -> list[Admitted]:
@@ -106,16 +106,16 @@ def test_a_common_prefix_is_charged_once() -> None:
     assert len(admitted) == 16
     prefix = 1000 // CHUNK_TOKENS
     own_pages = chunks_of(1000 + 64 + 8, CHUNK_TOKENS) - prefix
-    ledger = ledger_of(admission)
-    assert ledger.charged_pages == prefix + 16 * own_pages
+    account = account_of(admission)
+    assert account.charged_pages == prefix + 16 * own_pages
     assert admitted[0].grant.size_bytes == (prefix + own_pages) * PAGE_BYTES
     assert admitted[1].grant.size_bytes == own_pages * PAGE_BYTES
     assert "62 pages shared with running requests" in admitted[1].grant.reason
     for one in admitted[:-1]:
         admission.release(one)
-    assert ledger.charged_pages == prefix + own_pages
+    assert account.charged_pages == prefix + own_pages
     admission.release(admitted[-1])
-    assert ledger.charged_pages == 0
+    assert account.charged_pages == 0
 
 
 def test_a_worker_that_shares_no_pages_is_charged_for_each() -> None:
@@ -125,7 +125,7 @@ def test_a_worker_that_shares_no_pages_is_charged_for_each() -> None:
     for arrival in range(2):
         admission.submit(sequence(arrival, prompt, CHUNK_TOKENS))
     admitted = admit_all(admission)
-    assert ledger_of(admission).charged_pages == 2 * 3
+    assert account_of(admission).charged_pages == 2 * 3
     assert [one.grant.device_tokens for one in admitted] == [0, 0]
 
 
@@ -136,7 +136,7 @@ def test_another_salt_shares_nothing() -> None:
     for arrival, salt in enumerate((b"a", b"b", b"a")):
         admission.submit(sequence(arrival, prompt, CHUNK_TOKENS, salt=salt))
     admit_all(admission)
-    assert ledger_of(admission).charged_pages == 3 + 3 + 1
+    assert account_of(admission).charged_pages == 3 + 3 + 1
 
 
 def test_an_answer_grows_beyond_its_charge_and_then_nothing_starts() -> None:
@@ -146,17 +146,17 @@ def test_an_answer_grows_beyond_its_charge_and_then_nothing_starts() -> None:
         admission.submit(sequence(arrival, [5 + arrival] * CHUNK_TOKENS, 3 * CHUNK_TOKENS))
     first, second = admit_all(admission)
     assert "expected answer of 16 tokens of at most 48" in first.grant.reason
-    ledger = ledger_of(admission)
-    assert ledger.free_pages == 0
+    account = account_of(admission)
+    assert account.free_pages == 0
     for one in (first, second):
         one.request.output.append([5] * (CHUNK_TOKENS + 1), [])
         admission.tokens_came(one)
-    assert ledger.free_pages == -2
+    assert account.free_pages == -2
     assert admission.admit() is None
     assert "is overcommitted by" in admission.explain(admission.queue()[0]).reason
     # Shorter answers are expected now than the first one became; its pages come back.
     admission.release(first)
-    assert ledger.free_pages == 1
+    assert account.free_pages == 1
     assert admission.admit() is None
     admission.release(second)
     assert [one.request.arrival for one in admit_all(admission)] == [2]
@@ -254,9 +254,9 @@ class Model:
     def admit(self) -> None:
         for one in admit_all(self.admission):
             request, arrival = one.request, one.request.arrival
-            ledger = ledger_of(self.admission, one.worker_id)
+            account = account_of(self.admission, one.worker_id)
             self.running[arrival] = one
-            charge = ledger._grants[arrival]
+            charge = account.running[arrival].charge
             self.marks[arrival] = list(charge.marks)
             self.pages[arrival] = len(charge.marks) + charge.own_pages
             worst = chunks_of(request.token_count, CHUNK_TOKENS)
@@ -265,7 +265,7 @@ class Model:
                 assert known <= self.pages[arrival] <= worst
                 if self.policy is None:
                     assert self.pages[arrival] == worst
-            assert ledger.free_pages >= 0
+            assert account.free_pages >= 0
 
     def grow(self, one: Admitted) -> None:
         request = one.request
@@ -315,10 +315,10 @@ class Model:
             here = [a for a, one in self.running.items() if one.worker_id == worker_id]
             shared = {mark for arrival in here for mark in self.marks[arrival]}
             own = sum(self.pages[a] - len(self.marks[a]) for a in here)
-            ledger = ledger_of(self.admission, worker_id)
-            assert ledger.charged_pages == len(shared) + own
+            account = account_of(self.admission, worker_id)
+            assert account.charged_pages == len(shared) + own
             if self.policy is None:  # the worst case never grows beyond what there is
-                assert ledger.free_pages >= 0
+                assert account.free_pages >= 0
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -334,4 +334,4 @@ def test_charges_agree_with_a_naive_count_after_each_step(seed: int) -> None:
         model.leave(next(iter(model.running.values())))
         model.admit()
     assert model.admission.queue() == []
-    assert all(ledger.charged_pages == 0 for ledger in model.admission.ledgers())
+    assert all(account.charged_pages == 0 for account in model.admission.accounts())
