@@ -47,6 +47,7 @@ from splitpoint.config import parse_size
 from splitpoint.costs.fetching import TierEnds, rate_of
 from splitpoint.keys import numerics_salt
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
+from splitpoint.planning.words import headline
 from splitpoint.tiers import Tier
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.convert import (
@@ -262,7 +263,7 @@ def facts_of(info: worker_pb2.GetInfoResponse, stack: Stack) -> WorkerFacts:
 
 
 def grant_of(facts: WorkerFacts) -> Grant:
-    return Grant(Residency.RESIDENT, facts.cache_capacity_bytes, "the benchmark's")
+    return Grant(Residency.RESIDENT, facts.cache_capacity_bytes)
 
 
 def recompute(facts: WorkerFacts, tokens: int) -> Way:
@@ -426,7 +427,7 @@ async def run_case(number: int, drawn: Drawn, device_bytes: int, rounds: int) ->
         "best_seconds": best.median,
         "ways": {way.name: way.median for way in ways},
         "predicted": {way.name: way.plan.predicted_ttft_seconds for way in ways},
-        "reason": chosen.plan.reason,
+        "reason": headline(chosen.plan),
         "quiet": all(is_quiet(way.runs) for way in ways),
     }
 

@@ -9,6 +9,7 @@ from scheduler_service.placement.footprint import NeverFits
 from scheduler_service.placement.planning import PlanOptions, explain
 from scheduler_service.prefixes.lookup import FetchSource
 from splitpoint.errors import InvalidArgument, Unavailable
+from splitpoint.planning.words import in_words
 from splitpoint.transport.convert import objective_from_proto, plan_to_proto, tier_from_proto
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
@@ -40,7 +41,7 @@ def explain_plans(
         if isinstance(answer, NeverFits):
             entry.rejection = answer.reason
         else:
-            entry.plan.CopyFrom(plan_to_proto(answer))
+            entry.plan.CopyFrom(plan_to_proto(in_words(answer)))
     if not response.plans:
         raise Unavailable(
             "no worker is ready",

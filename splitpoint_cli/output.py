@@ -24,7 +24,7 @@ from rich.table import Table
 
 from splitpoint import errors
 from splitpoint.errors import CANNOT_CONNECT, SplitpointError
-from splitpoint.planning.plan import Plan
+from splitpoint.planning.words import ExplainedPlan
 from splitpoint_cli.files import check_output
 
 # Results go to stdout, everything about them to stderr.
@@ -171,7 +171,7 @@ def print_table(table: Table, to: Console = out) -> None:
         to.print(caption)
 
 
-def show_reason(plan: Plan) -> None:
+def show_reason(plan: ExplainedPlan) -> None:
     """Print the headline of a plan on stderr, and a line for each detail."""
     err.print(f"why: {escape(plan.reason)}")
     for detail in plan.reason_details:

@@ -29,7 +29,7 @@ from splitpoint.client.requests import Prompt, TemplateOptions
 from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.extras import need_all
-from splitpoint.planning.plan import Plan
+from splitpoint.planning.words import ExplainedPlan
 from splitpoint.tasks import run_all
 from splitpoint_offline.engine import Engine
 from splitpoint_offline.options import EngineOptions, settings_of
@@ -79,7 +79,7 @@ class Result:
         return self.completion.usage
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> ExplainedPlan | None:
         return self.completion.plan
 
 

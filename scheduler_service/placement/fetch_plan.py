@@ -23,13 +23,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from scheduler_service.prefixes.lookup import FetchSource
-from splitpoint.config import counted
 from splitpoint.costs.fetching import TierEnds, rate_of
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.plan import Plan, Residency, RestoreMethod
-from splitpoint.planning.reasons import explained
+from splitpoint.planning.plan import Plan, Reason, ReasonKind, Residency, RestoreMethod
 from splitpoint.shapes import ModelShape
-from splitpoint.tiers import Transfer
 
 # Share of the seconds of loading that computing beside it must save.
 WORTH_IT = 0.05
@@ -74,8 +71,7 @@ class _Option:
     source: FetchSource
     # Time to the first token that it saves; negative: it costs.
     saved_seconds: float
-    verb: str
-    words: str
+    reason: Reason
 
 
 def best_fetch(
@@ -87,7 +83,7 @@ def best_fetch(
     *,
     arena_tokens: int,
 ) -> PlannedAttempt:
-    """Return the best fetch, or the plan without one; its details say why.
+    """Return the best fetch, or the plan without one; its reasons say why.
 
     Args:
         plan: for what the worker's device and the arena of its own store hold.
@@ -121,7 +117,7 @@ def best_fetch(
         best = meeting
     if best.saved_seconds > LEAST_SAVED * plan.predicted_ttft_seconds:
         return best.attempt
-    return PlannedAttempt(explained(plan, f"not {whole.verb}ed: {whole.words}"))
+    return PlannedAttempt(plan.because(Reason(ReasonKind.NO_FETCH, whole.reason.values)))
 
 
 def _saved(option: _Option) -> float:
@@ -168,27 +164,30 @@ def _option(
     ttft = longer.predicted_ttft_seconds + seconds
     saved = plan.predicted_ttft_seconds - ttft
     takes = seconds + longer.predicted_restore_seconds - plan.predicted_restore_seconds
-    verb = "fetch" if source.address else "load"
-    missing = cached - plan.cached_tokens
     is_all = own_chunks == plan.cached_tokens // sizes.tokens
-    recomputed = "them" if is_all else f"the {missing:,} that the device lacks"
-    words = (
-        f"{verb}ing {counted(fetched, 'token')} from {source.place}"
-        f"{' by Mooncake' if source.address and rate.transfer is Transfer.MOONCAKE else ''} "
-        f"at {rate}: "
-        f"{_seconds(max(takes, 0.0))}, recomputing {recomputed}: {_seconds(takes + saved)}"
+    place = source.address or source.tier.value
+    transfer = rate.transfer.value if source.address else ""
+    values = (
+        fetched,
+        place,
+        transfer,
+        rate.bytes_per_second,
+        rate.basis.value,
+        max(takes, 0.0),
+        takes + saved,
+        0 if is_all else cached - plan.cached_tokens,
     )
-    with_fetch = explained(
-        longer,
-        words,
+    reason = Reason(ReasonKind.FETCH, values)
+    with_fetch = longer.because(
+        reason,
         predicted_ttft_seconds=ttft,
         fetched_tokens=fetched,
         predicted_fetch_seconds=seconds,
-        fetch_source=source.address or source.tier.value,
-        fetch_transfer=rate.transfer.value if source.address else "",
+        fetch_source=place,
+        fetch_transfer=transfer,
     )
     part = replace(source, cached_tokens=chunks * sizes.tokens)
-    return _Option(PlannedAttempt(with_fetch, part), source, saved, verb, words)
+    return _Option(PlannedAttempt(with_fetch, part), source, saved, reason)
 
 
 def _meeting(
@@ -228,16 +227,20 @@ def _meeting(
     ttft = own_restore + point.seconds + restore + prefill
     saved = plan.predicted_ttft_seconds - ttft
     takes = point.seconds + restore
-    words = (
-        f"loading {counted(loaded, 'token')} from {source.place} "
-        f"at {rate} "
-        f"while {counted(point.tokens - plan.cached_tokens, 'token')} before them are computed: "
-        f"{_seconds(takes)}, recomputing all: {_seconds(takes + saved)}"
+    values = (
+        loaded,
+        point.tokens - plan.cached_tokens,
+        source.tier.value,
+        rate.bytes_per_second,
+        rate.basis.value,
+        takes,
+        takes + saved,
     )
-    with_fetch = explained(
+    reason = Reason(ReasonKind.MEETING, values)
+    with_fetch = replace(
+        longer,
         # What was compared for the longer prefix is not what is done.
-        replace(longer, reason_details=plan.reason_details),
-        words,
+        reasons=(*plan.reasons, reason),
         method=RestoreMethod.TOKENS,
         split_tokens=0,
         split_slope=0.0,
@@ -252,8 +255,4 @@ def _meeting(
     )
     part = replace(source, cached_tokens=chunks * sizes.tokens)
     attempt = PlannedAttempt(with_fetch, part, point.tokens)
-    return _Option(attempt, source, saved, "load", words)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2g} s" if value >= 0.1 else f"{value * 1e3:.3g} ms"
+    return _Option(attempt, source, saved, reason)

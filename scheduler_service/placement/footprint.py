@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import counted, format_size
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import Reason, ReasonKind, Residency
 from splitpoint.residency.selecting import pages_at_last
 from splitpoint.selection import FULL, Selection
 from splitpoint.shapes import chunks_of
@@ -23,7 +23,7 @@ class Fits:
     # Peak bytes: resident, with the longest possible answer and no page shared.
     size_bytes: int
     # Why this residency, for the plan.
-    reason: str
+    reasons: tuple[Reason, ...] = ()
     # Slots of the worker's store that the request will hold until it ends.
     slot_count: int = 0
     # Bytes beyond `size_bytes` that a request which must be streamed can use: the part of
@@ -49,7 +49,8 @@ class Grant:
     residency: Residency
     # Bytes that are charged at the start, without pages that running requests share with it.
     size_bytes: int
-    reason: str
+    # Why this residency and this size, for the plan.
+    reasons: tuple[Reason, ...] = ()
     # Streamed: for a part of the cache that stays on the device.
     spare_bytes: int = 0
     # Resident: leading tokens that the device holds already, as far as is known.
@@ -81,21 +82,17 @@ def grant_of(fits: Fits, free_bytes: int, page_bytes: int) -> Grant:
     """Return a grant with spare memory: whole pages, at most half of what stays free."""
     free_pages = max(0, free_bytes - fits.size_bytes) // 2 // page_bytes
     spare = min(fits.spare_bytes, free_pages * page_bytes)
-    reason = fits.reason
+    reasons = fits.reasons
     if spare:
-        reason += f", and {format_size(spare)} for a part that stays on the device"
-    return Grant(fits.residency, fits.size_bytes + spare, reason, spare)
+        reasons = (*reasons, Reason(ReasonKind.SPARE, (spare,)))
+    return Grant(fits.residency, fits.size_bytes + spare, reasons, spare)
 
 
 def _resident(token_count: int, worker: WorkerFacts) -> Fits | NeverFits:
     size = chunks_of(token_count, worker.chunk_tokens) * worker.page_bytes
     capacity = worker.cache_capacity_bytes
     if size <= capacity:
-        return Fits(
-            Residency.RESIDENT,
-            size,
-            f"resident: {format_size(size)} of cache fit the worker's {format_size(capacity)}",
-        )
+        return Fits(Residency.RESIDENT, size, (Reason(ReasonKind.FITS, (size, capacity)),))
     return NeverFits(
         f"{counted(token_count, 'token needs', 'tokens need')} {format_size(size)} of "
         f"device cache, worker {worker.worker_id} has {format_size(capacity)} "
@@ -143,16 +140,13 @@ def _streamed(
             needed_tokens=token_count,
             capacity_tokens=worker.capacity_tokens,
         )
-    why = (
-        f"{format_size(whole)} of cache exceed the worker's {format_size(capacity)}"
-        if whole > capacity
-        else "as asked for"
-    )
-    parts = f", {counted(selected, 'page')} of it for what {selection} reads" if selected else ""
+    why = Reason(ReasonKind.ASKED_STREAMED)
+    if whole > capacity:
+        why = Reason(ReasonKind.EXCEEDS, (whole, capacity))
     return Fits(
         Residency.STREAMED,
         size,
-        f"streamed: {why}, so {format_size(size)} are charged{parts}",
+        (why, Reason(ReasonKind.CHARGED, (size, selected, str(selection)))),
         slot_count=slots,
         # A request that asks for streaming wants the memory left alone.
         spare_bytes=0 if is_forced else max(0, whole - size),

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from scheduler_service.placement.account import Charge, Need, WorkerAccount
 from scheduler_service.placement.demand import Demand
 from scheduler_service.placement.footprint import Fits, Grant, grant_of
-from splitpoint.config import counted
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import Reason, ReasonKind, Residency
 from splitpoint.shapes import chunks_of
 
 
@@ -57,16 +56,14 @@ def grant_for(
         grant = grant_of(fits, free_bytes, page_bytes)
         account.grow(demand.arrival, grant.size_bytes // page_bytes)
         return grant
-    reason = fits.reason
+    reasons = list(fits.reasons)
     if answer < demand.most_generated:
-        expected = counted(answer, "token")
-        reason += (
-            f", charged for an expected answer of {expected} of at most {demand.most_generated:,}"
-        )
+        reasons.append(Reason(ReasonKind.EXPECTED_ANSWER, (answer, demand.most_generated)))
     shared = need.shared_tokens // account.facts.chunk_tokens
     if shared:
-        reason += f", {counted(shared, 'page')} shared with running requests"
-    return Grant(fits.residency, need.pages * page_bytes, reason, device_tokens=need.device_tokens)
+        reasons.append(Reason(ReasonKind.SHARED_PAGES, (shared,)))
+    size = need.pages * page_bytes
+    return Grant(fits.residency, size, tuple(reasons), device_tokens=need.device_tokens)
 
 
 def steps_left(demand: Demand, answer: int) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from splitpoint.config import counted, format_size
-from splitpoint.planning.plan import Plan, Residency
-from splitpoint.planning.reasons import explained
+from dataclasses import replace
+
+from splitpoint.planning.plan import Plan, Reason, ReasonKind, Residency
 from splitpoint.selection import Selection, SelectionUsage
 from splitpoint.speculation import DraftMethod, Speculation
-from splitpoint.tiers import Transfer
 from splitpoint.transport.convert import draft_method_from_proto, method_from_proto
 from splitpoint.v1 import types_pb2, worker_pb2
 
@@ -15,13 +14,10 @@ from splitpoint.v1 import types_pb2, worker_pb2
 # that differs by less than the seconds below: other work on the processor does as much.
 _AS_PREDICTED = (0.75, 1.25)
 _NEGLIGIBLE_SECONDS = 0.01
-_TRANSFER_NAMES = {Transfer.GRPC.value: "gRPC", Transfer.MOONCAKE.value: "Mooncake"}
-# Link or device limits a restore if it is busy for this part of it.
-_LIMITS = 0.5
 
 
 def actual_plan(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
-    """Return the plan with what the worker found and did; its details name the differences."""
+    """Return the plan with what the worker found and did; its reasons name the differences."""
     if report is None or report.method == 0:
         return plan
     method = method_from_proto(report.method)
@@ -31,18 +27,16 @@ def actual_plan(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
     if found == (plan.cached_tokens, plan.split_tokens, plan.method):
         return plan
     total = plan.cached_tokens + plan.new_tokens
-    details: list[str] = []
-    used = f"used method {method.value} with split {report.split_tokens:,}"
-    if report.cached_tokens != plan.cached_tokens:
-        found_tokens = counted(report.cached_tokens, "token")
-        used = f"found {found_tokens} cached instead of {plan.cached_tokens:,} and {used}"
+    reasons: list[Reason] = []
+    is_as_long = report.cached_tokens == plan.cached_tokens
     if not 0 < report.cached_tokens == report.device_tokens:
         # Else nothing was left to restore, as the headline says.
-        details.append(f"the worker {used}")
-    is_as_long = report.cached_tokens == plan.cached_tokens
-    return explained(
-        plan,
-        *details,
+        if not is_as_long:
+            tokens = (report.cached_tokens, plan.cached_tokens)
+            reasons.append(Reason(ReasonKind.FOUND_CACHED, tokens))
+        reasons.append(Reason(ReasonKind.USED, (method.value, report.split_tokens)))
+    return plan.because(
+        *reasons,
         cached_tokens=report.cached_tokens,
         new_tokens=max(1, total - report.cached_tokens),
         split_tokens=report.split_tokens,
@@ -54,66 +48,52 @@ def actual_plan(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
 def with_drafts(
     plan: Plan, asked: Speculation, usage: types_pb2.SpeculationUsage, *, can_draft: bool
 ) -> Plan:
-    """Return the plan with a detail that says what was drafted, or why nothing was.
+    """Return the plan with a reason that says what was drafted, or why nothing was.
 
     `asked`: what the last worker was asked to draft. `can_draft`: it has that method.
     """
     if usage.draft_token_count:
-        share = usage.accepted_token_count / usage.draft_token_count
         method = draft_method_from_proto(usage.method).value
-        return explained(
-            plan,
-            f"{method} drafted {counted(usage.draft_token_count, 'token')} "
-            f"in {counted(usage.draft_count, 'step')}, {usage.accepted_token_count:,} "
-            f"({share:.0%}) were accepted",
-        )
+        counts = (usage.draft_token_count, usage.draft_count, usage.accepted_token_count)
+        return plan.because(Reason(ReasonKind.DRAFTED, (method, *counts)))
     if not asked.is_on:
         return plan
-    why = "no draft was found, or none would have paid"
+    why = ReasonKind.NO_DRAFTS
     if not can_draft:
-        why = "the worker has no such drafter"
+        why = ReasonKind.NO_DRAFTER
     elif asked.method is DraftMethod.SELF and plan.residency is Residency.RESIDENT:
-        why = "drafts of this kind pay only while the cache is streamed"
-    return explained(plan, f"{asked.method.value} drafted nothing: {why}")
+        why = ReasonKind.DRAFTS_ARE_FOR_STREAMS
+    return plan.because(Reason(why, (asked.method.value,)))
 
 
 def with_selection(
     plan: Plan, asked: Selection, usage: SelectionUsage, *, drafts_give_way: bool = False
 ) -> Plan:
-    """Return the plan with details that say what was selected, or why everything was read.
+    """Return the plan with reasons that say what was selected, or why everything was read.
 
     `drafts_give_way`: the worker drafts by default, but not beside this selection.
     """
     if asked.is_full:
         return plan
-    detail = f"{asked} was not used"
     if usage.step_count:
+        unit = "drafted tokens" if asked.verify else "steps"
         rows = usage.fetched_row_count + usage.reused_row_count
-        kind = "drafted tokens" if asked.verify else "steps"
-        detail = (
-            f"{asked} read {usage.read_ratio:.1%} of the tokens in "
-            f"{usage.step_count:,} {kind} and fetched {usage.fetched_row_count:,} of "
-            f"{counted(rows, 'row')}"
-        )
-    if usage.off_reason:
-        others = "; other steps read every token" if usage.step_count else ""
-        detail += f"{others}: {usage.off_reason}"
-    details = [detail]
-    if drafts_give_way:
-        details.append("the worker's drafts are off beside it")
-    return explained(plan, *details)
+        counts = (usage.step_count, unit, usage.fetched_row_count, rows)
+        plan = plan.because(Reason(ReasonKind.SELECTED, (str(asked), usage.read_ratio, *counts)))
+        if usage.off_reason:
+            plan = plan.because(Reason(ReasonKind.READ_ALL, (usage.off_reason,)))
+    else:
+        plan = plan.because(Reason(ReasonKind.NOT_SELECTED, (str(asked), usage.off_reason)))
+    return plan.because(Reason(ReasonKind.DRAFTS_OFF)) if drafts_give_way else plan
 
 
 def _fetched(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
-    """Set the fetched tokens and how they came; a detail tells how long that took."""
+    """Set the fetched tokens and how they came; a reason tells how long that took."""
     if not plan.fetched_tokens and not report.fetched_tokens:
         return plan
-    by = report.fetch_transfer.split(", ") if report.fetch_transfer else []
-    ways = f" by {' and '.join(_TRANSFER_NAMES.get(way, way) for way in by)}" if by else ""
-    fetched = f"{counted(report.fetched_tokens, 'token')}{ways} in {report.fetch_seconds:.2g} s"
-    return explained(
-        plan,
-        f"fetched {fetched if report.fetched_tokens else 'nothing'}",
+    found = (report.fetched_tokens, report.fetch_transfer, report.fetch_seconds)
+    return plan.because(
+        Reason(ReasonKind.FETCHED, found),
         fetched_tokens=report.fetched_tokens,
         fetch_source=plan.fetch_source if report.fetched_tokens else "",
         fetch_transfer=report.fetch_transfer if report.fetched_tokens else "",
@@ -121,18 +101,11 @@ def _fetched(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
 
 
 def _on_device(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
-    """Set the tokens that were on the device already; a detail says how many."""
+    """Set the tokens that were on the device already; a reason says how many."""
     found, expected = report.device_tokens, plan.device_tokens
     if expected == found:
         return plan
-    if not expected:
-        detail = f"{counted(found, 'token was', 'tokens were')} on the device already"
-    elif not found:
-        left = counted(expected, "token that was", "tokens that were")
-        detail = f"the {left} expected on the device had left it"
-    else:
-        detail = f"{found:,} of {counted(expected, 'token')} expected on the device were there"
-    return explained(plan, detail, device_tokens=found)
+    return plan.because(Reason(ReasonKind.FOUND_ON_DEVICE, (found, expected)), device_tokens=found)
 
 
 def _predicted(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
@@ -141,7 +114,7 @@ def _predicted(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
     if not predicted:
         return plan
     later = predicted - plan.predicted_restore_seconds
-    return explained(
+    return replace(
         plan,
         predicted_restore_seconds=predicted,
         predicted_ttft_seconds=plan.predicted_ttft_seconds + later,
@@ -152,13 +125,9 @@ def _recomputed(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
     """Set the tokens recomputed from ids before they met the chunks loaded from the back."""
     if report.recomputed_tokens == plan.recomputed_tokens:
         return plan
-    details: list[str] = []
-    if report.recomputed_tokens:
-        expected = f" where {plan.recomputed_tokens:,} was expected"
-        details.append(
-            f"they met at {report.recomputed_tokens:,}{expected if plan.recomputed_tokens else ''}"
-        )
-    return explained(plan, *details, recomputed_tokens=report.recomputed_tokens)
+    met, expected = report.recomputed_tokens, plan.recomputed_tokens
+    reasons = [Reason(ReasonKind.MET, (met, expected))] if met else []
+    return plan.because(*reasons, recomputed_tokens=met)
 
 
 def _timed(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
@@ -169,18 +138,8 @@ def _timed(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
     ratio = seconds / predicted
     if _AS_PREDICTED[0] <= ratio <= _AS_PREDICTED[1]:
         return plan
-    device, link = report.compute_busy_seconds, report.link_busy_seconds
-    busy = f"the link was busy {_ms(link)}, the device {_ms(device)}"
-    if device > link:
-        busy = f"the device was busy {_ms(device)}, the link {_ms(link)}"
-    if max(device, link) < _LIMITS * seconds:
-        busy = f"{busy}, neither of them most of the time"
+    busy = (report.compute_busy_seconds, report.link_busy_seconds)
+    plan = plan.because(Reason(ReasonKind.RESTORED, (seconds, predicted, *busy)))
     if report.first_use_bytes:
-        size = format_size(report.first_use_bytes)
-        busy = f"{busy}; {size} of the worker's cache was used for the first time"
-    times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
-    return explained(plan, f"restored in {_ms(seconds)}, {times} x the prediction: {busy}")
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+        plan = plan.because(Reason(ReasonKind.FIRST_USE, (report.first_use_bytes,)))
+    return plan

@@ -5,20 +5,25 @@ Pure, on top of `splitpoint.planning.planner`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from scheduler_service.placement.fetch_plan import ChunkSizes, PlannedAttempt, best_fetch
 from scheduler_service.placement.footprint import Grant, NeverFits, footprint_of, grant_of
 from scheduler_service.prefixes.lookup import FetchSource
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
+from splitpoint.planning.plan import (
+    Objective,
+    Plan,
+    PlanInput,
+    Reason,
+    ReasonKind,
+    Residency,
+    RestoreMethod,
+)
 from splitpoint.planning.planner import plan_request
-from splitpoint.planning.reasons import explained
 from splitpoint.planning.split_costs import tiles_of
-from splitpoint.shapes import Numerics
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,6 @@ def _plan(
             keeps_activations=True,
             forced_split_tokens=options.split_tokens,
             forced_method=options.restore_method,
-            residency_reason=_residency_reason(grant, cached_tokens, worker),
             objective=options.objective,
             chunk_tokens=worker.chunk_tokens,
             staging_tokens=worker.staging_tokens,
@@ -164,25 +168,19 @@ def _plan(
             encoding=worker.encoding,
         ),
     )
-    if not worker.encoding.is_lossy:
-        plan = _with_numerics(plan, worker.numerics)
+    return plan.because(*grant.reasons, *_exactness(plan, worker))
+
+
+def _exactness(plan: Plan, worker: WorkerFacts) -> Iterator[Reason]:
+    """Yield what the answer's bits depend on."""
+    if worker.encoding.is_lossy:
+        # A streamed request also reads back what it stored itself.
+        if plan.cached_tokens or plan.residency is Residency.STREAMED:
+            yield Reason(ReasonKind.LOSSY_CACHE, (worker.encoding.value,))
+    elif plan.split_tokens or plan.recomputed_tokens:
+        yield Reason(ReasonKind.NUMERICS, (worker.numerics.value,))
     if worker.weight_format.is_lossy:
-        plan = explained(plan, f"weights are {worker.weight_format.value}: answers are approximate")
-    return plan
-
-
-def _with_numerics(plan: Plan, numerics: Numerics) -> Plan:
-    """Return the plan; its reason says how rebuilt rows compare with stored ones, if there are any.
-
-    An invariant worker finds only what workers that compute equal bits stored.
-    """
-    if not plan.split_tokens and not plan.recomputed_tokens:
-        return plan
-    if numerics is Numerics.INVARIANT:
-        compared = "equal the stored ones"
-    else:
-        compared = "may in their last bits differ from the stored ones"
-    return explained(plan, f"numerics are {numerics.value}: rebuilt rows {compared}")
+        yield Reason(ReasonKind.LOSSY_WEIGHTS, (worker.weight_format.value,))
 
 
 def _with_device_tokens(
@@ -194,26 +192,11 @@ def _with_device_tokens(
     worker rebuilds the share of the rest that `whole` rebuilds of all.
     """
     computed = whole.predicted_ttft_seconds - whole.predicted_restore_seconds
-    here = counted(device_tokens, "token is", "tokens are")
-    return explained(
-        whole,
-        f"{here} on the device already",
+    return whole.because(
+        Reason(ReasonKind.ON_DEVICE, (device_tokens,)),
         device_tokens=device_tokens,
         predicted_restore_seconds=part.predicted_restore_seconds,
         predicted_load_seconds=part.predicted_load_seconds,
         predicted_ttft_seconds=computed + part.predicted_restore_seconds,
         predicted_recompute_seconds=recompute_seconds,
-    )
-
-
-def _residency_reason(grant: Grant, cached_tokens: int, worker: WorkerFacts) -> str:
-    """Return the grant's reason, with a note if tokens from the store are not exact.
-
-    A streamed request also reads back what it stored itself.
-    """
-    is_read = cached_tokens or grant.residency is Residency.STREAMED
-    if not worker.encoding.is_lossy or not is_read:
-        return grant.reason
-    return (
-        f"{grant.reason}; the store keeps {worker.encoding.value}, so cached tokens are approximate"
     )

@@ -14,7 +14,7 @@ from scheduler_service.placement.demand import Demand
 from scheduler_service.placement.footprint import Fits, footprint_of
 from scheduler_service.placement.need import steps_left
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.planning.plan import Objective, Residency
+from splitpoint.planning.plan import Objective, Reason, ReasonKind, Residency
 from splitpoint.residency.load import DeviceRoom, RequestLoad
 from splitpoint.residency.waiting import Running, wait_or_stream
 
@@ -87,7 +87,7 @@ def streamed_instead(
         for each in account.running.values()
     ]
     reason = reason_to_stream(worker, wanted, others, objective)
-    return None if reason is None else replace(streamed, reason=f"streamed: {reason}")
+    return None if reason is None else replace(streamed, reasons=(reason,))
 
 
 def reason_to_stream(
@@ -95,7 +95,7 @@ def reason_to_stream(
     wanted: Wanted,
     running: Sequence[RunningRequest],
     objective: Objective,
-) -> str | None:
+) -> Reason | None:
     """Return why the request had better be streamed now; None if it had better wait."""
     profile = worker.profile
     if not running or not (profile.step_compute_seconds or profile.memory_seconds_per_byte):
@@ -117,7 +117,10 @@ def reason_to_stream(
             tuple(each.length for each in running if each.is_streamed),
         ),
     )
-    return found.reason if found.stream_score <= WORTH_IT * found.wait_score else None
+    if found.stream_score > WORTH_IT * found.wait_score:
+        return None
+    seconds = (found.stream_seconds, found.wait_seconds)
+    return Reason(ReasonKind.STREAM_NOW, (*seconds, objective.value))
 
 
 def _steps_until_free(running: Iterable[RunningRequest], missing_pages: int) -> int:

@@ -9,6 +9,7 @@ from scheduler_service.policy.admission import Rejected
 from scheduler_service.requests.attempts import Attempt
 from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.plan import RestoreMethod
+from splitpoint.planning.words import in_words
 from splitpoint.transport.convert import plan_to_proto
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
@@ -38,7 +39,7 @@ def completion(
         plan, request.selection, request.selected.sum, drafts_give_way=attempt.drafts_give_way
     )
     message = completion_of_tokens(request, reason=reason, matched_stop=matched_stop, now=now)
-    message.plan.CopyFrom(plan_to_proto(plan))
+    message.plan.CopyFrom(plan_to_proto(in_words(plan)))
     least = request.least_cached_tokens
     cached = plan.cached_tokens if least is None else least
     # The last token is always computed. Of a request that was resumed, delivered ones count, too.

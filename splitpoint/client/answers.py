@@ -14,8 +14,8 @@ from grpc_health.v1 import health_pb2
 
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import Internal
-from splitpoint.planning.plan import Plan
 from splitpoint.planning.schedule import Schedule
+from splitpoint.planning.words import ExplainedPlan
 from splitpoint.selection import UNUSED, SelectionMethod, SelectionUsage
 from splitpoint.shapes import Encoding, ModelShape, Numerics, WeightFormat
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
@@ -293,7 +293,7 @@ class Completion:
     matched_stop: str | None
     usage: Usage
     seed: int
-    plan: Plan | None
+    plan: ExplainedPlan | None
     worker: str
     request_id: str
     logprobs: tuple[Logprobs, ...]
@@ -467,7 +467,7 @@ class WorkerPlan:
     """The plan of one worker; without a plan, `rejection` says why it cannot run."""
 
     worker: str
-    plan: Plan | None
+    plan: ExplainedPlan | None
     rejection: str
 
 

@@ -7,8 +7,9 @@ follows as the sequence grows, and no new plan is needed for each token.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum, auto
+from typing import Any, NamedTuple
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.schedule import Schedule
@@ -80,6 +81,112 @@ class Objective(Enum):
     THROUGHPUT = "throughput"
 
 
+class ReasonKind(StrEnum):
+    """What led to a plan, or differed from it afterwards. The comments name the values.
+
+    The names are the wire's: none is given to another meaning. `words.py` has their sentences.
+    """
+
+    # -- what the client asked for: wanted and possible tokens; the method
+    ASKED_SPLIT = auto()
+    ASKED_METHOD = auto()
+    # -- what is done: split and all tokens, schedule
+    SPLIT = auto()
+    # the split for now, cached tokens
+    AT_FIRST = auto()
+    # recomputed and cached tokens
+    RECOMPUTED = auto()
+    # tokens, those that stay on the device
+    LOADED = auto()
+    # of what stays on the device in all steps: tokens, bytes
+    KEYS_STAY = auto()
+    INPUTS_STAY = auto()
+    # seconds of it, and of loading everything: of a restore, and of a step
+    PREDICTED = auto()
+    STEP = auto()
+    # busy seconds of link and device
+    LIMIT = auto()
+    # -- why it is not done in another way: rho
+    CANNOT_PAY = auto()
+    NO_ACTIVATIONS = auto()
+    # tokens, seconds of that way, seconds of the chosen one
+    SPLIT_INSTEAD = auto()
+    TOKENS_INSTEAD = auto()
+    # of a token and layer: seconds of rebuilding, of loading
+    REBUILD_COSTS = auto()
+    # busy seconds of device and link without rebuilding
+    DEVICE_BUSY = auto()
+    # tokens; chunks, 0 if these are not counted
+    OVERHEADS = auto()
+    # tokens of the first chunk, seconds of computing them, seconds of loading everything
+    FIRST_CHUNK = auto()
+    # the schedule without overlap
+    TOKENS_NOT_CONSIDERED = auto()
+    # seconds of the busier of link and device: chosen, with loading
+    THROUGHPUT = auto()
+    # seconds of each step, bytes
+    HOST_WEIGHTS = auto()
+    # -- why it is resident or streamed: bytes of its cache, of the worker's
+    FITS = auto()
+    EXCEEDS = auto()
+    ASKED_STREAMED = auto()
+    # seconds with streaming, with waiting, the objective
+    STREAM_NOW = auto()
+    # bytes; of these, pages for rows and screens; the selection
+    CHARGED = auto()
+    # bytes
+    SPARE = auto()
+    # tokens expected, at most
+    EXPECTED_ANSWER = auto()
+    # pages
+    SHARED_PAGES = auto()
+    # -- how exact it is: the encoding, the weights' format, the numerics
+    LOSSY_CACHE = auto()
+    LOSSY_WEIGHTS = auto()
+    NUMERICS = auto()
+    # -- tokens that the device holds
+    ON_DEVICE = auto()
+    # -- a fetch, done or not: tokens, source, transfer, bytes a second, their basis, seconds,
+    # seconds of recomputing instead; of how many tokens that is less than all
+    FETCH = auto()
+    NO_FETCH = auto()
+    # one that meets what is computed: tokens, computed tokens, tier, bytes a second, their basis,
+    # seconds, seconds of recomputing all instead
+    MEETING = auto()
+    # -- what happened: tokens, transfers, seconds
+    FETCHED = auto()
+    # tokens found, tokens expected
+    FOUND_ON_DEVICE = auto()
+    FOUND_CACHED = auto()
+    MET = auto()
+    # method, split
+    USED = auto()
+    # seconds, predicted ones, busy ones of device and link
+    RESTORED = auto()
+    # bytes
+    FIRST_USE = auto()
+    # method, drafted tokens, steps, accepted tokens
+    DRAFTED = auto()
+    # method
+    NO_DRAFTER = auto()
+    DRAFTS_ARE_FOR_STREAMS = auto()
+    NO_DRAFTS = auto()
+    # selection, share that was read, steps, their name, fetched rows, all rows
+    SELECTED = auto()
+    # why other steps read everything
+    READ_ALL = auto()
+    # selection, why
+    NOT_SELECTED = auto()
+    DRAFTS_OFF = auto()
+
+
+class Reason(NamedTuple):
+    """One reason of a plan; `ReasonKind` says what its values are."""
+
+    kind: ReasonKind
+    values: tuple[int | float | str, ...] = ()
+
+
 # Methods that a client may ask for by name; it asks for a split by its tokens.
 FORCED_METHODS = (RestoreMethod.LOAD, RestoreMethod.TOKENS)
 
@@ -95,8 +202,6 @@ class PlanInput:
     residency: Residency = Residency.RESIDENT
     footprint_bytes: int = 0
     forced_split_tokens: int | None = None
-    # Why this residency; a detail of the plan's reason.
-    residency_reason: str = ""
     objective: Objective = Objective.LATENCY
     # One of FORCED_METHODS. None: the planner chooses.
     forced_method: RestoreMethod | None = None
@@ -168,15 +273,11 @@ def check_forced_method(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The planner's answer; the fields of types.proto's Plan.
-
-    `reasons.explained` writes `reason` from the other values whenever they change.
-    """
+    """The planner's answer: types.proto's Plan without its words, which `words.py` adds."""
 
     residency: Residency
     method: RestoreMethod
     split_tokens: int
-    reason: str
     cached_tokens: int
     new_tokens: int
     footprint_bytes: int
@@ -211,13 +312,12 @@ class Plan:
     fetch_transfer: str = ""
     # Predicted seconds of computing what is restored from token ids. 0: nothing, or unknown.
     predicted_recompute_seconds: float = 0.0
-    # What led to the headline `reason`, one clause each.
-    reason_details: tuple[str, ...] = ()
+    # What led to it, in the order of the decisions.
+    reasons: tuple[Reason, ...] = ()
 
-    @property
-    def explanation(self) -> str:
-        """The headline and all details, in one line."""
-        return "; ".join((self.reason, *self.reason_details))
+    def because(self, *reasons: Reason, **changes: Any) -> Plan:
+        """Return the plan with further reasons, and with new values of its fields."""
+        return replace(self, reasons=(*self.reasons, *reasons), **changes)
 
     @property
     def kappa_ratio(self) -> float:

@@ -55,7 +55,6 @@ class WaitOrStream:
     stream_seconds: float
     wait_score: float
     stream_score: float
-    reason: str
 
 
 def wait_or_stream(
@@ -78,10 +77,7 @@ def wait_or_stream(
     else:
         wait_score = (wait + others * wait_ends) / (others + 1)
         stream_score = (stream + others * stream_ends) / (others + 1)
-    streams = stream_score < wait_score
-    return WaitOrStream(
-        streams, wait, stream, wait_score, stream_score, _reason(streams, wait, stream, room)
-    )
+    return WaitOrStream(stream_score < wait_score, wait, stream, wait_score, stream_score)
 
 
 def _step(pieces: PieceSeconds, running: Running, streamed: tuple[int, ...]) -> float:
@@ -92,11 +88,3 @@ def _step(pieces: PieceSeconds, running: Running, streamed: tuple[int, ...]) -> 
     return pieces.streamed_step(
         len(streamed), sum(streamed) // len(streamed), resident_count=resident
     )
-
-
-def _reason(streams: bool, wait: float, stream: float, room: DeviceRoom) -> str:
-    now = f"streaming at once finishes in {stream:.3g} s"
-    later = f"waiting for device memory in {wait:.3g} s"
-    goal = "tokens/s" if room.objective is Objective.THROUGHPUT else "mean finishing time"
-    chosen = "streaming" if streams else "waiting"
-    return f"{now}, {later}; with the requests that run beside it {chosen} has the better {goal}"

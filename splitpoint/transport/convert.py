@@ -14,8 +14,16 @@ from google.protobuf.message import Message
 
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.plan import Objective, Plan, Residency, RestoreMethod
+from splitpoint.planning.plan import (
+    Objective,
+    Plan,
+    Reason,
+    ReasonKind,
+    Residency,
+    RestoreMethod,
+)
 from splitpoint.planning.schedule import Schedule
+from splitpoint.planning.words import ExplainedPlan
 from splitpoint.selection import (
     FULL,
     PoolPolicy,
@@ -115,10 +123,12 @@ selection_method_from_proto = _SELECTION_METHOD.from_proto
 tier_to_proto, tier_from_proto = _TIER.to_proto, _TIER.from_proto
 
 
-def to_message(kind: type[_Message], value: object) -> _Message:
-    """Return a message with every field taken from the attribute of its name."""
-    fields = {}
+def to_message(kind: type[_Message], value: object, **given: Any) -> _Message:
+    """Return a message with every field taken from the attribute of its name, or given."""
+    fields = dict(given)
     for field in kind.DESCRIPTOR.fields:
+        if field.name in given:
+            continue
         found = getattr(value, field.name)
         if field.enum_type is not None:
             found = _ENUMERATIONS[field.enum_type.name].to_proto(found)
@@ -176,11 +186,40 @@ def profile_from_proto(message: pb.Profile) -> Profile:
 
 
 def plan_to_proto(plan: Plan) -> pb.Plan:
-    return to_message(pb.Plan, plan)
+    """Return the message; it has words if the plan has them."""
+    given = {} if isinstance(plan, ExplainedPlan) else {"reason": "", "reason_details": ()}
+    reasons = [
+        pb.PlanReason(kind=reason.kind.value, values=map(_value_to_proto, reason.values))
+        for reason in plan.reasons
+    ]
+    return to_message(pb.Plan, plan, reasons=reasons, **given)
 
 
-def plan_from_proto(message: pb.Plan) -> Plan:
-    return from_message(Plan, message)
+def plan_from_proto(message: pb.Plan) -> ExplainedPlan:
+    """Return the plan without the reasons whose kind this version does not know."""
+    known = set(ReasonKind)
+    reasons = tuple(
+        Reason(ReasonKind(reason.kind), tuple(map(_value_from_proto, reason.values)))
+        for reason in message.reasons
+        if reason.kind in known
+    )
+    return from_message(ExplainedPlan, message, reasons=reasons)
+
+
+def _value_to_proto(value: int | float | str) -> pb.ReasonValue:
+    match value:
+        case int():
+            return pb.ReasonValue(count=value)
+        case float():
+            return pb.ReasonValue(number=value)
+        case _:
+            return pb.ReasonValue(text=value)
+
+
+def _value_from_proto(message: pb.ReasonValue) -> int | float | str:
+    field = message.WhichOneof("value") or "text"
+    value: int | float | str = getattr(message, field)
+    return value
 
 
 def speculation_from_proto(params: pb.SpeculativeParams, defaults: Speculation) -> Speculation:

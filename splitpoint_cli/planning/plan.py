@@ -27,6 +27,7 @@ from splitpoint.planning.weight_step import (
     weight_step,
     with_weights,
 )
+from splitpoint.planning.words import ExplainedPlan, in_words
 from splitpoint.shapes import ArenaLayout, Encoding, ModelShape
 from splitpoint.tiers import Tier
 from splitpoint_cli.models import costs_for, find_shape
@@ -160,7 +161,7 @@ def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = Non
     request = _request(options, shape)
     if weights is not None:
         request = dataclasses.replace(request, prefill_tokens=weights.max_batched_tokens)
-    answer = _with_tier(options, shape, costs, request)
+    answer = in_words(_with_tier(options, shape, costs, request))
     report, rows = plan_report(shape, costs, request, answer), _rows(shape, costs, request, answer)
     if weights is not None:
         step = step_of(shape, weights, request, answer)
@@ -261,9 +262,11 @@ def _request(options: PlanOptions, shape: ModelShape) -> PlanInput:
 
 
 def plan_report(
-    shape: ModelShape, costs: Profile, request: PlanInput, answer: Plan
+    shape: ModelShape, costs: Profile, request: PlanInput, answer: ExplainedPlan
 ) -> dict[str, object]:
     """Return the object that `--json` prints: sizes in bytes, times in seconds."""
+    values = dataclasses.asdict(answer)
+    del values["reasons"]  # its words are there
     return {
         "model": shape.name,
         "profile": dataclasses.asdict(costs),
@@ -273,7 +276,7 @@ def plan_report(
         "activation_bytes_per_token": shape.activation_bytes_per_token,
         "rho": shape.rho,
         "kappa_ratio": answer.kappa_ratio,
-        **dataclasses.asdict(answer),
+        **values,
         "residency": answer.residency.value,
         "method": answer.method.value,
         "schedule": answer.schedule.value,

@@ -16,7 +16,7 @@ from splitpoint.client.answers import Completion, Logprobs, SpeculationUsage
 from splitpoint.client.tries import DEFAULT_RETRY_SECONDS
 from splitpoint.config import DEFAULT_ADDRESS, counted, format_size
 from splitpoint.errors import Cancelled, Internal, Retryable, Unavailable
-from splitpoint.planning.plan import Plan
+from splitpoint.planning.words import ExplainedPlan
 from splitpoint.selection import SelectionUsage
 from splitpoint.transport.tls import client_identity
 from splitpoint_cli.options import Address, CaFile, TokenFile, takes_options
@@ -193,7 +193,7 @@ def completion_json(completion: Completion) -> dict[str, object]:
     }
 
 
-def plan_json(plan: Plan) -> dict[str, object]:
+def plan_json(plan: ExplainedPlan) -> dict[str, object]:
     return {
         "residency": plan.residency.value,
         "split_tokens": plan.split_tokens,

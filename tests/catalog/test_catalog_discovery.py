@@ -20,6 +20,7 @@ from scheduler_doubles import (
     WorkerDouble,
     answer,
     ids_request,
+    reasons_of,
     stack,
 )
 
@@ -31,6 +32,7 @@ from splitpoint.discovery.entries import WORKERS, ModelName, WorkerEntry
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.discovery.redis_options import parse_redis_url
 from splitpoint.errors import Unavailable
+from splitpoint.planning.plan import ReasonKind
 from splitpoint.v1 import scheduler_pb2
 
 MODEL_NAME = ModelName(
@@ -221,13 +223,12 @@ async def test_the_better_store_of_another_worker_is_named_as_a_source() -> None
         command = poor.admits[0]
         assert (command.source_store_address, command.source_cached_tokens) == (there, 64)
         assert (command.plan.fetched_tokens, command.plan.cached_tokens) == (64, 64)
-        assert f"fetching 64 tokens from {there} at 1 GB/s (assumed)" in str(
-            command.plan.reason_details
-        )
+        why = reasons_of(command.plan)
+        assert why[ReasonKind.FETCH][:5] == (64, there, "grpc", 1e9, "assumed")
         assert command.plan.predicted_ttft_seconds > command.plan.predicted_fetch_seconds > 0
         # The double fetched nothing, and says so.
         assert result.done.plan.fetched_tokens == 0
-        assert "fetched nothing" in str(result.done.plan.reason_details)
+        assert reasons_of(result.done.plan)[ReasonKind.FETCHED][0] == 0
         assert result.token_ids == answer(prompt, 4)
     await empty.stop()
     await full.stop()

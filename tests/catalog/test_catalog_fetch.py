@@ -35,7 +35,8 @@ from splitpoint.costs.fetching import (
 from splitpoint.costs.profile import Profile
 from splitpoint.discovery.entries import StoreEntry
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.planning.plan import ReasonKind, Residency, RestoreMethod
+from splitpoint.planning.words import in_words
 from splitpoint.tiers import ChunkSource, Tier, Transfer
 from splitpoint.transport.convert import (
     plan_from_proto,
@@ -65,7 +66,7 @@ SHARING = replace(
     max_batched_tokens=64,
     profile=replace(PROFILE, prefill_flops_per_second=2 * FACTS.shape.prefill_flops(768)),
 )
-GRANT = Grant(Residency.RESIDENT, PAGE_BYTES, "it fits")
+GRANT = Grant(Residency.RESIDENT, PAGE_BYTES)
 
 
 def attempt(
@@ -78,6 +79,11 @@ def attempt(
         cached_tokens=own,
         sources=sources,
     )
+
+
+def rate_said(attempt: PlannedAttempt) -> tuple[int | float | str, ...]:
+    """Return the transfer, the rate and its basis that a fetch was chosen by."""
+    return dict(attempt.plan.reasons)[ReasonKind.FETCH][2:5]
 
 
 def test_a_fast_way_is_taken_and_counted() -> None:
@@ -95,22 +101,21 @@ def test_a_fast_way_is_taken_and_counted() -> None:
         without.predicted_ttft_seconds + expected
     )
     assert fetch.plan.predicted_ttft_seconds < alone.predicted_ttft_seconds
-    assert f"fetching 80 tokens from {B} at 1e+03 GB/s: " in fetch.plan.explanation
-    assert "assumed" not in fetch.plan.explanation
-    assert plan_from_proto(plan_to_proto(fetch.plan)) == fetch.plan
+    assert dict(fetch.plan.reasons)[ReasonKind.FETCH][:5] == (80, B, "grpc", 1e12, "measured")
+    assert plan_from_proto(plan_to_proto(in_words(fetch.plan))) == in_words(fetch.plan)
 
 
 def test_a_slow_way_is_not_taken() -> None:
     slow = replace(PROFILE, remote_bytes_per_second={B: 1e4})
     plan = attempt(FetchSource(B, 100), profile=slow).plan
     assert plan.fetched_tokens == plan.cached_tokens == 0
-    assert f"not fetched: fetching 96 tokens from {B} at 1e-05 GB/s: " in plan.explanation
+    assert dict(plan.reasons)[ReasonKind.NO_FETCH][:4] == (96, B, "grpc", 1e4)
 
 
 def test_an_unmeasured_way_is_assumed_and_said_so() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
     fetch = attempt(FetchSource(B, 100), profile=slow)
-    assert "at 1 GB/s (assumed)" in fetch.plan.explanation
+    assert rate_said(fetch) == ("grpc", 1e9, "assumed")
 
 
 def test_a_rate_that_has_aged_back_is_assumed_again() -> None:
@@ -118,15 +123,14 @@ def test_a_rate_that_has_aged_back_is_assumed_again() -> None:
     rates = {key: ASSUMED_BYTES_PER_SECOND}
     slow = replace(PROFILE, prefill_flops_per_second=1e6, remote_bytes_per_second=rates)
     fetch = attempt(FetchSource(B, 100), profile=slow)
-    assert "by Mooncake at 1 GB/s (assumed): " in fetch.plan.explanation
+    assert rate_said(fetch) == ("mooncake", 1e9, "assumed")
     measured = replace(slow, remote_bytes_per_second={key: 1.001e9})
-    assert (
-        "by Mooncake at 1 GB/s: " in attempt(FetchSource(B, 100), profile=measured).plan.explanation
-    )
+    fetch = attempt(FetchSource(B, 100), profile=measured)
+    assert rate_said(fetch) == ("mooncake", 1.001e9, "measured")
     # On its way back it is neither.
     aged = replace(slow, remote_bytes_per_second={key: 8e8}, aged_sources=(key,))
-    reason = attempt(FetchSource(B, 100), profile=aged).plan.explanation
-    assert "by Mooncake at 0.8 GB/s (aged): " in reason
+    fetch = attempt(FetchSource(B, 100), profile=aged)
+    assert rate_said(fetch) == ("mooncake", 8e8, "aged")
 
 
 def test_rates_in_words() -> None:
@@ -155,7 +159,7 @@ def test_the_last_token_is_computed_and_partial_tails_do_not_travel() -> None:
     assert (whole.plan.cached_tokens, whole.plan.fetched_tokens) == (159, 159)
     for tokens, own in ((15, 0), (40, 32), (40, 39)):
         nothing = attempt(FetchSource(B, tokens), own=own, profile=slow)
-        assert "fetch" not in nothing.plan.explanation
+        assert not {ReasonKind.FETCH, ReasonKind.NO_FETCH} & dict(nothing.plan.reasons).keys()
 
 
 def test_what_was_fetched_corrects_the_plan() -> None:
@@ -169,27 +173,23 @@ def test_what_was_fetched_corrects_the_plan() -> None:
     )
     happened = actual_plan(fetch.plan, report)
     assert (happened.cached_tokens, happened.fetched_tokens) == (96, 96)
-    assert happened.explanation.endswith("fetched 96 tokens in 0.31 s")
+    assert happened.reasons[-1] == (ReasonKind.FETCHED, (96, "", 0.31))
     # By whatever it was planned.
     fast = replace(slow, remote_bytes_per_second={f"{B} mooncake": 2e9})
     planned = attempt(FetchSource(B, 100), profile=fast).plan
     assert (fetch.plan.fetch_transfer, planned.fetch_transfer) == ("grpc", "mooncake")
-    for told, words in (
-        ("mooncake", "fetched 96 tokens by Mooncake in 0.31 s"),
-        ("grpc", "fetched 96 tokens by gRPC in 0.31 s"),
-        ("mooncake, grpc", "fetched 96 tokens by Mooncake and gRPC in 0.31 s"),
-    ):
+    for told in ("mooncake", "grpc", "mooncake, grpc"):
         report.fetch_transfer = told
         happened = actual_plan(planned, report)
         assert (happened.fetch_transfer, happened.fetch_source) == (told, B)
-        assert happened.explanation.endswith(words)
+        assert happened.reasons[-1] == (ReasonKind.FETCHED, (96, told, 0.31))
     report.cached_tokens = report.fetched_tokens = 0
     report.method = types_pb2.RESTORE_METHOD_NONE
     nothing = actual_plan(fetch.plan, report)
     assert (nothing.cached_tokens, nothing.fetched_tokens, nothing.new_tokens) == (0, 0, 160)
     assert (happened.fetch_source, nothing.fetch_source) == (B, "")
     assert nothing.fetch_transfer == ""
-    assert "fetched nothing" in nothing.explanation
+    assert dict(nothing.reasons)[ReasonKind.FETCHED][0] == 0
 
 
 def test_remote_rates_travel_and_are_checked() -> None:
@@ -218,13 +218,11 @@ def test_a_tier_continues_what_the_arena_holds() -> None:
     assert fetch.plan.fetch_transfer == ""
     seconds = ROUND_TRIP_SECONDS + 5 * LAYOUT.chunk_bytes / 8e8
     assert fetch.plan.predicted_fetch_seconds == pytest.approx(seconds)
-    assert "loading 80 tokens from the disk tier at 0.8 GB/s: " in fetch.plan.explanation
+    assert dict(fetch.plan.reasons)[ReasonKind.FETCH][:4] == (80, "disk", "", 8e8)
     slow = replace(PROFILE, remote_bytes_per_second={"disk": 1e4})
     nothing = attempt(on_disk(100), own=20, profile=slow)
     assert nothing.source is None
-    assert (
-        "not loaded: loading 80 tokens from the disk tier at 1e-05 GB/s" in nothing.plan.explanation
-    )
+    assert dict(nothing.plan.reasons)[ReasonKind.NO_FETCH][:4] == (80, "disk", "", 1e4)
 
 
 def test_what_is_loaded_back_may_be_on_the_device_already() -> None:
@@ -240,7 +238,7 @@ def test_what_is_loaded_back_may_be_on_the_device_already() -> None:
     assert fetch.source == on_disk(96)
     assert (fetch.plan.cached_tokens, fetch.plan.device_tokens) == (96, 96)
     assert fetch.plan.predicted_restore_seconds == 0
-    assert "96 tokens are on the device already" in fetch.plan.explanation
+    assert dict(fetch.plan.reasons)[ReasonKind.ON_DEVICE] == (96,)
 
 
 def test_what_only_the_device_holds_comes_too_and_is_counted() -> None:
@@ -264,7 +262,7 @@ def test_what_only_the_device_holds_comes_too_and_is_counted() -> None:
     assert (fast.cached_tokens, fast.device_tokens, fast.fetched_tokens) == (512, 320, 512)
     expected = ROUND_TRIP_SECONDS + 32 * LAYOUT.chunk_bytes / 1e12
     assert fast.predicted_fetch_seconds == pytest.approx(expected)
-    assert "recomputing the 192 that the device lacks: " in fast.explanation
+    assert dict(fast.reasons)[ReasonKind.FETCH][-1] == 192
     # Twelve chunks would pay at this rate; thirty-two do not.
     saved = alone.predicted_ttft_seconds - fast.predicted_ttft_seconds
     nothing = at(20 * LAYOUT.chunk_bytes / saved, 512)
@@ -279,7 +277,7 @@ def test_the_best_of_all_sources_and_transfers() -> None:
     rates = {B: 1e9, f"{B} mooncake": 3e9, "disk": 2e9, "mooncake": 1e9}
     fetch = attempt(*sources, profile=replace(slow, remote_bytes_per_second=rates))
     assert fetch.source == sources[0]
-    assert f"from {B} by Mooncake at 3 GB/s" in fetch.plan.explanation
+    assert rate_said(fetch) == ("mooncake", 3e9, "measured")
     # Without Mooncake's rate its gRPC stream counts, which the disk beats.
     del rates[f"{B} mooncake"]
     fetch = attempt(*sources, profile=replace(slow, remote_bytes_per_second=rates))
@@ -346,10 +344,9 @@ def test_what_a_tier_brings_meets_what_is_computed_meanwhile() -> None:
     plan = both.plan
     assert (plan.method, plan.recomputed_tokens) == (RestoreMethod.TOKENS, both.meeting_tokens)
     assert (plan.cached_tokens, plan.fetched_tokens) == (768, 768 - both.meeting_tokens)
-    words = f"while {both.meeting_tokens} tokens before them are computed: "
-    assert f"loading {plan.fetched_tokens} tokens from the disk tier at " in plan.explanation
-    assert words in plan.explanation
-    assert plan_from_proto(plan_to_proto(plan)) == plan
+    said = dict(plan.reasons)[ReasonKind.MEETING]
+    assert said[:3] == (plan.fetched_tokens, both.meeting_tokens, "disk")
+    assert plan_from_proto(plan_to_proto(in_words(plan))) == in_words(plan)
 
 
 @pytest.mark.parametrize("rate", [1e4, 1e12])

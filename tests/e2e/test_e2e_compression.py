@@ -16,7 +16,7 @@ from tiny_models import VOCABULARY, write_tiny
 from splitpoint.arena.mapping import Arena
 from splitpoint.client import Client
 from splitpoint.client.answers import Completion
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import ReasonKind, Residency
 from splitpoint.shapes import Encoding
 from splitpoint_cli.request.observed import read_status
 from splitpoint_cli.request.status import status_json
@@ -87,8 +87,7 @@ async def test_a_prefix_is_reused_from_an_encoded_store(encoding: Encoding, tmp_
             assert len(warm.token_ids) == 8
             assert 0 < distance(warm, exact) < ALLOWED[encoding], (residency, split)
             assert warm.plan is not None
-            assert f"keeps {encoding.value}" in warm.plan.explanation
-            assert "approximate" in warm.plan.explanation
+            assert dict(warm.plan.reasons)[ReasonKind.LOSSY_CACHE] == (encoding.value,)
         assert (await stack.client.get_model()).kv_encoding is encoding
         assert (await asyncio.to_thread(described, stack))["kv_encoding"] == encoding.value
         arena = Arena.attach_read_only(stack.arena)

@@ -16,6 +16,7 @@ from up_process import up_process, wait_until_up
 
 from splitpoint.config import arena_path, remove_tree
 from splitpoint.host.processor import compiler
+from splitpoint.planning.plan import ReasonKind
 
 INSTANCE = instance_name("int8")
 COMMAND = [
@@ -41,7 +42,7 @@ def test_an_int8_stack_answers_and_keeps_its_cache_to_itself() -> None:
         assert cold.usage.cached_tokens == 0 < warm.usage.cached_tokens
         assert warm.token_ids == cold.token_ids
         assert warm.plan is not None
-        assert "weights are int8: answers are approximate" in warm.plan.explanation
+        assert dict(warm.plan.reasons)[ReasonKind.LOSSY_WEIGHTS] == ("int8",)
         assert [each["weight_format"] for each in status["workers"]] == ["int8"]
         assert [each["weight_format"] for each in status["models"]] == ["int8"]
 

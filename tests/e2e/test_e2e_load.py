@@ -21,7 +21,7 @@ from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.client.answers import Completion
 from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import ReasonKind, Residency
 from splitpoint.planning.schedule import Schedule
 from worker_service.device.memory import MemoryPlan
 
@@ -116,7 +116,7 @@ async def test_a_front_of_what_must_stream_stays_where_memory_is_free(
             plan = answer.plan
             assert plan is not None
             assert plan.residency is Residency.STREAMED
-            assert "stays on the device" in plan.explanation
+            assert ReasonKind.SPARE in dict(plan.reasons)
             assert plan.footprint_bytes == (least + spare) * probe.page_bytes
             # K and V of a chunk in each page, or X of two.
             assert plan.resident_tokens == spare * shape.chunk_tokens * (

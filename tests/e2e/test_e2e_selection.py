@@ -18,7 +18,7 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import Client
 from splitpoint.client.answers import Completion, Tokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import ReasonKind, Residency
 from splitpoint.selection import SelectionMethod
 from splitpoint.speculation import DraftMethod
 from splitpoint_cli.request.observed import Status
@@ -85,7 +85,7 @@ def test_an_approximate_answer_says_what_it_read(stack: KeptFleet, exact: Comple
     assert usage.reused_row_count > 0
     assert usage.link_bytes % usage.fetched_row_count == 0
     assert done.plan is not None
-    assert "columns:0.1 read" in done.plan.explanation
+    assert ReasonKind.SELECTED in dict(done.plan.reasons)
     assert not exact.usage.selection.step_count
     assert done.token_ids[0] == exact.token_ids[0], "that step read everything"
 
@@ -131,7 +131,7 @@ def test_an_exact_answer_says_why(
     assert (usage.is_approximate, usage.step_count, usage.link_bytes) == (False, 0, 0)
     assert done.token_ids == exact.token_ids
     assert done.plan is not None
-    assert "was not used" in done.plan.explanation
+    assert ReasonKind.NOT_SELECTED in dict(done.plan.reasons)
 
 
 def test_a_verified_selection_changes_no_token(stack: KeptFleet, exact: Completion) -> None:
@@ -145,7 +145,7 @@ def test_a_verified_selection_changes_no_token(stack: KeptFleet, exact: Completi
     assert 0.1 <= usage.read_ratio < 0.5
     assert usage.fetched_row_count > 0
     assert done.plan is not None
-    assert f"in {usage.step_count} drafted tokens" in done.plan.explanation
+    assert dict(done.plan.reasons)[ReasonKind.SELECTED][2:4] == (usage.step_count, "drafted tokens")
 
 
 def test_what_cannot_be_is_refused_by_name(stack: KeptFleet) -> None:

@@ -19,7 +19,7 @@ from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion, Tokens
 from splitpoint.client.requests import GenerateOptions
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import ReasonKind, Residency
 from splitpoint.speculation import DraftMethod
 
 AUTO, SELF, SUFFIX, MODEL = (
@@ -134,7 +134,7 @@ async def test_every_method_and_number_gives_the_text_of_plain_decoding(
                 assert plan.residency is residency
                 assert used.accepted_token_count <= used.draft_token_count
                 assert used.draft_token_count <= number * used.draft_count
-                assert used.draft_token_count == 0 or used.method.value in plan.explanation
+                assert used.draft_token_count == 0 or ReasonKind.DRAFTED in dict(plan.reasons)
                 assert number > 0 or used.method is DraftMethod.OFF
                 accepted[method] += used.accepted_token_count
         # AUTO drafts where measured times say that it pays.
@@ -179,7 +179,7 @@ async def test_a_request_that_asks_for_nothing_gets_what_is_configured(stack: Ke
         for answer in answers:
             used, plan = answer.usage.speculation, answer.plan
             assert plan is not None
-            assert used.draft_token_count or "auto drafted nothing" in plan.explanation
+            assert used.draft_token_count or ReasonKind.NO_DRAFTS in dict(plan.reasons)
         [model] = await client.list_models()
         assert set(model.draft_methods) == {SELF, SUFFIX, MODEL}
         for worker in await client.list_workers():

@@ -13,6 +13,8 @@ from local_stack import prompt_of
 from redis_server import RedisServer
 from two_hosts import two_hosts
 
+from splitpoint.planning.plan import ReasonKind
+
 PROMPT = prompt_of(1500, seed=3, vocabulary=2000)
 
 
@@ -36,7 +38,7 @@ async def test_a_prefix_is_fetched_from_another_host(
         assert fetched.plan is not None
         assert fetched.plan.fetched_tokens >= len(PROMPT) // 16 * 16, fetched.plan.explanation
         assert fetched.usage.cached_tokens >= len(PROMPT) // 16 * 16
-        assert "fetch" in fetched.plan.explanation
+        assert ReasonKind.FETCHED in dict(fetched.plan.reasons)
 
         again = await hosts.generate("b", PROMPT, salt)
         assert again.token_ids == first.token_ids

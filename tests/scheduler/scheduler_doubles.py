@@ -34,13 +34,14 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.keys import pack_tokens
 from splitpoint.options.scheduler import AnswerCharge
-from splitpoint.planning.plan import Objective, Residency
+from splitpoint.planning.plan import Objective, ReasonKind, Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.selection import FULL, Selection
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
 from splitpoint.transport import channels, servers, statuses
 from splitpoint.transport.convert import (
     layout_to_proto,
+    plan_from_proto,
     profile_to_proto,
     schedule_to_proto,
     shape_to_proto,
@@ -561,7 +562,7 @@ def ids_request(
 
 def started(account: WorkerAccount, arrival: int, pages: int, marks: Sequence[bytes] = ()) -> None:
     """Start a request that takes so many pages, beside those of chunks."""
-    fits = Fits(Residency.RESIDENT, (pages + len(marks)) * account.facts.page_bytes, "")
+    fits = Fits(Residency.RESIDENT, (pages + len(marks)) * account.facts.page_bytes)
     need = Need(fits, Charge(marks, pages), pages=pages, cached_tokens=0, new_tokens=1)
     account.start(queued_request(arrival, 2), need)
 
@@ -589,3 +590,8 @@ def queued_request(
     )
     request.output = Output(request.sampling, None, frozenset())
     return request
+
+
+def reasons_of(plan: types_pb2.Plan) -> dict[ReasonKind, tuple[int | float | str, ...]]:
+    """Return the values of each reason that a message gives."""
+    return dict(plan_from_proto(plan).reasons)

@@ -24,6 +24,7 @@ from scheduler_doubles import (
     WorkerDouble,
     answer,
     ids_request,
+    reasons_of,
     stack,
 )
 
@@ -39,7 +40,7 @@ from splitpoint.errors import (
 )
 from splitpoint.keys import chunk_keys, tenant_salt
 from splitpoint.options.scheduler import AnswerCharge
-from splitpoint.planning.plan import Objective
+from splitpoint.planning.plan import Objective, ReasonKind
 from splitpoint.planning.schedule import Schedule
 from splitpoint.transport import statuses
 from splitpoint.v1 import scheduler_pb2, types_pb2
@@ -56,7 +57,8 @@ async def test_tokens_text_and_the_final_message() -> None:
         assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 20)
         assert (done.worker_id, done.request_id) == ("0", "one")
         assert done.plan.residency == types_pb2.RESIDENCY_RESIDENT
-        assert "nothing is cached" in done.plan.reason
+        assert done.plan.reason == "nothing is cached: 3 tokens are prefilled"
+        assert len(done.plan.reasons) == len(done.plan.reason_details) > 0
         assert done.plan.footprint_bytes == 2 * PAGE_BYTES
         assert 0 <= done.queue_seconds <= done.ttft_seconds <= done.total_seconds
         assert done.restore_seconds == 0.25
@@ -185,7 +187,8 @@ async def test_the_devices_digest_chooses_the_worker() -> None:
         [command] = workers[1].admits
         assert workers[0].admits == []
         assert command.plan.device_tokens == 4 * CHUNK_TOKENS
-        assert "64 tokens are on the device already" in str(command.plan.reason_details)
+        assert reasons_of(command.plan)[ReasonKind.ON_DEVICE] == (64,)
+        assert not command.plan.reason, "a worker needs no words"
         listed = await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())
         assert not any(w.telemetry.device_chunk_marks for w in listed.workers)
         # Another tenant's chunks are others.
@@ -288,7 +291,7 @@ async def test_a_request_that_would_wait_long_is_streamed_at_once_and_its_plan_s
         steps.allow(1000)
         plan = (await short).done.plan
         assert plan.residency == types_pb2.RESIDENCY_STREAMED
-        assert "streaming at once finishes in" in str(plan.reason_details)
+        assert ReasonKind.STREAM_NOW in reasons_of(plan)
         assert (await long).done.plan.residency == types_pb2.RESIDENCY_RESIDENT
     await store.stop()
 
@@ -305,7 +308,7 @@ async def test_what_exceeds_the_device_is_streamed_if_the_store_can_hold_it() ->
         result = await running.generate(ids_request([5], 8 * CHUNK_TOKENS - 1))
         assert result.done.step_seconds == 0.25
         assert result.done.plan.footprint_bytes == 3 * PAGE_BYTES
-        assert "streamed" in str(result.done.plan.reason_details)
+        assert ReasonKind.EXCEEDS in reasons_of(result.done.plan)
         error = await running.error(ids_request([5], 8 * CHUNK_TOKENS))
         assert isinstance(error, ResourceExhausted)
         assert error.metadata["capacity_tokens"] == str(8 * CHUNK_TOKENS)
@@ -326,13 +329,13 @@ async def test_the_plan_reports_what_really_happened() -> None:
         expected = await running.generate(ids_request(prompt, 2))
         assert expected.done.usage.cached_tokens == 32
         assert worker.admits[0].plan.cached_tokens == 32
-        assert "instead" not in str(expected.done.plan.reason_details)
+        assert ReasonKind.FOUND_CACHED not in reasons_of(expected.done.plan)
         worker.cached_tokens = 16
         other = await running.generate(ids_request(prompt, 2))
         assert other.done.usage.cached_tokens == 16
         assert other.done.plan.cached_tokens == 16
         assert other.done.plan.new_tokens == 24
-        assert "16 tokens cached instead of 32" in str(other.done.plan.reason_details)
+        assert reasons_of(other.done.plan)[ReasonKind.FOUND_CACHED] == (16, 32)
         # The last token is always computed.
         worker.cached_tokens, store.cached_tokens = None, 999
         whole = await running.generate(ids_request(prompt, 2))
@@ -409,12 +412,12 @@ async def test_a_pipelined_worker_recomputes_from_token_ids_and_says_where_they_
         assert command.plan.method == done.plan.method == types_pb2.RESTORE_METHOD_TOKENS
         assert command.plan.schedule == types_pb2.SCHEDULE_PIPELINED
         assert command.plan.recomputed_tokens == done.plan.recomputed_tokens == 32
-        assert "recomputed from their ids" in str(done.plan.reason_details)
-        assert "met at" not in str(done.plan.reason_details)
+        assert reasons_of(done.plan)[ReasonKind.RECOMPUTED] == (32, 32)
+        assert ReasonKind.MET not in reasons_of(done.plan)
         pipelined.met_at = 16
         done = (await running.generate(ids_request(prompt, 2))).done
         assert done.plan.recomputed_tokens == 16
-        assert done.plan.reason_details[-1].endswith("they met at 16 where 32 was expected")
+        assert reasons_of(done.plan)[ReasonKind.MET] == (16, 32)
     serial = WorkerDouble(kvstore_address=address, profile=SLOW_LINK)
     async with stack(serial) as running:
         done = (await running.generate(ids_request(prompt, 2))).done
@@ -438,7 +441,7 @@ async def test_a_client_chooses_how_its_prefix_comes_back() -> None:
         done = (await running.generate(tokens)).done
         assert done.plan.method == types_pb2.RESTORE_METHOD_TOKENS
         assert not worker.admits[1].HasField("forced_split_tokens")
-        assert "was asked for" in str(done.plan.reason_details)
+        assert reasons_of(done.plan)[ReasonKind.ASKED_METHOD] == ("tokens",)
     await store.stop()
 
 
@@ -472,14 +475,14 @@ async def test_a_fetch_can_be_explained() -> None:
         plan = (await running.inference.ExplainPlan(question)).plans[0].plan
         assert (plan.cached_tokens, plan.fetched_tokens) == (48, 48)
         assert plan.predicted_ttft_seconds < alone.predicted_ttft_seconds
-        assert "from far:1 at 10 GB/s" in str(plan.reason_details)
+        assert reasons_of(plan)[ReasonKind.FETCH][:5] == (48, "far:1", "grpc", 1e10, "measured")
         question.tier = types_pb2.TIER_DISK
         with pytest.raises(grpc.RpcError, match="not both"):
             await running.inference.ExplainPlan(question)
         question.remote_store_address = ""
         plan = (await running.inference.ExplainPlan(question)).plans[0].plan
         assert (plan.fetched_tokens, plan.fetch_source) == (48, "disk")
-        assert "from the disk tier at 1 GB/s (assumed)" in str(plan.reason_details)
+        assert reasons_of(plan)[ReasonKind.FETCH][:5] == (48, "disk", "", 1e9, "assumed")
     await store.stop()
 
 

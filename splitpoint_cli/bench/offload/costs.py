@@ -14,6 +14,7 @@ from splitpoint.planning.planner import plan_batch
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts
 from splitpoint.planning.split_search import best_pipeline_options
+from splitpoint.planning.words import sentence
 from splitpoint.shapes import ModelShape
 
 
@@ -58,7 +59,8 @@ class BatchCosts:
             step_compute_seconds=self.compute_seconds,
         )
         split = plan.line.at(self.cached, self.chunk_tokens)
-        return BatchSplit(split, self.step_seconds(split), plan.reason, plan.line)
+        why = "; ".join(map(sentence, plan.reasons))
+        return BatchSplit(split, self.step_seconds(split), why, plan.line)
 
     def best(self, schedule: Schedule) -> BatchSplit:
         """Return the split with the shortest step in this order; whole chunks, or everything."""

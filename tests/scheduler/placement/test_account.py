@@ -18,7 +18,7 @@ from scheduler_service.prefixes.catalog import LayoutName
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.prefixes.marks import ChunkMarks, keys_by_layout
 from splitpoint.keys import MARK_BYTES, chunk_keys
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import ReasonKind, Residency
 from splitpoint.shapes import chunks_of
 from splitpoint.v1 import types_pb2
 
@@ -110,7 +110,7 @@ def test_a_common_prefix_is_charged_once() -> None:
     assert account.charged_pages == prefix + 16 * own_pages
     assert admitted[0].grant.size_bytes == (prefix + own_pages) * PAGE_BYTES
     assert admitted[1].grant.size_bytes == own_pages * PAGE_BYTES
-    assert "62 pages shared with running requests" in admitted[1].grant.reason
+    assert dict(admitted[1].grant.reasons)[ReasonKind.SHARED_PAGES] == (62,)
     for one in admitted[:-1]:
         admission.release(one)
     assert account.charged_pages == prefix + own_pages
@@ -145,7 +145,7 @@ def test_an_answer_grows_beyond_its_charge_and_then_nothing_starts() -> None:
     for arrival in range(3):
         admission.submit(sequence(arrival, [5 + arrival] * CHUNK_TOKENS, 3 * CHUNK_TOKENS))
     first, second = admit_all(admission)
-    assert "expected answer of 16 tokens of at most 48" in first.grant.reason
+    assert dict(first.grant.reasons)[ReasonKind.EXPECTED_ANSWER] == (16, 48)
     account = account_of(admission)
     assert account.free_pages == 0
     for one in (first, second):

@@ -32,7 +32,7 @@ PAGES = 400
 FACTS = worker_facts(
     PAGES, 32, kvstore_address="unix:/store", store_slot_count=900, slot_bytes=2 * PAGE_BYTES
 )
-FITS = Fits(Residency.RESIDENT, 100 * PAGE_BYTES, "resident")
+FITS = Fits(Residency.RESIDENT, 100 * PAGE_BYTES)
 SECONDS = st.floats(0.0, 2.0)
 
 

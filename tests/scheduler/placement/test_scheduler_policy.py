@@ -25,7 +25,7 @@ from scheduler_service.policy.admission import AdmissionQueue, Admitted, Queued,
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.plan import Plan, Residency, RestoreMethod
+from splitpoint.planning.plan import Plan, Reason, ReasonKind, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, Numerics
 from splitpoint.transport.convert import method_to_proto
@@ -63,7 +63,8 @@ def test_what_fits(
     verdict = footprint_of(tokens(pages), wish, facts)
     assert isinstance(verdict, Fits)
     assert (verdict.residency, verdict.size_bytes) == (residency, charged * PAGE_BYTES)
-    assert residency.value in verdict.reason
+    streams = {ReasonKind.EXCEEDS, ReasonKind.ASKED_STREAMED}
+    assert (verdict.reasons[0].kind in streams) == (residency is Residency.STREAMED)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +361,7 @@ def test_a_streamed_request_keeps_half_of_what_is_free_when_nothing_waits() -> N
         # Of 10 pages 3 are charged and 3 of the other 7 stay; of the 4 left it is only 3.
         share = (3 if arrival == 0 else 0) * PAGE_BYTES
         assert (grant.spare_bytes, grant.size_bytes) == (share, 3 * PAGE_BYTES + share)
-        assert ("stays on the device" in grant.reason) == bool(share)
+        assert dict(grant.reasons).get(ReasonKind.SPARE) == ((share,) if share else None)
     assert admission.check_integrity() == []
     admission.release(placed[0])
     account = admission.account("0")
@@ -390,7 +391,8 @@ def test_a_request_that_asks_for_streaming_leaves_the_memory_alone() -> None:
 # -- plans ---------------------------------------------------------------------------------
 
 
-GRANT = Grant(Residency.RESIDENT, 2 * PAGE_BYTES, "resident: it fits")
+FITS = Reason(ReasonKind.FITS, (2 * PAGE_BYTES, 10 * PAGE_BYTES))
+GRANT = Grant(Residency.RESIDENT, 2 * PAGE_BYTES, (FITS,))
 
 
 def planned(worker: WorkerFacts = FACTS, *, token_count: int = 32, cached_tokens: int = 16) -> Plan:
@@ -401,7 +403,7 @@ def test_plans_leave_the_last_token_to_compute() -> None:
     plan = planned(cached_tokens=32)
     assert (plan.cached_tokens, plan.new_tokens) == (31, 1)
     assert plan.footprint_bytes == 2 * PAGE_BYTES
-    assert "resident: it fits" in plan.explanation
+    assert FITS in plan.reasons
 
 
 def test_tokens_on_the_device_take_no_restore() -> None:
@@ -420,7 +422,7 @@ def test_tokens_on_the_device_take_no_restore() -> None:
         assert plan.cached_tokens == cached
         saved = none.predicted_restore_seconds - plan.predicted_restore_seconds
         assert plan.predicted_ttft_seconds == pytest.approx(none.predicted_ttft_seconds - saved)
-    assert "96 tokens are on the device already" in part.explanation
+    assert dict(part.reasons)[ReasonKind.ON_DEVICE] == (96,)
     # Beyond the store's tokens they count only if no layer inputs have to be stored with them.
     assert with_device(cached, 16).cached_tokens == 16
     bare = with_device(cached, 16, replace(FACTS, has_activations=False))
@@ -465,9 +467,8 @@ def test_reports_correct_the_plan() -> None:
     happened = actual_plan(plan, nothing)
     assert (happened.cached_tokens, happened.new_tokens) == (0, 32)
     assert happened.method is RestoreMethod.NONE
-    assert happened.reason == "nothing is cached: 32 tokens are prefilled"
-    assert happened.reason_details[:-1] == plan.reason_details
-    assert "0 tokens cached instead of 16" in happened.explanation
+    differs = (Reason(ReasonKind.FOUND_CACHED, (0, 16)), Reason(ReasonKind.USED, ("none", 0)))
+    assert happened.reasons == (*plan.reasons, *differs)
 
 
 def test_a_report_says_what_was_on_the_device() -> None:
@@ -478,16 +479,14 @@ def test_a_report_says_what_was_on_the_device() -> None:
     )
     happened = actual_plan(plan, report)
     assert (happened.method, happened.device_tokens) == (RestoreMethod.NONE, 16)
-    assert happened.explanation == plan.explanation
+    assert happened.reasons == plan.reasons
     surprised = actual_plan(planned(), report)
-    assert surprised.reason == "nothing is restored: 16 cached tokens are on the device"
-    details = planned().reason_details
-    assert surprised.reason_details == (*details, "16 tokens were on the device already")
+    assert (surprised.cached_tokens, surprised.device_tokens) == (16, 16)
+    assert surprised.reasons == (*planned().reasons, (ReasonKind.FOUND_ON_DEVICE, (16, 0)))
     report.device_tokens = report.cached_tokens = 0
     evicted = actual_plan(plan, report)
-    expected, found = evicted.reason_details[-2:]
-    assert expected == "the 16 tokens that were expected on the device had left it"
-    assert found.startswith("the worker found 0 tokens cached instead of 16")
+    assert dict(evicted.reasons)[ReasonKind.FOUND_ON_DEVICE] == (0, 16)
+    assert dict(evicted.reasons)[ReasonKind.FOUND_CACHED] == (0, 16)
 
 
 def test_a_report_brings_the_workers_own_prediction() -> None:
@@ -502,21 +501,15 @@ def test_a_report_brings_the_workers_own_prediction() -> None:
     assert happened.predicted_restore_seconds == 0.5
     rest = plan.predicted_ttft_seconds - plan.predicted_restore_seconds
     assert happened.predicted_ttft_seconds == pytest.approx(0.5 + rest)
-    assert happened.reason.startswith("loaded from host memory: 500 ms predicted; ")
-    assert happened.reason_details == plan.reason_details
+    assert happened.reasons == plan.reasons
 
 
 @pytest.mark.parametrize(
-    ("restored", "device", "link", "words"),
-    [
-        (0.36, 0.34, 0.06, "360 ms, 4.4 x the prediction: the device was busy 340 ms, the link 60"),
-        (1.2, 0.1, 1.1, "1.2 s, 15 x the prediction: the link was busy 1.1 s, the device 100 ms"),
-        (0.5, 0.2, 0.1, "the device was busy 200 ms, the link 100 ms, neither of them most of"),
-        (0.06, 0.02, 0.058, "60 ms, 0.74 x the prediction: the link was busy 58 ms, the device"),
-    ],
+    ("restored", "device", "link"),
+    [(0.36, 0.34, 0.06), (1.2, 0.1, 1.1), (0.06, 0.02, 0.058)],
 )
 def test_a_restore_unlike_its_prediction_says_what_limited_it(
-    restored: float, device: float, link: float, words: str
+    restored: float, device: float, link: float
 ) -> None:
     plan = planned()
     report = worker_pb2.RestoreReport(
@@ -529,23 +522,19 @@ def test_a_restore_unlike_its_prediction_says_what_limited_it(
         compute_busy_seconds=device,
     )
     happened = actual_plan(plan, report)
-    assert happened.reason_details[:-1] == plan.reason_details
-    assert happened.reason_details[-1].startswith("restored in ")
-    assert words in happened.reason_details[-1]
-    assert ("neither" in happened.explanation) == (max(device, link) < restored / 2)
-    assert "first time" not in happened.explanation
+    differs = Reason(ReasonKind.RESTORED, (restored, 0.0811, device, link))
+    assert happened.reasons == (*plan.reasons, differs)
     report.first_use_bytes = 24 << 20
-    first = actual_plan(plan, report).explanation
-    new = "24 MiB of the worker's cache was used for the first time"
-    assert first == f"{happened.explanation}; {new}"
+    first = actual_plan(plan, report).reasons
+    assert first == (*happened.reasons, (ReasonKind.FIRST_USE, (24 << 20,)))
     # Near the prediction, or without one, the reason stays as it is.
     report.predicted_restore_seconds = restored / 1.2
-    assert actual_plan(plan, report).reason_details == plan.reason_details
+    assert actual_plan(plan, report).reasons == plan.reasons
     report.predicted_restore_seconds = 0
-    assert actual_plan(plan, report).reason_details == plan.reason_details
+    assert actual_plan(plan, report).reasons == plan.reasons
     # Five times the prediction, and yet a matter of milliseconds.
     report.restore_seconds, report.predicted_restore_seconds = 0.01, 0.002
-    assert actual_plan(plan, report).reason_details == plan.reason_details
+    assert actual_plan(plan, report).reasons == plan.reasons
 
 
 def test_both_ends_that_meet_elsewhere_say_where_it_was_expected() -> None:
@@ -555,11 +544,9 @@ def test_both_ends_that_meet_elsewhere_say_where_it_was_expected() -> None:
     )
     happened = actual_plan(plan, report)
     assert happened.recomputed_tokens == 896
-    assert happened.reason.startswith("896 of 2,000 recomputed, the others loaded: ")
-    met = "they met at 896 where 1,472 was expected"
-    assert happened.reason_details == (*plan.reason_details, met)
+    assert happened.reasons == (*plan.reasons, (ReasonKind.MET, (896, 1472)))
     report.recomputed_tokens = 1472
-    assert actual_plan(plan, report).reason_details == plan.reason_details
+    assert actual_plan(plan, report).reasons == plan.reasons
 
 
 def explained_tokens() -> Plan:
@@ -584,19 +571,18 @@ def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
     assert plan.split_tokens % 64 == 0 or plan.split_tokens == 1900
     assert 0 < plan.tile_tokens <= 512
     assert plan.predicted_restore_seconds < 0.6 * serial.predicted_restore_seconds
-    assert "numerics are fast: rebuilt rows may in their last bits differ" in plan.explanation
+    assert dict(plan.reasons)[ReasonKind.NUMERICS] == ("fast",)
     invariant = replace(facts, numerics=Numerics.INVARIANT)
     exact = planned(invariant, token_count=2000, cached_tokens=1900)
-    assert "rebuilt rows equal the stored ones" in exact.explanation
+    assert dict(exact.reasons)[ReasonKind.NUMERICS] == ("invariant",)
     assert exact.split_tokens == plan.split_tokens > 0
     int8_worker = replace(facts, encoding=Encoding.INT8)
     int8 = planned(int8_worker, token_count=2000, cached_tokens=1900)
     assert int8.predicted_load_seconds < 0.53 * plan.predicted_load_seconds
-    assert "cached tokens are approximate" in int8.explanation
+    assert dict(int8.reasons)[ReasonKind.LOSSY_CACHE] == ("int8",)
     # A resident request reads the store only at its start, and nothing is cached.
     cold = planned(int8_worker, token_count=2000, cached_tokens=0)
-    assert "approximate" not in cold.explanation
-    assert "numerics" not in cold.explanation
+    assert not {ReasonKind.LOSSY_CACHE, ReasonKind.NUMERICS} & dict(cold.reasons).keys()
     # Four pieces of prefill have four overheads.
     long = replace(facts, max_batched_tokens=25)
     pieces = planned(long, token_count=2000, cached_tokens=1900)

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler_doubles import StoreDouble, WorkerDouble, answer, ids_request, stack
+from scheduler_doubles import (
+    StoreDouble,
+    WorkerDouble,
+    answer,
+    ids_request,
+    reasons_of,
+    stack,
+)
 
+from splitpoint.planning.plan import ReasonKind
 from splitpoint.v1 import kvstore_pb2, types_pb2
 
 PROMPT = list(range(5, 105))
@@ -39,8 +47,8 @@ async def test_the_tier_that_holds_most_is_named_and_its_rate_with_it() -> None:
         assert (command.source_tier, command.source_cached_tokens) == (types_pb2.TIER_MOONCAKE, 80)
         assert (command.plan.fetched_tokens, command.plan.cached_tokens) == (48, 80)
         assert command.plan.fetch_source == "mooncake"
-        wanted = "loading 48 tokens from the mooncake tier at 1 GB/s (assumed)"
-        assert wanted in str(command.plan.reason_details)
+        why = reasons_of(command.plan)
+        assert why[ReasonKind.FETCH][:5] == (48, "mooncake", "", 1e9, "assumed")
         assert result.token_ids == answer(PROMPT, 4)
         # The double loaded nothing, and says so.
         assert (result.done.plan.fetched_tokens, result.done.plan.fetch_source) == (0, "")

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
-from scheduler_doubles import Steps, WorkerDouble, answer, ids_request, stack
+from scheduler_doubles import (
+    Steps,
+    WorkerDouble,
+    answer,
+    ids_request,
+    reasons_of,
+    stack,
+)
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.planning.plan import ReasonKind
 from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.speculation import DraftMethod
 from splitpoint.transport.convert import (
@@ -68,10 +76,8 @@ async def test_settings_reach_the_worker_and_counts_come_back() -> None:
             link_bytes=120 * 128,
             is_approximate=True,
         )
-        assert "columns:0.1,int8,sinks=0 read 10.0% of the tokens in 4 steps" in str(
-            done.plan.reason_details
-        )
-        assert "fetched 120 of 160 rows" in str(done.plan.reason_details)
+        said = reasons_of(done.plan)[ReasonKind.SELECTED]
+        assert said == ("columns:0.1,int8,sinks=0", 0.1, 4, "steps", 120, 160)
         plain = (await running.generate(ids_request(PROMPT, 2))).done
         assert not worker.admits[1].HasField("selection")
         assert plain.usage.selection == types_pb2.SelectionUsage()
@@ -97,8 +103,8 @@ async def test_what_was_not_selected_says_why() -> None:
             done = (await running.generate(request)).done
             assert why in done.usage.selection.off_reason
             assert not done.usage.selection.is_approximate
-            assert f"{text.partition(':')[0]}:" in str(done.plan.reason_details)
-            assert f"was not used: {why}" in str(done.plan.reason_details)
+            said = reasons_of(done.plan)[ReasonKind.NOT_SELECTED]
+            assert said == (str(Selection.parsed(text)), done.usage.selection.off_reason)
         assert not worker.admits[1].HasField("selection"), "what reads everything selects nothing"
 
 
@@ -143,11 +149,12 @@ async def test_a_verified_selection_is_exact() -> None:
         assert worker.admits[0].selection.verify
         assert done.usage.selection.step_count == 2
         assert not done.usage.selection.is_approximate
-        assert "in 2 drafted tokens" in str(done.plan.reason_details)
-        assert "drafts are off" not in str(done.plan.reason_details)
+        why = reasons_of(done.plan)
+        assert why[ReasonKind.SELECTED][2:4] == (2, "drafted tokens")
+        assert ReasonKind.DRAFTS_OFF not in why
         # Those that are made by default would be verified by something else.
         done = (await running.generate(asking(2, "quest:0.1"))).done
-        assert done.plan.reason_details[-1].endswith("the worker's drafts are off beside it")
+        assert ReasonKind.DRAFTS_OFF in reasons_of(done.plan)
 
 
 async def test_a_request_keeps_its_selection_and_counts_through_the_death_of_its_worker() -> None:

@@ -6,9 +6,17 @@ import asyncio
 from typing import Any
 
 import pytest
-from scheduler_doubles import Steps, WorkerDouble, answer, ids_request, stack
+from scheduler_doubles import (
+    Steps,
+    WorkerDouble,
+    answer,
+    ids_request,
+    reasons_of,
+    stack,
+)
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.planning.plan import ReasonKind
 from splitpoint.speculation import DraftMethod
 from splitpoint.transport.convert import draft_method_to_proto
 from splitpoint.v1 import scheduler_pb2, types_pb2, worker_pb2
@@ -51,9 +59,7 @@ async def test_params_reach_the_worker_and_counts_come_back() -> None:
         assert done.usage.speculation == types_pb2.SpeculationUsage(
             method=SUFFIX, draft_count=4, draft_token_count=12, accepted_token_count=8
         )
-        assert "suffix drafted 12 tokens in 4 steps, 8 (67%) were accepted" in str(
-            done.plan.reason_details
-        )
+        assert reasons_of(done.plan)[ReasonKind.DRAFTED] == ("suffix", 12, 4, 8)
         # Nothing asked for: the worker fills it in.
         assert (await running.generate(ids_request(PROMPT, 2))).done.usage.speculation.draft_count
         assert worker.admits[1].speculation == types_pb2.SpeculativeParams()
@@ -64,24 +70,21 @@ async def test_why_nothing_was_drafted_is_said() -> None:
     worker, other = drafting_worker(*methods), WorkerDouble("1")
     worker.mangle = lambda response: [response]
     async with stack(worker, other) as running:
-        for asked, worker_id, said in (
-            (
-                types_pb2.DRAFT_METHOD_SELF,
-                "0",
-                "self drafted nothing: drafts of this kind",
-            ),
-            (types_pb2.DRAFT_METHOD_AUTO, "0", "auto drafted nothing: no draft was found"),
-            (types_pb2.DRAFT_METHOD_UNSPECIFIED, "0", "self drafted nothing"),
-            (types_pb2.DRAFT_METHOD_AUTO, "1", "auto drafted nothing: the worker has no such"),
+        for asked, worker_id, kind, method in (
+            (types_pb2.DRAFT_METHOD_SELF, "0", ReasonKind.DRAFTS_ARE_FOR_STREAMS, "self"),
+            (types_pb2.DRAFT_METHOD_AUTO, "0", ReasonKind.NO_DRAFTS, "auto"),
+            (types_pb2.DRAFT_METHOD_UNSPECIFIED, "0", ReasonKind.DRAFTS_ARE_FOR_STREAMS, "self"),
+            (types_pb2.DRAFT_METHOD_AUTO, "1", ReasonKind.NO_DRAFTER, "auto"),
         ):
             request = asking(2, method=asked)
             request.worker_id = worker_id
             done = (await running.generate(request)).done
-            assert said in str(done.plan.reason_details)
+            assert reasons_of(done.plan)[kind] == (method,)
             assert done.usage.speculation.method == types_pb2.DRAFT_METHOD_OFF
         for request in (asking(2, method=types_pb2.DRAFT_METHOD_OFF), ids_request(PROMPT, 2)):
             request.worker_id = "1"
-            assert "drafted" not in str((await running.generate(request)).done.plan.reason_details)
+            done = (await running.generate(request)).done
+            assert ReasonKind.NO_DRAFTER not in reasons_of(done.plan)
 
 
 async def test_a_method_that_no_worker_has_is_refused() -> None:

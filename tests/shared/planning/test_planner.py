@@ -11,12 +11,20 @@ import pytest
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile, fit_line
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
+from splitpoint.planning.plan import (
+    Objective,
+    Plan,
+    PlanInput,
+    ReasonKind,
+    Residency,
+    RestoreMethod,
+)
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
 from splitpoint.planning.split_search import best_split
 from splitpoint.planning.token_recompute import TokenRecompute
+from splitpoint.planning.words import in_words
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
 
 H100 = BUILT_IN_PROFILES["h100-pcie5"]
@@ -53,11 +61,11 @@ def test_grouped_queries_load_everything_and_say_why(schedule: Schedule) -> None
     plan = plan_request(LLAMA, H100, replace(PIPELINED, schedule=schedule))
     assert plan.split_tokens == 0
     assert plan.method is RestoreMethod.LOAD
-    assert "rho >= 1" in plan.explanation
+    assert dict(plan.reasons)[ReasonKind.CANNOT_PAY] == (2.0,)
     assert plan.predicted_restore_seconds == plan.predicted_load_seconds
     if schedule is Schedule.PIPELINED:
         # Recomputing from token ids was thought of, too.
-        assert "from their ids" in plan.explanation
+        assert {ReasonKind.TOKENS_INSTEAD, ReasonKind.FIRST_CHUNK} & dict(plan.reasons).keys()
 
 
 def test_multi_head_attention_splits_on_a_fast_gpu() -> None:
@@ -80,7 +88,8 @@ def test_the_pipeline_halves_the_restore_of_multi_head_attention() -> None:
     assert plan.tile_tokens % 64 == 0
     assert plan.predicted_restore_seconds < 0.58 * plan.predicted_load_seconds
     assert column.predicted_restore_seconds > 1.15 * plan.predicted_restore_seconds
-    assert "about equally busy" in plan.explanation
+    link, device = dict(plan.reasons)[ReasonKind.LIMIT]
+    assert link == pytest.approx(device, rel=0.1)
 
 
 def test_nothing_cached() -> None:
@@ -92,7 +101,7 @@ def test_nothing_cached() -> None:
         )
         assert (plan.split_tokens, plan.method) == (0, RestoreMethod.NONE)
         assert plan.predicted_restore_seconds == 0
-        assert "nothing is cached" in plan.explanation
+        assert plan.reasons == ()
 
 
 def test_forced_split_is_capped_and_needs_activations() -> None:
@@ -100,13 +109,11 @@ def test_forced_split_is_capped_and_needs_activations() -> None:
     plan = plan_request(shape, H100, PlanInput(100, 5, True, forced_split_tokens=500))
     assert plan.split_tokens == 100
     assert plan.method is RestoreMethod.RECOMPUTE
-    assert plan.reason_details[0].startswith(
-        "split 500 was asked for and capped at 100, all that is cached"
-    )
+    assert dict(plan.reasons)[ReasonKind.ASKED_SPLIT] == (500, 100)
     followed = plan_request(shape, H100, PlanInput(100, 5, True, forced_split_tokens=64))
-    assert followed.reason_details[0].startswith("split 64 was asked for: ")
+    assert dict(followed.reasons)[ReasonKind.ASKED_SPLIT] == (64, 64)
     cold = plan_request(shape, H100, PlanInput(0, 5, True, forced_split_tokens=64))
-    assert "split 64 was asked for and capped at 0" in cold.explanation
+    assert dict(cold.reasons) == {ReasonKind.ASKED_SPLIT: (64, 0)}
     with pytest.raises(InvalidArgument, match="no activations") as caught:
         PlanInput(100, 5, has_activations=False, forced_split_tokens=1)
     assert caught.value.field == "split_tokens"
@@ -204,7 +211,7 @@ def test_grouped_queries_meet_in_the_middle_where_both_alone_take_equally_long()
     assert plan.split_tokens == 0
     assert 900 < plan.recomputed_tokens < 1100
     assert plan.predicted_restore_seconds < 0.6 * load
-    assert f"[0, {plan.recomputed_tokens:,}) is recomputed from token ids" in plan.explanation
+    assert dict(plan.reasons)[ReasonKind.RECOMPUTED] == (plan.recomputed_tokens, 2000)
 
 
 def test_token_ids_are_for_resident_restores_that_overlap() -> None:
@@ -221,11 +228,14 @@ def test_token_ids_are_for_resident_restores_that_overlap() -> None:
 def test_a_client_may_ask_for_token_ids_or_for_loading() -> None:
     tokens = plan_request(LLAMA, H100, replace(PIPELINED, forced_method=RestoreMethod.TOKENS))
     assert tokens.method is RestoreMethod.TOKENS
-    assert "was asked for" in tokens.explanation
+    assert dict(tokens.reasons)[ReasonKind.ASKED_METHOD] == ("tokens",)
     load = plan_request(OPT, H100, replace(PIPELINED, forced_method=RestoreMethod.LOAD))
     assert (load.method, load.split_tokens) == (RestoreMethod.LOAD, 0)
-    assert load.reason_details[0].startswith("loading was asked for: predicted ")
-    assert "against" not in load.explanation  # it would be against itself
+    seconds = load.predicted_load_seconds
+    assert dict(load.reasons) == {
+        ReasonKind.ASKED_METHOD: ("load",),
+        ReasonKind.PREDICTED: (seconds, seconds),
+    }
     serial = replace(PIPELINED, schedule=Schedule.SERIAL, forced_method=RestoreMethod.TOKENS)
     twin = plan_request(LLAMA, H100, serial)
     assert twin.method is RestoreMethod.TOKENS
@@ -234,14 +244,13 @@ def test_a_client_may_ask_for_token_ids_or_for_loading() -> None:
         LLAMA, H100, replace(PIPELINED, cached_tokens=0, forced_method=RestoreMethod.TOKENS)
     )
     assert nothing.method is RestoreMethod.NONE
-    assert "nothing is cached" in nothing.explanation
+    assert nothing.reasons == ()
     few = replace(PIPELINED, cached_tokens=64, forced_method=RestoreMethod.TOKENS)
     whole = plan_request(LLAMA, replace(H100, prefill_overhead_seconds=10.0), few)
     assert whole.recomputed_tokens == 0
-    assert (
-        "nothing is recomputed from token ids, 64 tokens are loaded, predicted" in whole.explanation
-    )
-    assert "against" not in whole.explanation
+    assert dict(whole.reasons)[ReasonKind.RECOMPUTED] == (0, 64)
+    itself, against = dict(whole.reasons)[ReasonKind.PREDICTED]
+    assert itself == against
     with pytest.raises(InvalidArgument, match="load or tokens, not split"):
         replace(PIPELINED, forced_method=RestoreMethod.SPLIT)
     with pytest.raises(InvalidArgument, match="not both"):
@@ -287,7 +296,8 @@ def test_no_plan_is_predicted_slower_than_loading(schedule: Schedule) -> None:
         off = 1e-6 if request.residency is Residency.RESIDENT else request.chunk_tokens
         if plan.split_tokens not in (0, request.cached_tokens):
             assert plan.split_tokens == pytest.approx(min(line, plan.split_cap), abs=off)
-        assert plan.explanation
+        assert plan.reasons
+        assert in_words(plan).explanation
     expected = {RestoreMethod.LOAD, RestoreMethod.RECOMPUTE}
     if schedule is not Schedule.SERIAL:
         expected.add(RestoreMethod.SPLIT)
@@ -310,66 +320,57 @@ def test_what_saves_less_than_2_percent_is_not_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "profile", "request_", "words"),
+    ("shape", "profile", "request_", "kinds"),
     [
-        (OPT, H100, replace(PIPELINED, has_activations=False), ["tokens: [0, ", "no activations"]),
+        (
+            OPT,
+            H100,
+            replace(PIPELINED, has_activations=False),
+            [ReasonKind.RECOMPUTED, ReasonKind.NO_ACTIVATIONS],
+        ),
         (
             OPT,
             replace(H100, rebuild_flops_per_second=1e12, prefill_flops_per_second=1e12),
             PIPELINED,
-            ["rebuilding a token takes"],
+            [ReasonKind.REBUILD_COSTS],
         ),
         (
             OPT,
             replace(H100, link_overhead_seconds=5e-3, rebuild_overhead_seconds=5e-3),
             replace(PIPELINED, cached_tokens=100, schedule=Schedule.COLUMN),
-            ["every copy and every product has an overhead", "2 chunks"],
+            [ReasonKind.OVERHEADS],
         ),
-        (OPT, H100, replace(PIPELINED, schedule=Schedule.COLUMN), ["the link is the limit"]),
+        (
+            OPT,
+            H100,
+            replace(PIPELINED, schedule=Schedule.COLUMN),
+            [ReasonKind.SPLIT, ReasonKind.LIMIT],
+        ),
         (
             LLAMA,
             replace(H100, prefill_flops_per_second=1e17, prefill_overhead_seconds=0.0),
             PIPELINED,
-            ["recomputed from", "rho 2.00 >= 1"],
+            [ReasonKind.RECOMPUTED, ReasonKind.CANNOT_PAY],
         ),
         (
             OPT,
             replace(H100, prefill_flops_per_second=1e17, prefill_overhead_seconds=0.0),
             PIPELINED,
-            ["the best split with activations would take"],
+            [ReasonKind.SPLIT_INSTEAD],
         ),
         (
             OPT,
             replace(H100, rebuild_flops_per_second=1e13),
             replace(PIPELINED, schedule=Schedule.SERIAL),
-            ["loading a token takes"],
+            [ReasonKind.REBUILD_COSTS, ReasonKind.TOKENS_NOT_CONSIDERED],
         ),
-        (
-            OPT,
-            H100,
-            replace(PIPELINED, residency_reason="resident: it fits"),
-            ["everything is rebuilt", "; resident: it fits"],
-        ),
+        (OPT, H100, PIPELINED, [ReasonKind.SPLIT]),
     ],
 )  # fmt: skip
 def test_reasons_say_why(
-    shape: ModelShape, profile: Profile, request_: PlanInput, words: Sequence[str]
+    shape: ModelShape, profile: Profile, request_: PlanInput, kinds: Sequence[ReasonKind]
 ) -> None:
-    plan = plan_request(shape, profile, request_)
-    for word in words:
-        assert word in plan.explanation, plan.explanation
-
-
-def test_numbers_of_a_reason_are_read_as_people_say_them() -> None:
-    one = plan_request(OPT, H100, replace(PIPELINED, cached_tokens=0, new_tokens=1))
-    assert one.explanation == "nothing is cached: 1 token is prefilled"
-    cached = replace(PIPELINED, has_activations=False, cached_tokens=1, chunk_tokens=1)
-    loaded = plan_request(OPT, H100, cached)
-    assert loaded.reason_details[0].startswith("split 0: the one cached token is loaded, since ")
-    slow = replace(H100, link_bytes_per_second=1e9)
-    seconds = plan_request(LLAMA, slow, replace(PIPELINED, cached_tokens=8000))
-    assert "e+0" not in seconds.explanation
-    assert f"{seconds.predicted_load_seconds:.3g} s" in seconds.explanation
+    assert dict(plan_request(shape, profile, request_).reasons).keys() >= set(kinds)
 
 
 def test_what_gains_too_little_says_how_little() -> None:
@@ -377,14 +378,15 @@ def test_what_gains_too_little_says_how_little() -> None:
     bare = replace(PIPELINED, has_activations=False, cached_tokens=8000)
     free = replace(H100, link_overhead_seconds=0.0)
     loading = plan_request(OPT, free, bare).predicted_load_seconds
-    for share, said in (
-        (0.8, "(0.80% less): too little to gain"),
-        (1.0, "% more)"),
-    ):
+    for share, is_less in ((0.8, True), (1.0, False)):
         slow = replace(free, prefill_overhead_seconds=share * loading)
         plan = plan_request(OPT, slow, bare)
         assert plan.method is RestoreMethod.LOAD
-        assert plan.explanation.endswith(said), plan.explanation
+        _, instead, chosen = dict(plan.reasons)[ReasonKind.TOKENS_INSTEAD]
+        assert isinstance(instead, float)
+        assert isinstance(chosen, float)
+        assert 0.98 * chosen < instead
+        assert (instead < chosen) == is_less
 
 
 def test_smaller_bytes_on_the_link_move_the_split() -> None:
@@ -422,7 +424,7 @@ def test_throughput_takes_least_of_the_busier_resource_and_latency_least_time() 
         for_all = replace(request, objective=Objective.THROUGHPUT)
         latency, throughput = (plan_request(shape, profile, each) for each in (request, for_all))
         assert throughput.objective is Objective.THROUGHPUT
-        assert "for throughput" in throughput.explanation
+        assert ReasonKind.THROUGHPUT in dict(throughput.reasons)
         # Up to the 2 % that are not worth a second way.
         assert (
             busier(throughput, shape, profile, request)
@@ -444,7 +446,7 @@ def test_throughput_leaves_the_device_to_the_prefill() -> None:
     assert plan_request(OPT, a100, replace(request, new_tokens=1)).split_tokens > 1000
     latency = replace(request, objective=Objective.LATENCY)
     assert plan_request(OPT, a100, latency).split_tokens > 1000
-    assert "device is busier than the link" in plan_request(OPT, a100, request).explanation
+    assert ReasonKind.DEVICE_BUSY in dict(plan_request(OPT, a100, request).reasons)
 
 
 # -- profiles -----------------------------------------------------------------------------
@@ -488,10 +490,9 @@ def test_a_schedule_without_overlap_says_that_token_ids_were_not_considered(
 ) -> None:
     gqa = BUILT_IN_SHAPES["llama-3-8b"]
     request = PlanInput(cached_tokens=2000, new_tokens=64, has_activations=False, schedule=schedule)
-    reason = plan_request(gqa, BUILT_IN_PROFILES["a100-pcie4"], request).explanation
-    said = "from token ids was not considered"
-    assert (said in reason) == (schedule is not Schedule.PIPELINED), reason
-    assert ("nothing overlaps" in reason) == (schedule is Schedule.SERIAL), reason
+    reasons = dict(plan_request(gqa, BUILT_IN_PROFILES["a100-pcie4"], request).reasons)
+    said = None if schedule is Schedule.PIPELINED else (schedule.value,)
+    assert reasons.get(ReasonKind.TOKENS_NOT_CONSIDERED) == said
 
 
 def test_recomputing_nothing_is_never_chosen() -> None:
@@ -518,26 +519,6 @@ def test_few_tokens_are_recomputed_where_the_overheads_of_a_load_take_longer() -
         plan = plan_request(rng.choice([OPT, LLAMA, GEMMA]), random_profile(rng), request)
         # Whatever was chosen: no headline names an alternative that is quicker.
         others = (plan.predicted_load_seconds, plan.predicted_recompute_seconds)
-        assert 0.98 * plan.predicted_restore_seconds <= min(others), plan.reason
+        assert 0.98 * plan.predicted_restore_seconds <= min(others)
         loaded += plan.method is RestoreMethod.LOAD
     assert 0 < loaded < 300
-
-
-def test_a_headline_names_what_is_done_and_what_the_alternatives_would_take() -> None:
-    def headline(request: PlanInput, profile: Profile = H100) -> str:
-        return plan_request(OPT, profile, request).reason
-
-    few = replace(PIPELINED, has_activations=False, cached_tokens=64)
-    assert headline(few) == (
-        "loaded from host memory: 0.965 ms predicted; recomputing would take 3.63 ms"
-    )
-    assert headline(PIPELINED) == (
-        "rebuilt from stored activations: 11.9 ms predicted; loading everything would take "
-        "21.6 ms, recomputing 55.5 ms"
-    )
-    fast = replace(H100, prefill_flops_per_second=1e17, prefill_overhead_seconds=0.0)
-    assert headline(PIPELINED, fast) == (
-        "recomputed from token ids: 0.904 ms predicted; loading everything would take 21.6 ms"
-    )
-    streamed = replace(few, residency=Residency.STREAMED)
-    assert headline(streamed).startswith("streamed from host memory in each step: ")

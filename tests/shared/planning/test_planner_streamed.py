@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.planning.choices import StreamPlan, best_stream_plan
-from splitpoint.planning.plan import PlanInput, Residency, RestoreMethod
+from splitpoint.planning.plan import PlanInput, Reason, ReasonKind, Residency, RestoreMethod
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts
@@ -69,7 +68,7 @@ def test_the_split_is_the_best_of_a_step_not_of_a_restore() -> None:
     assert splits[0] > splits[2] > 0
     assert splits[-1] == 0
     slow = replace(A100, step_compute_seconds=0.05)
-    assert "device is busier than the link" in plan_request(OPT, slow, request).explanation
+    assert ReasonKind.DEVICE_BUSY in dict(plan_request(OPT, slow, request).reasons)
     # What does not fit the staging memory cannot come while the device computes.
     assert plan_request(OPT, slow, replace(request, staging_tokens=512)).split_tokens > 512
 
@@ -84,35 +83,34 @@ def test_a_prompt_that_is_not_cached_yet_has_a_line_for_its_steps() -> None:
     assert plan.predicted_step_seconds == pytest.approx(
         step_of(OPT, A100, request, round(split)), rel=1e-9
     )
-    assert "nothing is cached" in plan.explanation
-    assert "in each step, split" in plan.explanation
+    assert dict(plan.reasons)[ReasonKind.SPLIT] == (round(split), 2048, "pipelined")
+    assert ReasonKind.AT_FIRST not in dict(plan.reasons)
 
 
 @pytest.mark.parametrize(
-    ("wish", "said"),
+    ("wish", "reason"),
     [
-        ({"forced_method": RestoreMethod.LOAD}, "loading was asked for"),
-        ({"forced_split_tokens": 0}, "split 0 was asked for"),
-        ({"forced_split_tokens": 640}, "split 640 was asked for"),
+        ({"forced_method": RestoreMethod.LOAD}, Reason(ReasonKind.ASKED_METHOD, ("load",))),
+        ({"forced_split_tokens": 0}, Reason(ReasonKind.ASKED_SPLIT, (0, 0))),
+        ({"forced_split_tokens": 640}, Reason(ReasonKind.ASKED_SPLIT, (640, 640))),
     ],
 )
 def test_a_wish_for_what_is_not_cached_yet_is_about_the_steps(
-    wish: dict[str, Any], said: str
+    wish: dict[str, Any], reason: Reason
 ) -> None:
     request = replace(STREAMED, cached_tokens=0, new_tokens=2048, **wish)
     plan = plan_request(OPT, A100, request)
     assert plan.method is RestoreMethod.NONE
-    assert plan.reason.startswith("nothing is cached: 2,048 tokens are prefilled, then streamed")
-    assert plan.reason_details[0].startswith(f"in each step, {said}: predicted ")
-    assert " 0 ms" not in plan.explanation
-    assert ("against" in plan.explanation) == (wish.get("forced_split_tokens") == 640)
+    asked, (kind, (step, with_loading)) = plan.reasons
+    assert (asked, kind) == (reason, ReasonKind.STEP)
+    assert step == plan.predicted_step_seconds > 0
+    assert (step != with_loading) == (wish.get("forced_split_tokens") == 640)
 
 
 def test_a_growing_prefix_has_two_splits_and_the_reason_tells_them_apart() -> None:
     plan = plan_request(OPT, A100, replace(STREAMED, cached_tokens=1408, new_tokens=640))
-    [at_first] = re.findall(r"\(at first ([0-9,]+) of 1,408\)", plan.explanation)
-    assert int(at_first.replace(",", "")) == plan.split_tokens
-    assert "of 2,048 once the new tokens are stored" in plan.explanation
+    assert dict(plan.reasons)[ReasonKind.AT_FIRST] == (plan.split_tokens, 1408)
+    assert dict(plan.reasons)[ReasonKind.SPLIT][1] == 2048
 
 
 def test_the_request_may_know_its_step_better_than_the_profile() -> None:
@@ -137,12 +135,12 @@ def test_spare_memory_keeps_the_front_on_the_device() -> None:
     assert plan.resident_tokens < plan.split_tokens < plan.cached_tokens
     assert plan.predicted_step_seconds < 0.8 * without.predicted_step_seconds
     assert plan.predicted_load_seconds == without.predicted_load_seconds
-    assert "first 640 stay on the device" in plan.explanation
+    assert dict(plan.reasons)[ReasonKind.KEYS_STAY] == (640, 640 * OPT.kv_bytes_per_token)
     everything = replace(STREAMED, spare_bytes=2048 * OPT.kv_bytes_per_token)
     plan = plan_request(OPT, profile, everything)
     assert (plan.resident_tokens, plan.split_tokens) == (2048, 0)
     assert plan.predicted_step_seconds == 0.012
-    assert "nothing is loaded" in plan.explanation
+    assert dict(plan.reasons)[ReasonKind.LOADED] == (0, 2048)
 
 
 def least_step_seconds(
@@ -223,7 +221,7 @@ def test_activations_stay_where_the_device_would_wait_for_the_link() -> None:
     assert plan.schedule is Schedule.ROW
     assert plan.resident_tokens == plan.split_tokens > 900
     assert plan.method is RestoreMethod.SPLIT
-    assert "X that stays on the device" in plan.explanation
+    assert ReasonKind.INPUTS_STAY in dict(plan.reasons)
     plain = replace(STREAMED, spare_bytes=spare, keeps_activations=False)
     assert plan_request(shape, profile, plain).schedule is Schedule.PIPELINED
     # The serial twin loads, rebuilds and decodes in turn: nothing waits for the link alone.

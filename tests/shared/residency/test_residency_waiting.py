@@ -28,7 +28,6 @@ def test_a_short_wait_is_better_than_a_pull_per_step(objective: Objective) -> No
     answer = ask(Running(8, 1000, steps_left=4), objective=objective)
     assert not answer.streams
     assert answer.wait_score < answer.stream_score
-    assert "waiting has the better" in answer.reason
 
 
 @pytest.mark.parametrize("objective", Objective)
@@ -37,7 +36,6 @@ def test_a_long_wait_for_a_short_answer_is_not(objective: Objective) -> None:
     answer = ask(Running(1, 1000, steps_left=2000), load, objective=objective)
     assert answer.streams
     assert answer.stream_seconds < answer.wait_seconds
-    assert "streaming has the better" in answer.reason
 
 
 def test_the_wait_grows_with_the_steps_and_streaming_does_not() -> None:

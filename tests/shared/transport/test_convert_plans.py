@@ -8,12 +8,13 @@ import pytest
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.plan import Objective, Plan, Residency, RestoreMethod
+from splitpoint.planning.plan import Objective, Reason, ReasonKind, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
+from splitpoint.planning.words import ExplainedPlan
 from splitpoint.transport import convert
 from splitpoint.v1 import types_pb2
 
-PLAN = Plan(
+PLAN = ExplainedPlan(
     residency=Residency.STREAMED,
     method=RestoreMethod.TOKENS,
     split_tokens=64,
@@ -39,14 +40,25 @@ PLAN = Plan(
     objective=Objective.THROUGHPUT,
     device_tokens=16,
     predicted_recompute_seconds=1.5,
+    reasons=(
+        Reason(ReasonKind.SPLIT, (64, 2000, "pipelined")),
+        Reason(ReasonKind.PREDICTED, (0.25, 0.5)),
+    ),
     reason_details=("one", "two"),
 )
 
 
 def test_every_field_of_a_plan_survives_the_wire() -> None:
-    unlike_default = [field.name for field in fields(Plan) if not getattr(PLAN, field.name)]
+    unlike_default = [field.name for field in fields(PLAN) if not getattr(PLAN, field.name)]
     assert unlike_default == []
     assert convert.plan_from_proto(convert.plan_to_proto(PLAN)) == PLAN
+
+
+def test_reasons_that_only_newer_schedulers_give_are_left_out() -> None:
+    message = convert.plan_to_proto(PLAN)
+    message.reasons[0].kind = "of_later"
+    plan = convert.plan_from_proto(message)
+    assert (plan.reasons, plan.reason_details) == (PLAN.reasons[1:], PLAN.reason_details)
 
 
 def test_every_field_of_a_profile_survives_the_wire() -> None:
