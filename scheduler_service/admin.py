@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from scheduler_service.api.request import Request
 from scheduler_service.cluster.connection import ReadyWorker, WorkerConnection
 from scheduler_service.requests.accounts import Limit
-from scheduler_service.requests.manager import RequestManager
+from scheduler_service.requests.lifecycle import RequestManager
 from splitpoint.costs.first_token import kappa_crit
 from splitpoint.transport.convert import profile_to_proto
 from splitpoint.v1 import scheduler_pb2 as pb

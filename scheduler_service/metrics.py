@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.policy.admission import AdmissionQueue
 from scheduler_service.requests.accounts import Accounts
-from scheduler_service.requests.manager import RequestManager
+from scheduler_service.requests.lifecycle import RequestManager
 from scheduler_service.requests.tenants import TenantFacts
 from splitpoint.costs.first_token import kappa_crit
 from splitpoint.observe import metrics

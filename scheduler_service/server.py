@@ -23,7 +23,7 @@ from scheduler_service.api.structured import GrammarChecks
 from scheduler_service.api.text_jobs import TextJobs, is_long
 from scheduler_service.api.validation import check_model, validate_generate
 from scheduler_service.explain import explain_plans
-from scheduler_service.requests.manager import RequestManager
+from scheduler_service.requests.lifecycle import RequestManager
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.config import counted

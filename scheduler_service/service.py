@@ -16,7 +16,7 @@ from scheduler_service.prefixes.catalog import JoinedCatalogs, PrefixCatalog
 from scheduler_service.prefixes.lookup import CachedPrefix, find_prefix
 from scheduler_service.prefixes.stores import StoreCatalog
 from scheduler_service.requests.accounts import Accounts
-from scheduler_service.requests.manager import RequestManager
+from scheduler_service.requests.lifecycle import RequestManager
 from scheduler_service.server import INFERENCE_SERVICE, InferenceServicer
 from splitpoint.discovery.redis_options import RedisOptions
 from splitpoint.observe.logs import log_failure

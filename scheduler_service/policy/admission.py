@@ -42,7 +42,7 @@ _FIFO = PolicySettings()
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The request may start on this worker; release the grant when it is over."""
+    """The request may start on this worker; release it when that is over."""
 
     request: Request
     worker_id: str
@@ -197,12 +197,8 @@ class AdmissionQueue:
         request.verdicts.clear()
         return Admitted(request, start.worker_id, grant)
 
-    def tokens_came(self, admitted: Admitted) -> bool:
+    def tokens_came(self, request: Request) -> bool:
         """Note new tokens of a running request. Return True if another one may start now."""
-        account, request = self.account(admitted.worker_id), admitted.request
-        if account is None:
-            return False
-        request.numerics_digest = account.facts.numerics_digest
         return self.policy.tokens_came(request, self._clock())
 
     def computed(self, worker_id: str, token_count: int) -> bool:
@@ -213,11 +209,10 @@ class AdmissionQueue:
         """Learn from the length of an answer that ended."""
         self._workers.completed(request)
 
-    def release(self, admitted: Admitted) -> None:
-        """End a grant. Does nothing if the worker is gone."""
-        arrival, account = admitted.request.arrival, self.account(admitted.worker_id)
-        if account is not None and arrival in account.running:
-            self._end(arrival)
+    def release(self, request: Request) -> None:
+        """End what a request holds. Does nothing if its worker is gone."""
+        if self.policy.has_started(request.arrival):
+            self._end(request.arrival)
 
     # -- paused requests ------------------------------------------------------------
 

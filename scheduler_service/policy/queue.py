@@ -178,6 +178,7 @@ class PolicyQueue:
         if worker_id is None:
             return False
         account = self.workers.accounts[worker_id]
+        demand.numerics_digest = account.facts.numerics_digest
         more_bytes = account.tokens_came(demand) * account.facts.page_bytes
         self._usage.runs(demand.arrival, more_bytes, now)
         is_first = account.prefilled(demand.arrival)
@@ -200,6 +201,10 @@ class PolicyQueue:
                 self._sets.touch(each.facts.worker_id)
 
     # -- questions ----------------------------------------------------------------
+
+    def has_started(self, arrival: int) -> bool:
+        """Return True if a request runs on a worker."""
+        return self._usage.worker_of(arrival) is not None
 
     def service(self, now: float) -> dict[str, float]:
         """Return the byte-seconds that each tenant's requests have used until now."""

@@ -1,4 +1,8 @@
-"""The final answers of the scheduler: the `complete` message, and rejections."""
+"""The final answers of the scheduler, rejections, and what the log says of requests.
+
+Log lines and spans have counts, seconds and names. Text, token ids and tenants are left out:
+readers of logs need not be trusted with them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ from scheduler_service.api.request import Request
 from scheduler_service.limits import Limits
 from scheduler_service.placement.plan_report import actual_plan, with_drafts, with_selection
 from scheduler_service.policy.admission import Rejected
-from scheduler_service.requests.attempts import Attempt
-from splitpoint.errors import ResourceExhausted
-from splitpoint.planning.plan import RestoreMethod
+from scheduler_service.requests.attempt import Attempt
+from splitpoint.errors import ResourceExhausted, SplitpointError
+from splitpoint.observe.logs import LogFacts
+from splitpoint.planning.plan import Plan, RestoreMethod
 from splitpoint.planning.words import in_words
 from splitpoint.transport.convert import plan_to_proto
 from splitpoint.v1 import scheduler_pb2, types_pb2
@@ -97,3 +102,84 @@ def rejection(verdict: Rejected, request: Request, limits: Limits) -> ResourceEx
         needed_tokens=numbers.needed_tokens,
         capacity_tokens=numbers.capacity_tokens,
     )
+
+
+# -- facts for log lines and spans --------------------------------------------------
+
+
+def facts_of_completed(request: Request, message: scheduler_pb2.GenerateComplete) -> LogFacts:
+    """Return the facts of a request that completed."""
+    plan, usage = message.plan, message.usage
+    return {
+        "outcome": _name(types_pb2.FinishReason.Name(message.finish_reason), "FINISH_REASON_"),
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "queue_seconds": round(message.queue_seconds, 6),
+        "restore_seconds": round(message.restore_seconds, 6),
+        "ttft_seconds": round(message.ttft_seconds, 6),
+        "total_seconds": round(message.total_seconds, 6),
+        "worker": message.worker_id,
+        "method": _name(types_pb2.RestoreMethod.Name(plan.method), "RESTORE_METHOD_"),
+        "residency": _name(types_pb2.Residency.Name(plan.residency), "RESIDENCY_"),
+        "split_tokens": plan.split_tokens,
+        "losses": request.losses,
+        **_of_drafts(usage.speculation),
+        **_of_selection(usage.selection),
+    }
+
+
+def _of_drafts(usage: types_pb2.SpeculationUsage) -> LogFacts:
+    """Return what drafted, and how well; nothing for plain decoding."""
+    if not usage.draft_count:
+        return {}
+    return {
+        "draft_method": _name(types_pb2.DraftMethod.Name(usage.method), "DRAFT_METHOD_"),
+        "draft_tokens": usage.draft_token_count,
+        "accepted_tokens": usage.accepted_token_count,
+    }
+
+
+def _of_selection(usage: types_pb2.SelectionUsage) -> LogFacts:
+    """Return what was read by selection; nothing if everything was."""
+    if not usage.step_count:
+        return {}
+    return {
+        "is_approximate": usage.is_approximate,
+        "selected_steps": usage.step_count,
+        "visible_tokens": usage.visible_token_count,
+        "read_tokens": usage.read_token_count,
+    }
+
+
+def facts_of_failed(request: Request, error: SplitpointError, worker_id: str | None) -> LogFacts:
+    """Return the facts of a request that failed. `worker_id`: where it ran; None: nowhere."""
+    times = request.times
+    ttft = None if times.first_token is None else round(times.first_token - times.arrived, 6)
+    ended = times.arrived if request.ended_at is None else request.ended_at
+    return {
+        "outcome": error.reason,
+        "prompt_tokens": len(request.prompt),
+        "completion_tokens": len(request.output),
+        "ttft_seconds": ttft,
+        "total_seconds": round(ended - times.arrived, 6),
+        "worker": worker_id,
+        "losses": request.losses,
+    }
+
+
+def facts_of_plan(plan: Plan) -> LogFacts:
+    """Return the facts with which an attempt begins."""
+    return {
+        "method": plan.method.value,
+        "residency": plan.residency.value,
+        "split_tokens": plan.split_tokens,
+        "cached_tokens": plan.cached_tokens,
+        "new_tokens": plan.new_tokens,
+        "footprint_bytes": plan.footprint_bytes,
+        "predicted_ttft_seconds": plan.predicted_ttft_seconds,
+    }
+
+
+def _name(constant: str, prefix: str) -> str:
+    return constant.removeprefix(prefix).lower()

@@ -174,7 +174,7 @@ async def lose_one_beside_streams(running: Cluster, lose: str) -> int:
                 number
                 for number in range(SHAPE.workers)
                 if any(
-                    len(attempt.request.output) > 20 for attempt in manager.attempts.on(str(number))
+                    len(attempt.request.output) > 20 for attempt in manager.attempts_on(str(number))
                 )
             ]
     victim = busy[0]
@@ -182,7 +182,7 @@ async def lose_one_beside_streams(running: Cluster, lose: str) -> int:
         running.workers[victim].send_signal(signal.SIGSTOP)
     else:
         running.proxies[victim].cut()
-    assert manager.attempts.on(str(victim))
+    assert manager.attempts_on(str(victim))
     seconds = await until_gone(running, str(victim))
     print(f"\n{lose}: noticed after {seconds:.2f} s")
     for (_, tokens), answer in zip(WANTED, await asyncio.gather(*answers), strict=True):

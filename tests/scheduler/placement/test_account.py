@@ -112,9 +112,9 @@ def test_a_common_prefix_is_charged_once() -> None:
     assert admitted[1].grant.size_bytes == own_pages * PAGE_BYTES
     assert dict(admitted[1].grant.reasons)[ReasonKind.SHARED_PAGES] == (62,)
     for one in admitted[:-1]:
-        admission.release(one)
+        admission.release(one.request)
     assert account.charged_pages == prefix + own_pages
-    admission.release(admitted[-1])
+    admission.release(admitted[-1].request)
     assert account.charged_pages == 0
 
 
@@ -150,15 +150,15 @@ def test_an_answer_grows_beyond_its_charge_and_then_nothing_starts() -> None:
     assert account.free_pages == 0
     for one in (first, second):
         one.request.output.append([5] * (CHUNK_TOKENS + 1), [])
-        admission.tokens_came(one)
+        admission.tokens_came(one.request)
     assert account.free_pages == -2
     assert admission.admit() is None
     assert "is overcommitted by" in admission.explain(admission.queue()[0]).reason
     # Shorter answers are expected now than the first one became; its pages come back.
-    admission.release(first)
+    admission.release(first.request)
     assert account.free_pages == 1
     assert admission.admit() is None
-    admission.release(second)
+    admission.release(second.request)
     assert [one.request.arrival for one in admit_all(admission)] == [2]
 
 
@@ -205,7 +205,7 @@ def test_a_request_goes_where_its_beginning_is_on_the_device() -> None:
     assert (two.worker_id, two.grant.device_tokens) == ("1", 5 * CHUNK_TOKENS)
     admission.set_device_marks("1", [])
     for held in (one, two):
-        admission.release(held)
+        admission.release(held.request)
     streamed = sequence(2, prompt, 1, residency=Residency.STREAMED)
     admission.set_device_marks("1", marks)
     admission.submit(streamed)
@@ -272,7 +272,7 @@ class Model:
         count = self.rng.randint(1, CHUNK_TOKENS)
         count = min(count, request.sampling.max_tokens - len(request.output))
         request.output.append([5] * count, [])
-        self.admission.tokens_came(one)
+        self.admission.tokens_came(one.request)
         if one.grant.residency is Residency.RESIDENT:
             needed = chunks_of(request.known_count, CHUNK_TOKENS)
             arrival = request.arrival
@@ -282,7 +282,7 @@ class Model:
             self.leave(one)
 
     def leave(self, one: Admitted) -> None:
-        self.admission.release(one)
+        self.admission.release(one.request)
         for held in (self.running, self.pages, self.marks):
             held.pop(one.request.arrival, None)
 

@@ -138,7 +138,7 @@ def test_first_come_first_served_on_one_worker() -> None:
         assert admission.submit(request(arrival, pages)) == Queued(arrival)
     first = admit_all(admission)
     assert [one.request.arrival for one in first] == [0]
-    admission.release(first[0])
+    admission.release(first[0].request)
     assert [one.request.arrival for one in admit_all(admission)] == [1, 2]
 
 
@@ -223,7 +223,7 @@ def test_a_draining_worker_keeps_what_it_has() -> None:
     account = admission.account("0")
     assert account is not None
     assert account.charged_bytes == 4 * PAGE_BYTES
-    admission.release(running[0])
+    admission.release(running[0].request)
     assert account.charged_bytes == 0
 
 
@@ -299,7 +299,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def request_ends(self, data: st.DataObject) -> None:
         arrival = data.draw(st.sampled_from(sorted(self.running)))
-        self.admission.release(self.running.pop(arrival))
+        self.admission.release(self.running.pop(arrival).request)
         self.place()
 
     @precondition(lambda self: self.waiting)
@@ -363,7 +363,7 @@ def test_a_streamed_request_keeps_half_of_what_is_free_when_nothing_waits() -> N
         assert (grant.spare_bytes, grant.size_bytes) == (share, 3 * PAGE_BYTES + share)
         assert dict(grant.reasons).get(ReasonKind.SPARE) == ((share,) if share else None)
     assert admission.check_integrity() == []
-    admission.release(placed[0])
+    admission.release(placed[0].request)
     account = admission.account("0")
     assert account is not None
     assert account.free_bytes == 7 * PAGE_BYTES

@@ -121,7 +121,7 @@ def test_a_request_without_room_is_streamed_if_that_is_better() -> None:
     assert admitted.grant.residency is Residency.STREAMED
     assert ReasonKind.STREAM_NOW in dict(admitted.grant.reasons)
     assert admission.check_integrity() == []
-    admission.release(admitted)
+    admission.release(admitted.request)
     assert admission.check_integrity() == []
 
 

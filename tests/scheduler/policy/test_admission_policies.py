@@ -117,10 +117,10 @@ class History:
     def tokens_come(self) -> None:
         one = self.running[self.rng.choice(sorted(self.running))]
         one.request.cleared_at_tokens = None
-        self.admission.tokens_came(one)
+        self.admission.tokens_came(one.request)
 
     def request_ends(self) -> None:
-        self.admission.release(self.running.pop(self.rng.choice(sorted(self.running))))
+        self.admission.release(self.running.pop(self.rng.choice(sorted(self.running))).request)
 
     def request_leaves(self) -> None:
         self.admission.withdraw(self.waiting.pop(self.rng.choice(sorted(self.waiting))))
@@ -194,7 +194,7 @@ class History:
         while self.running:
             self.now += 1.0
             arrival = min(self.running)
-            self.admission.release(self.running.pop(arrival))
+            self.admission.release(self.running.pop(arrival).request)
             self.place()
         assert not any(self.admission.is_placeable(one) for one in self.waiting.values())
         assert self.admission.check_integrity() == []
@@ -210,10 +210,10 @@ class History:
             for running in self.running.values():
                 running.request.cleared_at_tokens = None
                 running.request.is_paused = True
-                self.admission.tokens_came(running)
+                self.admission.tokens_came(running.request)
             self.now += 5.0
             for paused in self.admission.to_put_back(()):
-                self.admission.release(self.running.pop(paused.arrival))
+                self.admission.release(self.running.pop(paused.arrival).request)
             self.place()
         for one in self.waiting.values():
             # Without aging, a policy may hold back what has room.
@@ -292,7 +292,7 @@ def test_no_spare_memory_is_taken_that_other_schedulers_want() -> None:
     admitted = admission.admit()
     assert admitted is not None
     assert (admitted.grant.residency, admitted.grant.spare_bytes) == (Residency.STREAMED, 0)
-    admission.release(admitted)
+    admission.release(admitted.request)
     admission.set_others("0", OthersHold(pages=1, request_count=1, busy_count=1))
     admission.submit(queued_request(1, 14 * CHUNK_TOKENS))
     admitted = admission.admit()
@@ -365,10 +365,10 @@ def test_the_end_of_a_trial_is_seen_at_once() -> None:
     assert admitted is not None
     admission.submit(other)
     assert start_all(admission) == []
-    admission.tokens_came(admitted)  # the first token
+    admission.tokens_came(admitted.request)  # the first token
     assert start_all(admission) == []
     suspect.cleared_at_tokens = None
-    assert admission.tokens_came(admitted)
+    assert admission.tokens_came(admitted.request)
     assert start_all(admission) == [1]
 
 
@@ -381,5 +381,5 @@ def test_slots_that_one_worker_frees_are_seen_on_the_others() -> None:
     first = admission.admit()
     assert first is not None
     assert start_all(admission) == []
-    admission.release(first)
+    admission.release(first.request)
     assert start_all(admission) == [1]

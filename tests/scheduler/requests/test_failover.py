@@ -97,20 +97,20 @@ def test_nothing_starts_beside_a_suspect_and_it_waits_for_what_starts() -> None:
     assert admission.admit() is None
     assert "suspects start one after the other" in admission.explain(first).reason
     fresh.output.append([5], [])
-    assert admission.tokens_came(running)
+    assert admission.tokens_came(running.request)
     on_trial = admission.admit()
     assert on_trial is not None
     assert on_trial.request is first
     assert admission.admit() is None
     first.output.append([5] * TRIAL_TOKENS, [])
-    assert admission.tokens_came(on_trial)
-    assert not admission.tokens_came(on_trial)
+    assert admission.tokens_came(on_trial.request)
+    assert not admission.tokens_came(on_trial.request)
     next_one = admission.admit()
     assert next_one is not None
     assert next_one.request is second
     # A suspect that ends makes room, too.
     assert admission.admit() is None
-    admission.release(next_one)
+    admission.release(next_one.request)
     assert [one.request for one in (admission.admit(),) if one is not None] == [last]
     assert admission.check_integrity() == []
 
@@ -128,7 +128,7 @@ def test_a_paused_suspect_waits_and_holds_up_nobody() -> None:
     running = admission.admit()
     assert running is not None
     assert running.request is other
-    admission.release(running)
+    admission.release(running.request)
     slow.is_paused = False
     admitted = admission.admit()
     assert admitted is not None
@@ -180,14 +180,14 @@ class Engines:
         count = min(count, request.sampling.max_tokens - len(request.output))
         self.unread[request.arrival].clear()
         request.output.append([5] * count, [])
-        self.admission.tokens_came(admitted)
+        self.admission.tokens_came(admitted.request)
         if len(request.output) == request.sampling.max_tokens:
             self.leave(admitted)
             self.completed.add(request.arrival)
 
     def leave(self, admitted: Admitted) -> None:
         del self.running[admitted.request.arrival]
-        self.admission.release(admitted)
+        self.admission.release(admitted.request)
 
     def fail(self, worker_id: str) -> None:
         lost = self.on(worker_id)

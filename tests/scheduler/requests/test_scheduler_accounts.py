@@ -29,7 +29,7 @@ from scheduler_service.api.request import Times
 from scheduler_service.cluster.registry import WorkerLosses
 from scheduler_service.limits import Limits
 from scheduler_service.placement import planning
-from scheduler_service.requests import availability, manager, table
+from scheduler_service.requests import lifecycle, table
 from scheduler_service.requests.accounts import OTHER, REJECTIONS, Accounts
 from splitpoint.chat import renderer
 from splitpoint.errors import InvalidArgument, ResourceExhausted, Unavailable
@@ -340,7 +340,7 @@ NO_REJECTIONS = {
 def test_every_reason_to_turn_a_request_away_has_its_own_count() -> None:
     """Check the modules that a Generate call passes before it is accepted."""
     reasons = set()
-    modules = (manager, planning, availability, table, server, text_jobs, validation, prompts)
+    modules = (lifecycle, planning, table, server, text_jobs, validation, prompts)
     for module in (*modules, renderer):
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(node, ast.keyword) and node.arg == "reason":

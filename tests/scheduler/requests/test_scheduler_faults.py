@@ -559,7 +559,7 @@ async def test_a_start_that_fails_after_a_look_up_lets_the_next_one_start(
     worker.pace = steps = Steps()
     async with stack(worker, limits=Limits(lookup_lifetime_seconds=-1.0)) as running:
         manager = running.manager
-        found, gate = manager._starts._find_prefix, asyncio.Event()
+        found, gate = manager._find_prefix, asyncio.Event()
 
         async def find(salt: bytes, tokens: Any) -> Any:
             if len(tokens) == 2 and manager.attempts:
@@ -569,11 +569,11 @@ async def test_a_start_that_fails_after_a_look_up_lets_the_next_one_start(
         def refuse(attempt: Any) -> None:
             if len(attempt.request.prompt) == 2:
                 raise InvalidArgument("no such plan") if is_expected else RuntimeError("broken")
-            start(attempt)
+            tell(attempt)
 
-        start = manager.attempts.start
-        monkeypatch.setattr(manager._starts, "_find_prefix", find)
-        monkeypatch.setattr(manager.attempts, "start", refuse)
+        tell = manager._tell
+        monkeypatch.setattr(manager, "_find_prefix", find)
+        monkeypatch.setattr(manager, "_tell", refuse)
         bad = asyncio.create_task(running.error(ids_request([9, 9], 4)))
         await running.until(lambda: manager.attempts)
         good = asyncio.create_task(running.generate(ids_request(PROMPT, 4)))

@@ -158,8 +158,8 @@ async def test_the_queue_leaves_out_what_starts_while_it_is_listed(
         admin, call = AdminServicer(running.manager), object()
         listing = asyncio.create_task(admin.GetQueue(scheduler_pb2.GetQueueRequest(), call))  # type: ignore[arg-type]
         tasks[0].cancel()
-        running.manager.attempts.release(next(iter(running.manager.attempts.on("0"))))
-        asyncio.get_running_loop().call_soon(running.manager._starts.start_waiting)
+        running.manager._release(next(iter(running.manager.attempts_on("0"))))
+        asyncio.get_running_loop().call_soon(running.manager._start_waiting)
         queue = await listing
         assert [entry.request_id for entry in queue.requests] == ["third"]
         steps.allow(1000)

@@ -78,6 +78,6 @@ def test_an_idle_tenant_keeps_its_weight() -> None:
     admission.submit(heavy)
     admitted = admission.admit()
     assert admitted is not None
-    admission.release(admitted)
+    admission.release(admitted.request)
     (facts,) = tenants_of(admission, 0.0)
     assert (facts.tenant, facts.weight, facts.running_count) == ("a", 2.0, 0)
