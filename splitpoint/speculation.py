@@ -5,7 +5,7 @@ Names and meanings of the settings are vLLM's where it has them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 from splitpoint.errors import InvalidArgument
@@ -74,3 +74,26 @@ class Speculation:
 
 
 PLAIN = Speculation()
+
+
+@dataclass(frozen=True, slots=True)
+class AskedSpeculation:
+    """What a request says of its drafts. None: as the worker is configured.
+
+    Raises InvalidArgument as `Speculation`.
+    """
+
+    method: DraftMethod | None = None
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int | None = None
+
+    def __post_init__(self) -> None:
+        self.over(PLAIN)
+
+    def over(self, configured: Speculation) -> Speculation:
+        """Return the settings; those that are left open are the configured ones."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return replace(configured, **given)
+
+
+AS_CONFIGURED = AskedSpeculation()

@@ -229,7 +229,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 command,
                 worker.engine.model.shape,
                 has_activations=layout.has_activations,
-                speculation=worker.speculation.defaults,
                 numerics_digest=worker.numerics.digest,
                 stream=stream,
             )

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT, numerics_salt
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod, SplitLine
-from splitpoint.selection import check_served, speculation_beside
 from splitpoint.shapes import ModelShape
-from splitpoint.speculation import PLAIN, Speculation
+from splitpoint.speculation import PLAIN
 from splitpoint.structured.grammar import grammar_from_proto
 from splitpoint.tiers import ChunkSource, Tier
 from splitpoint.transport.convert import (
@@ -47,14 +46,12 @@ def admission_from(
     shape: ModelShape,
     *,
     has_activations: bool,
-    speculation: Speculation = PLAIN,
     numerics_digest: str = "",
     stream: int = 0,
 ) -> Admission:
     """Return the admission of a command. Raises InvalidArgument naming the field.
 
     Args:
-        speculation: the worker's, for what the command leaves open.
         numerics_digest: the worker's, which its chunk keys depend on.
         stream: number of the Run stream that the command came through.
     """
@@ -82,11 +79,9 @@ def admission_from(
         _check_not_negative(value, field)
     _check_method(plan, forces_split=is_forced)
     selection = selection_from_proto(command.selection if command.HasField("selection") else None)
-    check_served(selection)
     grammar = None
     if command.sampling.HasField("structured_output"):
         grammar = grammar_from_proto(command.sampling.structured_output)
-    asked = speculation_from_proto(command.speculation, speculation)
     return Admission(
         request_id=command.request_id,
         attempt=command.attempt,
@@ -106,7 +101,7 @@ def admission_from(
         restores_all=is_forced,
         predicted_restore_seconds=plan.predicted_restore_seconds,
         traceparent=command.traceparent,
-        speculation=speculation_beside(selection, asked),
+        speculation=speculation_from_proto(command.speculation).over(PLAIN),
         selection=selection,
         grammar=grammar,
         stream=stream,

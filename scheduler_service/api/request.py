@@ -20,19 +20,14 @@ from scheduler_service.placement.demand import Demand
 from splitpoint.config import counted
 from splitpoint.errors import FailedPrecondition, OutOfRange, SplitpointError
 from splitpoint.observe.tracing import NO_SPAN, Span
-from splitpoint.speculation import DraftMethod
-from splitpoint.transport.convert import draft_method_from_proto
+from splitpoint.speculation import AS_CONFIGURED, AskedSpeculation, DraftMethod
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 # Characters of a client's id that stay readable in the name of a tenant's request; with
 # `~` and 24 random digits that makes 64, the longest id.
 _READABLE_CHARACTERS = 39
-# Asks for no drafter by name: every worker can follow these.
-_ANY_DRAFTER = (
-    types_pb2.DRAFT_METHOD_UNSPECIFIED,
-    types_pb2.DRAFT_METHOD_OFF,
-    types_pb2.DRAFT_METHOD_AUTO,
-)
+# Names no drafter: every worker can follow these.
+_ANY_DRAFTER = (None, DraftMethod.OFF, DraftMethod.AUTO)
 
 
 class RequestListener(Protocol):
@@ -92,8 +87,7 @@ class Request(Demand):
     cache_salt: bytes = b""
     # None: as planned.
     split_tokens: int | None = None
-    # As sent: each worker fills in what is open.
-    speculation: types_pb2.SpeculativeParams = field(default_factory=types_pb2.SpeculativeParams)
+    speculation: AskedSpeculation = AS_CONFIGURED
     # Where the client that sent it begins to read.
     resume: Resume = FROM_THE_START
 
@@ -166,7 +160,7 @@ class Request(Demand):
     @property
     def drafter(self) -> DraftMethod | None:
         method = self.speculation.method
-        return None if method in _ANY_DRAFTER else draft_method_from_proto(method)
+        return None if method in _ANY_DRAFTER else method
 
     @property
     def runs_to_its_limit(self) -> bool:

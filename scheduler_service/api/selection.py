@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from scheduler_service.api.speculation import check_draft_method
+from scheduler_service.api.speculation import check_drafter
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.selection import FULL, UNUSED, Selection, SelectionMethod, SelectionUsage
 from splitpoint.speculation import DraftMethod
 from splitpoint.transport.convert import (
-    draft_method_to_proto,
     selection_usage_from_proto,
     selection_usage_to_proto,
 )
@@ -41,8 +40,7 @@ def check_selection(selection: Selection, workers: Collection[WorkerFacts]) -> N
             field="selection.columns",
         )
     if selection.verify:
-        by_self = draft_method_to_proto(DraftMethod.SELF)
-        check_draft_method(types_pb2.SpeculativeParams(method=by_self), able)
+        check_drafter(DraftMethod.SELF, able)
 
 
 class SelectionTally:

@@ -24,14 +24,9 @@ _WANTING = {
 }
 
 
-def check_draft_method(
-    params: types_pb2.SpeculativeParams, workers: Collection[WorkerFacts]
-) -> None:
-    """Raise InvalidArgument for a method that none of the ready workers has."""
-    method = draft_method_from_proto(params.method)
-    if method in (DraftMethod.OFF, DraftMethod.AUTO):
-        return
-    if not any(method in worker.draft_methods for worker in workers):
+def check_drafter(method: DraftMethod | None, workers: Collection[WorkerFacts]) -> None:
+    """Raise InvalidArgument for a method that none of the ready workers has. None: any will do."""
+    if method and not any(method in worker.draft_methods for worker in workers):
         raise InvalidArgument(_WANTING[method], field="speculation.method", reason="NO_DRAFTER")
 
 

@@ -24,7 +24,7 @@ from splitpoint.config import counted
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.keys import SALT_LIMIT, request_seed
 from splitpoint.planning.plan import Residency, RestoreMethod, check_forced_method
-from splitpoint.selection import Selection, check_served, check_speculation
+from splitpoint.selection import check_speculation
 from splitpoint.shapes import ModelShape
 from splitpoint.speculation import PLAIN
 from splitpoint.transport.convert import (
@@ -71,7 +71,10 @@ def validate_generate(
     _check_names(request)
     split, method, residency = _restore_options(request)
     _check_sampling(request.sampling, model, has_tokenizer=encode is not None)
-    selection = _selection_of(request)
+    speculation = speculation_from_proto(request.speculation)
+    selection = selection_from_proto(request.selection if request.HasField("selection") else None)
+    # What is open is the worker's, and gives way to the selection.
+    check_speculation(selection, speculation.over(PLAIN) if speculation.method else None)
     prompt = prompt_of(request, model, encode, render)
     request_id = request.request_id or secrets.token_hex(16)
     sampling = _complete_sampling(request.sampling, len(prompt), model.context_length)
@@ -91,7 +94,7 @@ def validate_generate(
         split_tokens=split,
         restore_method=method,
         residency=residency,
-        speculation=request.speculation,
+        speculation=speculation,
         selection=selection,
         resume=_resume_of(request, sampling.max_tokens, model),
     )
@@ -147,16 +150,6 @@ def _restore_options(
     if method is RestoreMethod.TOKENS:
         residency = Residency.RESIDENT  # a streamed prefix could not be recomputed
     return split, method, residency
-
-
-def _selection_of(request: scheduler_pb2.GenerateRequest) -> Selection:
-    """Return the selection, checked together with the drafts. Raises InvalidArgument."""
-    drafts = speculation_from_proto(request.speculation, PLAIN)
-    selection = selection_from_proto(request.selection if request.HasField("selection") else None)
-    check_served(selection)
-    # What is open is the worker's, and gives way to the selection.
-    check_speculation(selection, drafts if request.speculation.method else None)
-    return selection
 
 
 def _complete_sampling(

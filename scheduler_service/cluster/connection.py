@@ -308,7 +308,7 @@ class WorkerConnection:
             max_batched_tokens=info.max_batched_tokens,
             encoding=layout.encoding,
             shares_pages=info.shares_pages,
-            speculation=speculation_from_proto(info.speculation.defaults, Speculation()),
+            speculation=speculation_from_proto(info.speculation.defaults).over(Speculation()),
             draft_methods=frozenset(map(draft_method_from_proto, info.speculation.methods)),
             selections={
                 selection_method_from_proto(each.method): each.columns for each in info.selections

@@ -17,7 +17,7 @@ from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint.transport.convert import (
     plan_to_proto,
     selection_to_proto,
-    speculation_from_proto,
+    speculation_to_proto,
     tier_to_proto,
 )
 from splitpoint.v1 import worker_pb2
@@ -82,7 +82,7 @@ class Attempt:
         )
         self.selection = worker.followed(request.selection)
         request.selected.started(worker)
-        asked = speculation_from_proto(request.speculation, worker.speculation)
+        asked = request.speculation.over(worker.speculation)
         self.speculation = speculation_beside(self.selection, asked)
         self.drafts_give_way = asked.is_on and not self.speculation.is_on
         methods, method = worker.draft_methods, self.speculation.method
@@ -106,7 +106,7 @@ class Attempt:
             plan=plan_to_proto(self.plan),
             tenant_salt=request.tenant_salt,
             traceparent=self.span.traceparent,
-            speculation=request.speculation,
+            speculation=speculation_to_proto(self.speculation),
             bad_words=[worker_pb2.BadWord(token_ids=each) for each in request.bad_words],
         )
         if not self.selection.is_full:

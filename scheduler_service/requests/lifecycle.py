@@ -22,7 +22,7 @@ from scheduler_service.api.delivery import Rounds
 from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
 from scheduler_service.api.selection import check_selection
-from scheduler_service.api.speculation import check_draft_method
+from scheduler_service.api.speculation import check_drafter
 from scheduler_service.api.structured import check_structured_output
 from scheduler_service.cluster.connection import ReadyWorker, WorkerConnection
 from scheduler_service.cluster.registry import Registry
@@ -211,7 +211,7 @@ class RequestManager:
             )
         facts = [connection.ready.facts for connection in ready if connection.ready is not None]
         check_split(request.split_tokens, facts)
-        check_draft_method(request.speculation, facts)
+        check_drafter(request.drafter, facts)
         check_selection(request.selection, facts)
         check_structured_output(request.sampling, facts)
 

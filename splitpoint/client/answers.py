@@ -496,7 +496,7 @@ class WorkerSpeculation:
 
 def _speculation(message: types_pb2.Speculation) -> WorkerSpeculation:
     return WorkerSpeculation(
-        convert.speculation_from_proto(message.defaults, PLAIN),
+        convert.speculation_from_proto(message.defaults).over(PLAIN),
         _methods(message.methods),
         message.draft_model,
     )

@@ -33,7 +33,7 @@ from splitpoint.selection import (
     check_served,
 )
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, Numerics, WeightFormat
-from splitpoint.speculation import DraftMethod, Speculation
+from splitpoint.speculation import AskedSpeculation, DraftMethod, Speculation
 from splitpoint.tiers import Tier
 from splitpoint.v1 import types_pb2 as pb
 
@@ -222,19 +222,11 @@ def _value_from_proto(message: pb.ReasonValue) -> int | float | str:
     return value
 
 
-def speculation_from_proto(params: pb.SpeculativeParams, defaults: Speculation) -> Speculation:
-    """Return the settings of a request; `defaults` has those that it leaves open.
-
-    Raises InvalidArgument naming the field below `speculation`.
-    """
-    count, least = defaults.num_speculative_tokens, defaults.prompt_lookup_min
-    if params.HasField("num_speculative_tokens"):
-        count = params.num_speculative_tokens
-    if params.HasField("prompt_lookup_min"):
-        least = params.prompt_lookup_min
+def speculation_from_proto(params: pb.SpeculativeParams) -> AskedSpeculation:
+    """Raises InvalidArgument naming the field below `speculation`."""
     try:
-        method = draft_method_from_proto(params.method) if params.method else defaults.method
-        return Speculation(method, count, least)
+        method = draft_method_from_proto(params.method) if params.method else None
+        return from_message(AskedSpeculation, params, method=method)
     except InvalidArgument as error:
         raise InvalidArgument(error.message, field=f"speculation.{error.field}") from error
 
@@ -250,11 +242,14 @@ def speculation_to_proto(speculation: Speculation) -> pb.SpeculativeParams:
 def selection_from_proto(params: pb.SelectionParams | None) -> Selection:
     """Return the selection of a request; None: every token is read.
 
-    Raises InvalidArgument naming the field below `selection`.
+    Raises InvalidArgument naming the field below `selection`, also for what is not served.
     """
+    if params is None:
+        return FULL
     # Pools are measured only, and have no field.
-    absent = {"pool": None, "policy": PoolPolicy.COUNTER}
-    return FULL if params is None else from_message(Selection, params, **absent)
+    selection = from_message(Selection, params, pool=None, policy=PoolPolicy.COUNTER)
+    check_served(selection)
+    return selection
 
 
 def selection_to_proto(selection: Selection) -> pb.SelectionParams:

@@ -18,6 +18,7 @@ from splitpoint.transport.convert import (
     method_to_proto,
     selection_to_proto,
     selection_usage_to_proto,
+    speculation_to_proto,
 )
 from splitpoint.v1 import types_pb2, worker_pb2
 from worker_service.account import Account
@@ -39,13 +40,10 @@ from worker_service.metrics import selection_readings
 from worker_service.wire import admission_from, prompt_responses, response_from
 
 ONE, TWO = ("one", 1, 7), ("two", 4, 7)
-CONFIGURED = Speculation(DraftMethod.SUFFIX, 4, 3)
 SHAPE = shape_from_config(read_config(resolve_model(None)), name="stdlib-llama")
 
 
-def admission(
-    worker: Speculation, selection: types_pb2.SelectionParams | None = None, **params: Any
-) -> Admission:
+def admission(selection: types_pb2.SelectionParams | None = None, **params: Any) -> Admission:
     """Return what a worker makes of a command with these params."""
     command = worker_pb2.AdmitCommand(
         request_id="one",
@@ -58,11 +56,7 @@ def admission(
         speculation=types_pb2.SpeculativeParams(**params),
         selection=selection,
     )
-    return admission_from(command, SHAPE, has_activations=True, speculation=worker)
-
-
-def admitted(worker: Speculation, **params: Any) -> Speculation:
-    return admission(worker, **params).speculation
+    return admission_from(command, SHAPE, has_activations=True)
 
 
 def test_the_salt_of_chunk_keys_depends_on_the_numerics() -> None:
@@ -122,15 +116,12 @@ def test_a_source_is_another_store_or_a_tier(
         admission_from(command, SHAPE, has_activations=True)
 
 
-def test_the_worker_fills_in_what_a_request_leaves_open() -> None:
-    assert admitted(PLAIN) == PLAIN
-    assert admitted(CONFIGURED) == CONFIGURED
-    off = types_pb2.DRAFT_METHOD_OFF
-    assert admitted(CONFIGURED, method=off) == Speculation(DraftMethod.OFF, 4, 3)
-    assert admitted(CONFIGURED, num_speculative_tokens=0) == Speculation(DraftMethod.SUFFIX, 0, 3)
-    model = types_pb2.DRAFT_METHOD_MODEL
-    asked = admitted(PLAIN, method=model, num_speculative_tokens=8, prompt_lookup_min=1)
-    assert asked == Speculation(DraftMethod.MODEL, 8, 1)
+def test_drafts_are_those_of_the_command() -> None:
+    assert admission().speculation == PLAIN
+    for drafts in (PLAIN, Speculation(DraftMethod.MODEL, 8, 1), Speculation(DraftMethod.AUTO)):
+        params = speculation_to_proto(drafts)
+        fields: dict[str, Any] = {field.name: value for field, value in params.ListFields()}
+        assert admission(None, **fields).speculation == drafts
 
 
 @pytest.mark.parametrize(
@@ -139,20 +130,17 @@ def test_the_worker_fills_in_what_a_request_leaves_open() -> None:
 )
 def test_bad_params_name_their_field(field: str, value: int) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        admitted(PLAIN, **{field: value})
+        admission(None, **{field: value})
     assert caught.value.field == f"speculation.{field}"
 
 
-def test_a_selection_reaches_the_engine_and_decides_what_drafts() -> None:
-    approximate, verified = Selection.parsed("quest:0.1"), Selection.parsed("columns:0.05,verify")
-    assert admission(CONFIGURED).selection == FULL
-    found = admission(CONFIGURED, selection_to_proto(approximate))
-    assert (found.selection, found.speculation) == (approximate, PLAIN)
-    found = admission(CONFIGURED, selection_to_proto(verified))
-    assert (found.selection, found.speculation) == (verified, Speculation(DraftMethod.SELF, 4, 3))
+def test_a_selection_reaches_the_engine() -> None:
+    approximate = Selection.parsed("quest:0.1")
+    assert admission().selection == FULL
+    assert admission(selection_to_proto(approximate)).selection == approximate
     for wrong in (types_pb2.SelectionParams(), selection_to_proto(Selection.parsed("h2o:0.1"))):
         with pytest.raises(InvalidArgument) as caught:
-            admission(PLAIN, wrong)
+            admission(wrong)
         assert caught.value.field == "selection.method"
 
 

@@ -24,9 +24,7 @@ from splitpoint.costs.first_token import IDLE, Backlog
 from splitpoint.planning.plan import Residency
 from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import Numerics
-from splitpoint.speculation import DraftMethod
-from splitpoint.transport.convert import draft_method_to_proto
-from splitpoint.v1 import types_pb2
+from splitpoint.speculation import AskedSpeculation, DraftMethod
 
 PAGES = 400
 FACTS = worker_facts(
@@ -233,9 +231,9 @@ def test_a_worker_that_can_draft_as_asked_comes_first() -> None:
     drafter = replace(named("drafter"), draft_methods=frozenset({DraftMethod.MODEL}))
     asked = request(2000)
     assert chosen(asked, quick, drafter) == "quick"
-    asked.speculation = types_pb2.SpeculativeParams(method=draft_method_to_proto(DraftMethod.MODEL))
+    asked.speculation = AskedSpeculation(DraftMethod.MODEL)
     assert chosen(asked, quick, drafter) == "drafter"
-    asked.speculation = types_pb2.SpeculativeParams(method=draft_method_to_proto(DraftMethod.AUTO))
+    asked.speculation = AskedSpeculation(DraftMethod.AUTO)
     assert chosen(asked, quick, drafter) == "quick"
 
 

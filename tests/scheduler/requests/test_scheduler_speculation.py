@@ -17,8 +17,12 @@ from scheduler_doubles import (
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import ReasonKind
-from splitpoint.speculation import DraftMethod
-from splitpoint.transport.convert import draft_method_to_proto
+from splitpoint.speculation import PLAIN, DraftMethod
+from splitpoint.transport.convert import (
+    draft_method_to_proto,
+    speculation_from_proto,
+    speculation_to_proto,
+)
 from splitpoint.v1 import scheduler_pb2, types_pb2, worker_pb2
 
 PROMPT = [5, 6, 7]
@@ -60,9 +64,11 @@ async def test_params_reach_the_worker_and_counts_come_back() -> None:
             method=SUFFIX, draft_count=4, draft_token_count=12, accepted_token_count=8
         )
         assert reasons_of(done.plan)[ReasonKind.DRAFTED] == ("suffix", 12, 4, 8)
-        # Nothing asked for: the worker fills it in.
+        # Nothing asked for: what the worker is configured to do.
         assert (await running.generate(ids_request(PROMPT, 2))).done.usage.speculation.draft_count
-        assert worker.admits[1].speculation == types_pb2.SpeculativeParams()
+        assert worker.speculation is not None
+        drafts = speculation_from_proto(worker.speculation.defaults).over(PLAIN)
+        assert worker.admits[1].speculation == speculation_to_proto(drafts)
 
 
 async def test_why_nothing_was_drafted_is_said() -> None:
@@ -123,7 +129,9 @@ async def test_a_request_keeps_its_params_and_counts_through_the_death_of_its_wo
         await victim.kill()
         result = await task
         assert result.token_ids == answer(PROMPT, 40)
-        assert heir.admits[0].speculation == victim.admits[0].speculation == asked.speculation
+        sent = heir.admits[0].speculation
+        assert sent == victim.admits[0].speculation
+        assert (sent.method, sent.num_speculative_tokens) == (SUFFIX, 3)
         assert list(heir.admits[0].delivered_token_ids) == answer(PROMPT, 7)
         assert result.done.usage.speculation.draft_count == 40, "of both workers"
 
