@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from scheduler_service.placement.account import Need, WorkerAccount
 from scheduler_service.placement.demand import Demand
 from scheduler_service.placement.footprint import Fits, footprint_of
-from scheduler_service.placement.need import steps_left
+from scheduler_service.placement.need import cached_tokens, steps_left
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.planning.plan import Objective, Reason, ReasonKind, Residency
 from splitpoint.residency.load import DeviceRoom, RequestLoad
@@ -31,22 +31,6 @@ class RunningRequest:
     steps_left: int
     pages: int
     is_streamed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The request that found no room.
-
-    Attributes:
-        prompt_tokens: all that is known of it, delivered tokens included.
-        answer_tokens: expected ones that are not generated yet.
-        missing_pages: pages that must become free before it is resident.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    answer_tokens: int
-    missing_pages: int
 
 
 def streamed_instead(
@@ -71,11 +55,10 @@ def streamed_instead(
     streamed = footprint_of(demand.token_count, Residency.STREAMED, worker, selection)
     if not isinstance(streamed, Fits):
         return None
-    wanted = Wanted(
+    load = RequestLoad(
         demand.known_count,
-        demand.cached.own.get(worker.worker_id, 0),
+        cached_tokens(demand.known_count, demand.cached.own.get(worker.worker_id, 0), 0),
         steps_left(demand, expected_answer(demand)),
-        missing,
     )
     others = [
         RunningRequest(
@@ -86,25 +69,25 @@ def streamed_instead(
         )
         for each in account.running.values()
     ]
-    reason = reason_to_stream(worker, wanted, others, objective)
+    reason = reason_to_stream(worker, load, missing, others, objective)
     return None if reason is None else replace(streamed, reasons=(reason,))
 
 
 def reason_to_stream(
     worker: WorkerFacts,
-    wanted: Wanted,
+    load: RequestLoad,
+    missing_pages: int,
     running: Sequence[RunningRequest],
     objective: Objective,
 ) -> Reason | None:
-    """Return why the request had better be streamed now; None if it had better wait."""
+    """Return why a request had better be streamed now; None if it had better wait.
+
+    `load`: all that is known of it, delivered tokens included, and what is expected still.
+    `missing_pages`: pages that must become free before it is resident.
+    """
     profile = worker.profile
     if not running or not (profile.step_compute_seconds or profile.memory_seconds_per_byte):
         return None  # nothing is known about the length of a step
-    load = RequestLoad(
-        prompt_tokens=wanted.prompt_tokens,
-        cached_tokens=min(wanted.cached_tokens, wanted.prompt_tokens - 1),
-        answer_tokens=max(1, wanted.answer_tokens),
-    )
     found = wait_or_stream(
         worker.shape,
         profile,
@@ -113,7 +96,7 @@ def reason_to_stream(
         Running(
             len(running),
             sum(each.length for each in running) // len(running),
-            _steps_until_free(running, wanted.missing_pages),
+            _steps_until_free(running, missing_pages),
             tuple(each.length for each in running if each.is_streamed),
         ),
     )

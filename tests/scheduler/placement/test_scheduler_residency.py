@@ -12,7 +12,6 @@ from scheduler_service.api.request import Request
 from scheduler_service.placement.footprint import Fits, footprint_of
 from scheduler_service.placement.residency import (
     RunningRequest,
-    Wanted,
     reason_to_stream,
     streamed_instead,
 )
@@ -21,6 +20,7 @@ from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.plan import Objective, ReasonKind, Residency
 from splitpoint.planning.schedule import Schedule
+from splitpoint.residency.load import RequestLoad
 from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 
@@ -41,8 +41,9 @@ WORKER = WorkerFacts(
     staging_tokens=1024,
     max_batched_tokens=512,
 )
-SHORT = Wanted(prompt_tokens=129, cached_tokens=64, answer_tokens=8, missing_pages=3)
-LONG = Wanted(prompt_tokens=1088, cached_tokens=1024, answer_tokens=200, missing_pages=18)
+# Each with the pages that it lacks.
+SHORT = RequestLoad(prompt_tokens=129, cached_tokens=64, answer_tokens=8), 3
+LONG = RequestLoad(prompt_tokens=1088, cached_tokens=1024, answer_tokens=200), 18
 
 
 def running(steps_left: int, pages: int = 18) -> RunningRequest:
@@ -50,7 +51,7 @@ def running(steps_left: int, pages: int = 18) -> RunningRequest:
 
 
 def test_a_short_answer_is_streamed_past_a_long_wait() -> None:
-    reason = reason_to_stream(WORKER, SHORT, [running(2000), running(2000)], Objective.LATENCY)
+    reason = reason_to_stream(WORKER, *SHORT, [running(2000), running(2000)], Objective.LATENCY)
     assert reason is not None
     kind, (stream, wait, objective) = reason
     assert (kind, objective) == (ReasonKind.STREAM_NOW, "latency")
@@ -61,34 +62,34 @@ def test_a_short_answer_is_streamed_past_a_long_wait() -> None:
 
 def test_for_throughput_it_waits_since_all_end_as_late_either_way() -> None:
     requests = [running(2000), running(2000)]
-    assert reason_to_stream(WORKER, SHORT, requests, Objective.THROUGHPUT) is None
+    assert reason_to_stream(WORKER, *SHORT, requests, Objective.THROUGHPUT) is None
     # Side by side instead of one after the other: half of the steps, each with a small pull.
-    even = replace(SHORT, answer_tokens=30)
-    assert reason_to_stream(WORKER, even, [running(30)], Objective.THROUGHPUT) is not None
+    even = replace(SHORT[0], answer_tokens=30), SHORT[1]
+    assert reason_to_stream(WORKER, *even, [running(30)], Objective.THROUGHPUT) is not None
 
 
 @pytest.mark.parametrize("objective", Objective)
 def test_a_long_answer_waits_for_memory_that_is_free_soon(objective: Objective) -> None:
-    assert reason_to_stream(WORKER, LONG, [running(5), running(2000)], objective) is None
+    assert reason_to_stream(WORKER, *LONG, [running(5), running(2000)], objective) is None
 
 
 def test_the_wait_ends_when_enough_pages_are_free() -> None:
     """Of two requests, the first frees two pages soon, the other one twenty much later."""
     soon, late = running(10, pages=2), running(2000, pages=20)
-    few = replace(SHORT, missing_pages=2)
-    assert reason_to_stream(WORKER, few, [late, soon], Objective.LATENCY) is None
-    more = replace(SHORT, missing_pages=3)
-    assert reason_to_stream(WORKER, more, [late, soon], Objective.LATENCY) is not None
+    few = SHORT[0], 2
+    assert reason_to_stream(WORKER, *few, [late, soon], Objective.LATENCY) is None
+    more = SHORT[0], 3
+    assert reason_to_stream(WORKER, *more, [late, soon], Objective.LATENCY) is not None
 
 
 def test_without_a_measured_step_a_request_waits() -> None:
     unknown = replace(WORKER.profile, memory_seconds_per_byte=0.0, step_compute_seconds=0.0)
     worker = replace(WORKER, profile=unknown)
-    assert reason_to_stream(worker, SHORT, [running(2000)], Objective.LATENCY) is None
+    assert reason_to_stream(worker, *SHORT, [running(2000)], Objective.LATENCY) is None
 
 
 def test_an_idle_worker_is_not_waited_for() -> None:
-    assert reason_to_stream(WORKER, SHORT, [], Objective.LATENCY) is None
+    assert reason_to_stream(WORKER, *SHORT, [], Objective.LATENCY) is None
 
 
 # -- the admission queue asks it ------------------------------------------------------
