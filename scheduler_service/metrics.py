@@ -89,7 +89,7 @@ def _policy(manager: RequestManager) -> Iterator[Reading]:
 
 
 def _accounts(admission: AdmissionQueue) -> Iterator[Reading]:
-    stores: dict[str, int] = {}
+    stores: dict[str, tuple[int, int]] = {}
     for account in admission.accounts():
         facts = account.facts
         yield Reading(metrics.WORKER_KAPPA_RATIO, account.kappa.ratio, (facts.worker_id,))
@@ -97,9 +97,9 @@ def _accounts(admission: AdmissionQueue) -> Iterator[Reading]:
         capacity = facts.cache_capacity_bytes
         yield Reading(metrics.LEDGER_BYTES, capacity, (facts.worker_id, "capacity"))
         if facts.store_slot_count is not None:
-            stores[facts.kvstore_address] = facts.store_slot_count
-    for address, slot_count in stores.items():
-        yield Reading(metrics.LEDGER_SLOTS, admission.promised_slots(address), (address, "charged"))
+            stores[facts.kvstore_address] = account.store.promised_count, facts.store_slot_count
+    for address, (promised, slot_count) in stores.items():
+        yield Reading(metrics.LEDGER_SLOTS, promised, (address, "charged"))
         yield Reading(metrics.LEDGER_SLOTS, slot_count, (address, "capacity"))
 
 

@@ -29,7 +29,7 @@ from scheduler_service.placement.account import Need, OthersHold, WorkerAccount
 from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.placement.footprint import Fits, Grant, NeverFits
 from scheduler_service.placement.need import grant_for
-from scheduler_service.placement.reasons import Explanation, Place, explain
+from scheduler_service.placement.waiting import Explanation, Place, explain
 from scheduler_service.policy.queue import PolicyQueue
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.worker_facts import WorkerFacts
@@ -119,10 +119,6 @@ class AdmissionQueue:
     def running_count(self) -> int:
         """Requests that are charged on any worker."""
         return sum(account.running_count for account in self.accounts())
-
-    def promised_slots(self, store_address: str) -> int:
-        """Return the slots of a store that streamed requests may still fill."""
-        return self._workers.promised_slots(store_address)
 
     def set_facts(self, facts: WorkerFacts) -> None:
         """Note what is known of a worker now, such as costs that it measured anew."""

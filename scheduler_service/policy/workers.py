@@ -67,11 +67,6 @@ class Workers:
         account = self.accounts.get(worker_id)
         return account is not None and not account.is_closed
 
-    def promised_slots(self, store_address: str) -> int:
-        """Return the slots of a store that streamed requests may still fill."""
-        store = self._stores.get(store_address)
-        return store.promised_count if store is not None else 0
-
     # -- what a request would take ----------------------------------------------------------
 
     def open_to(self, demand: Demand) -> Iterator[WorkerAccount]:

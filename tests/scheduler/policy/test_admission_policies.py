@@ -10,7 +10,7 @@ from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, queued_request, worker_f
 
 from scheduler_service.api.request import Request
 from scheduler_service.placement.account import Need, OthersHold, WorkerAccount
-from scheduler_service.placement.reasons import Cause
+from scheduler_service.placement.waiting import Cause
 from scheduler_service.policy.admission import AdmissionQueue, Admitted, GrantError, Queued
 from scheduler_service.policy.settings import PolicySettings
 from splitpoint.options.scheduler import Policy
