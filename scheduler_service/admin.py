@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from scheduler_service.api.request import Request
 from scheduler_service.cluster.connection import ReadyWorker, WorkerConnection
-from scheduler_service.requests.accounts import Limit
+from scheduler_service.requests.counters import Limit
 from scheduler_service.requests.lifecycle import RequestManager
 from splitpoint.costs.first_token import kappa_crit
 from splitpoint.transport.convert import profile_to_proto
@@ -64,30 +64,30 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
     async def GetSchedulerStatus(
         self, request: pb.GetSchedulerStatusRequest, context: Context
     ) -> pb.GetSchedulerStatusResponse:
-        accounts, admission = self._manager.accounts, self._manager.admission
+        counters, admission = self._manager.counters, self._manager.admission
         return pb.GetSchedulerStatusResponse(
-            uptime_seconds=self._clock() - accounts.started,
+            uptime_seconds=self._clock() - counters.started,
             running_count=admission.running_count,
             waiting_count=admission.waiting_count,
-            completed_count=accounts.completed_count,
-            failed_count=accounts.failed_count,
-            cancelled_count=accounts.cancelled_count,
-            rejected_count=accounts.rejected_count,
-            failover_count=accounts.failover_count,
-            prompt_token_count=accounts.prompt_tokens,
-            cached_token_count=accounts.cached_tokens,
-            generated_token_count=accounts.generated_tokens,
-            ttft_count=accounts.ttft_count,
-            ttft_seconds_sum=accounts.ttft_seconds,
-            itl_count=accounts.itl_count,
-            itl_seconds_sum=accounts.itl_seconds,
+            completed_count=counters.completed_count,
+            failed_count=counters.failed_count,
+            cancelled_count=counters.cancelled_count,
+            rejected_count=counters.rejected_count,
+            failover_count=counters.failover_count,
+            prompt_token_count=counters.prompt_tokens,
+            cached_token_count=counters.cached_tokens,
+            generated_token_count=counters.generated_tokens,
+            ttft_count=counters.ttft_count,
+            ttft_seconds_sum=counters.ttft_seconds,
+            itl_count=counters.itl_count,
+            itl_seconds_sum=counters.itl_seconds,
             redis=None if self._link is None else self._link.status,
             oldest_wait_seconds=self._manager.oldest_wait_seconds(),
-            resumed_count=sum(accounts.resumed_counts.values()),
-            link_bound_count=accounts.placed_counts[Limit.LINK],
-            link_bound_wait_seconds_sum=accounts.waited_seconds[Limit.LINK],
-            device_bound_count=accounts.placed_counts[Limit.DEVICE],
-            device_bound_wait_seconds_sum=accounts.waited_seconds[Limit.DEVICE],
+            resumed_count=sum(counters.resumed_counts.values()),
+            link_bound_count=counters.placed_counts[Limit.LINK],
+            link_bound_wait_seconds_sum=counters.waited_seconds[Limit.LINK],
+            device_bound_count=counters.placed_counts[Limit.DEVICE],
+            device_bound_wait_seconds_sum=counters.waited_seconds[Limit.DEVICE],
             tenants=self._tenants(),
             decision_counts={
                 decision.value: count

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.policy.admission import AdmissionQueue
-from scheduler_service.requests.accounts import Accounts
+from scheduler_service.requests.counters import Counters
 from scheduler_service.requests.lifecycle import RequestManager
 from scheduler_service.requests.tenants import TenantFacts
 from splitpoint.costs.first_token import kappa_crit
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Distributions:
-    """Puts each sample of `Accounts` into its histogram."""
+    """Puts each sample of `Counters` into its histogram."""
 
     def __init__(self, meters: Meters) -> None:
         self._histograms = {
@@ -36,7 +36,7 @@ class Distributions:
 def readings(manager: RequestManager, model_name: str, link: RedisLink | None) -> Iterator[Reading]:
     """Yield everything that a scrape reads. `link` is None without Redis."""
     yield Reading(metrics.MODEL_INFO, 1, (model_name,))
-    yield from _counts(manager.accounts)
+    yield from _counts(manager.counters)
     yield from _queue(manager)
     yield from _policy(manager)
     yield from _accounts(manager.admission)
@@ -45,21 +45,21 @@ def readings(manager: RequestManager, model_name: str, link: RedisLink | None) -
         yield Reading(metrics.REDIS_UP, not link.is_away)
 
 
-def _counts(accounts: Accounts) -> Iterator[Reading]:
-    for outcome, count in accounts.finished_counts.items():
+def _counts(counters: Counters) -> Iterator[Reading]:
+    for outcome, count in counters.finished_counts.items():
         yield Reading(metrics.REQUESTS_FINISHED, count, (outcome.value,))
-    for reason, count in accounts.rejected_counts.items():
+    for reason, count in counters.rejected_counts.items():
         yield Reading(metrics.REQUESTS_REJECTED, count, (reason,))
-    for (residency, method), count in accounts.plan_counts.items():
+    for (residency, method), count in counters.plan_counts.items():
         yield Reading(metrics.PLANS, count, (residency.value, method.value))
-    yield Reading(metrics.PROMPT_TOKENS, accounts.prompt_tokens)
-    yield Reading(metrics.CACHED_TOKENS, accounts.cached_tokens)
-    yield Reading(metrics.GENERATED_TOKENS, accounts.generated_tokens)
-    yield Reading(metrics.FAILOVERS, accounts.failover_count)
-    for how, count in accounts.resumed_counts.items():
+    yield Reading(metrics.PROMPT_TOKENS, counters.prompt_tokens)
+    yield Reading(metrics.CACHED_TOKENS, counters.cached_tokens)
+    yield Reading(metrics.GENERATED_TOKENS, counters.generated_tokens)
+    yield Reading(metrics.FAILOVERS, counters.failover_count)
+    for how, count in counters.resumed_counts.items():
         yield Reading(metrics.RESUMES, count, (how.value,))
-    yield Reading(metrics.DROPPED_RESULTS, accounts.late_count, ("late",))
-    yield Reading(metrics.DROPPED_RESULTS, accounts.duplicate_count, ("duplicate",))
+    yield Reading(metrics.DROPPED_RESULTS, counters.late_count, ("late",))
+    yield Reading(metrics.DROPPED_RESULTS, counters.duplicate_count, ("duplicate",))
 
 
 def _queue(manager: RequestManager) -> Iterator[Reading]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from scheduler_service.api.capabilities import GrammarChecks
 from scheduler_service.api.delivery import StallBound
 from scheduler_service.api.prompts import (
     Encode,
@@ -19,7 +20,6 @@ from scheduler_service.api.prompts import (
     prompt_exceeds,
 )
 from scheduler_service.api.request import Request, Resume
-from scheduler_service.api.structured import GrammarChecks
 from scheduler_service.api.text_jobs import TextJobs, is_long
 from scheduler_service.api.validation import check_model, validate_generate
 from scheduler_service.explain import explain_plans
@@ -88,7 +88,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                     checked = await self._validated(request)
                 accepted = self._manager.start(checked, span)
             except Exception as error:
-                self._manager.accounts.rejected(error)
+                self._manager.counters.rejected(error)
                 raise
             set_request(accepted.request_id)
             if accepted.span is not span:

@@ -15,7 +15,7 @@ from scheduler_service.options import SchedulerOptions
 from scheduler_service.prefixes.catalog import JoinedCatalogs, PrefixCatalog
 from scheduler_service.prefixes.lookup import CachedPrefix, find_prefix
 from scheduler_service.prefixes.stores import StoreCatalog
-from scheduler_service.requests.accounts import Accounts
+from scheduler_service.requests.counters import Counters
 from scheduler_service.requests.lifecycle import RequestManager
 from scheduler_service.server import INFERENCE_SERVICE, InferenceServicer
 from splitpoint.discovery.redis_options import RedisOptions
@@ -59,7 +59,7 @@ class Scheduler:
             options,
             self.registry,
             self._find_prefix,
-            Accounts(clock(), Distributions(self.meters).observe),
+            Counters(clock(), Distributions(self.meters).observe),
             clock=clock,
             on_readiness=self._readiness_changed.set,
         )

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler_service.api.output import Output
-from scheduler_service.api.selection import SelectionTally
-from scheduler_service.api.speculation import DraftTally
+from scheduler_service.api.tallies import DraftTally, SelectionTally
 from scheduler_service.placement.demand import Demand
 from splitpoint.config import counted
 from splitpoint.errors import FailedPrecondition, OutOfRange, SplitpointError

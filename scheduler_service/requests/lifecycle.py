@@ -18,21 +18,17 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from scheduler_service.api.capabilities import check_capabilities
 from scheduler_service.api.delivery import Rounds
 from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
-from scheduler_service.api.selection import check_selection
-from scheduler_service.api.speculation import check_drafter
-from scheduler_service.api.structured import check_structured_output
 from scheduler_service.cluster.connection import ReadyWorker, WorkerConnection
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.options import SchedulerOptions
 from scheduler_service.placement.answer_lengths import AnswerLengths
-from scheduler_service.placement.planning import check_split
 from scheduler_service.policy.admission import AdmissionQueue, Admitted, GrantError, Rejected
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.prefixes.marks import ChunkMarks
-from scheduler_service.requests.accounts import ABANDONED_REASON, Accounts, Resumption
 from scheduler_service.requests.answers import (
     completion,
     completion_of_tokens,
@@ -42,6 +38,7 @@ from scheduler_service.requests.answers import (
     rejection,
 )
 from scheduler_service.requests.attempt import Attempt
+from scheduler_service.requests.counters import ABANDONED_REASON, Counters, Resumption
 from scheduler_service.requests.failover import (
     Finished,
     GiveUp,
@@ -83,7 +80,7 @@ class RequestManager:
         options: SchedulerOptions,
         registry: Registry,
         find_prefix: Callable[[bytes, Sequence[int]], Awaitable[CachedPrefix]],
-        accounts: Accounts,
+        counters: Counters,
         *,
         clock: Callable[[], float],
         on_readiness: Callable[[], None],
@@ -91,7 +88,7 @@ class RequestManager:
         self.options = options
         self.limits = options.limits
         self.registry = registry
-        self.accounts = accounts
+        self.counters = counters
         expects = options.answer_charge is AnswerCharge.EXPECTED
         lengths = AnswerLengths() if expects else None
         self.admission = AdmissionQueue(
@@ -149,7 +146,7 @@ class RequestManager:
         if known is not None:
             known.check_resume(request.resume)
             if request.resume.next_index:
-                self.accounts.resumed(Resumption.ATTACHED)
+                self.counters.resumed(Resumption.ATTACHED)
             return known
         if request.resume.next_index > len(request.output):
             raise FailedPrecondition(
@@ -168,7 +165,7 @@ class RequestManager:
             self._check_workers(request)
         self._accept(request, span)
         if request.resume.token_ids:
-            self.accounts.resumed(Resumption.FORCED)
+            self.counters.resumed(Resumption.FORCED)
         if ending is not None:
             self._complete_resumed(request, ending)
             return request
@@ -190,9 +187,8 @@ class RequestManager:
     def _check_workers(self, request: Request) -> None:
         """Check that a worker could run an arriving request.
 
-        Raises NotFound (unknown worker), Unavailable (none is ready), InvalidArgument (a forced
-        split that no store can serve, a draft method that no worker has), or FailedPrecondition (a
-        selection that no worker has artefacts for, structured output that none can follow).
+        Raises NotFound (unknown worker), Unavailable (none is ready), and what
+        `check_capabilities` raises.
         """
         ready = self.registry.ready()
         if request.worker_id:
@@ -210,10 +206,7 @@ class RequestManager:
                 retry_after_seconds=self.limits.retry_seconds,
             )
         facts = [connection.ready.facts for connection in ready if connection.ready is not None]
-        check_split(request.split_tokens, facts)
-        check_drafter(request.drafter, facts)
-        check_selection(request.selection, facts)
-        check_structured_output(request.sampling, facts)
+        check_capabilities(request, facts)
 
     async def _arrive(self, request: Request, before: asyncio.Task[None] | None) -> None:
         await self._look_up(request)
@@ -340,7 +333,7 @@ class RequestManager:
         if account is None:
             raise RuntimeError(f"worker {attempt.worker_id} has no account")
         account.kappa.placed(plan.cached_tokens, plan.new_tokens)
-        self.accounts.placed(plan, account.kappa_crit, waited)
+        self.counters.placed(plan, account.kappa_crit, waited)
 
     def _pause(self, attempt: Attempt) -> None:
         """Tell the worker, which was told of the attempt, whether the request is paused."""
@@ -455,7 +448,7 @@ class RequestManager:
         for result in response.tokens:
             attempt = self.attempts.get((result.request_id, result.attempt))
             if attempt is None or attempt.request.has_ended:
-                self.accounts.late_count += 1
+                self.counters.late_count += 1
                 continue
             try:  # a context manager would take as long as much of what it surrounds
                 self._on_tokens(attempt, result, now)
@@ -481,9 +474,9 @@ class RequestManager:
             self._skipped(attempt, error)
             return
         if not count:
-            self.accounts.duplicate_count += 1
+            self.counters.duplicate_count += 1
             return
-        self.accounts.tokens_came(request.times, count, now, request.output.resumed_count)
+        self.counters.tokens_came(request.times, count, now, request.output.resumed_count)
         if request.times.first_token is None:
             attempt.span.record("first token", attempt.sent_at, now)
         request.times.tokens_came(now)
@@ -573,7 +566,7 @@ class RequestManager:
             self._fail(request, outcome.error)
             return
         if is_counted:
-            self.accounts.failover_count += 1
+            self.counters.failover_count += 1
         request.times.looked_up = None
         # The tokens stay the same, and so do the names of their chunks.
         request.cached = CachedPrefix(marks=request.cached.marks)
@@ -608,18 +601,18 @@ class RequestManager:
         self, request: Request, message: scheduler_pb2.GenerateComplete, now: float
     ) -> None:
         request.complete(message, now)
-        self.accounts.completed(message, request.output.resumed_count)
+        self.counters.completed(message, request.output.resumed_count)
         self._ended(request, facts_of_completed(request, message))
 
     def _fail(self, request: Request, error: SplitpointError) -> None:
         """End a request with an error, unless it has ended."""
         if not request.has_ended:
-            self.accounts.failed(error)
+            self.counters.failed(error)
             self._end_with_error(request, error)
 
     def _reject(self, request: Request, error: SplitpointError) -> None:
         """End a request that is not queued."""
-        self.accounts.rejected(error)
+        self.counters.rejected(error)
         self._end_with_error(request, error)
 
     def _end_with_error(self, request: Request, error: SplitpointError) -> None:

@@ -191,7 +191,7 @@ async def lose_one_beside_streams(running: Cluster, lose: str) -> int:
     lost = next(each for each in listed if each.id == str(victim))
     assert not lost.ready
     assert lost.loss_count == 1
-    assert manager.accounts.failover_count >= 1
+    assert manager.counters.failover_count >= 1
     return victim
 
 
@@ -204,7 +204,7 @@ async def test_a_worker_that_is_stopped_beyond_its_lease_is_fenced(
     async with cluster(folder, tmp_path) as running:
         victim = await lose_one_beside_streams(running, "stop")
         sealed = (await running.stats()).sealed_slot_count
-        late = running.scheduler.manager.accounts.late_count
+        late = running.scheduler.manager.counters.late_count
         running.workers[victim].send_signal(signal.SIGCONT)
         await wait_for_workers(running.client, 2, seconds=60)
         for worker_id in ("0", "1"):
@@ -212,7 +212,7 @@ async def test_a_worker_that_is_stopped_beyond_its_lease_is_fenced(
                 AFTER, max_tokens=30, ignore_eos=True, worker=worker_id
             ).complete()
             assert list(answer.token_ids) == AFTER_TOKENS
-        assert running.scheduler.manager.accounts.late_count == late
+        assert running.scheduler.manager.counters.late_count == late
         async with asyncio.timeout(30):
             while True:
                 stats = await running.stats()
@@ -245,6 +245,6 @@ async def test_a_worker_that_is_cut_off_is_given_up_and_frees_its_requests(
             stream.cancel()
         running.proxies[victim].heal()
         await wait_for_workers(running.client, 2, seconds=60)
-        assert running.scheduler.manager.accounts.late_count == 0
+        assert running.scheduler.manager.counters.late_count == 0
         stats = await running.stats()
         assert list(stats.integrity_violations) == []

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from query_labels import labels_of_query, needs_of
 
-from scheduler_service.requests.accounts import Outcome
+from scheduler_service.requests.counters import Outcome
 from splitpoint.observe.metrics import Needs
 from tools.monitoring.dashboards import (
     ROOT,

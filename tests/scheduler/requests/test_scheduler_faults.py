@@ -355,8 +355,8 @@ async def test_late_repeated_and_partly_repeated_messages_are_dropped() -> None:
     async with stack(worker) as running:
         result = await running.generate(ids_request(PROMPT, 30, request_id="r"))
         assert result.token_ids == answer(PROMPT, 30)
-        assert running.manager.accounts.duplicate_count > 0
-        assert running.manager.accounts.late_count > 0
+        assert running.manager.counters.duplicate_count > 0
+        assert running.manager.counters.late_count > 0
 
 
 async def test_a_gap_is_not_delivered(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ from scheduler_service.cluster.registry import WorkerLosses
 from scheduler_service.limits import Limits
 from scheduler_service.placement import planning
 from scheduler_service.requests import lifecycle, table
-from scheduler_service.requests.accounts import OTHER, REJECTIONS, Accounts
+from scheduler_service.requests.counters import OTHER, REJECTIONS, Counters
 from splitpoint.chat import renderer
 from splitpoint.errors import InvalidArgument, ResourceExhausted, Unavailable
 from splitpoint.observe import metrics
@@ -72,11 +72,11 @@ async def test_tokens_and_times_of_completed_requests() -> None:
             await running.until(lambda: worker.running)
             for _ in range(count):
                 clock.now += 0.5
-                due = running.manager.accounts.generated_tokens + 1
+                due = running.manager.counters.generated_tokens + 1
                 steps.allow(1)
 
                 def is_delivered(due: int = due) -> bool:
-                    return bool(running.manager.accounts.generated_tokens == due)
+                    return bool(running.manager.counters.generated_tokens == due)
 
                 await running.until(is_delivered)
             await task
@@ -114,30 +114,30 @@ async def test_tokens_and_times_of_completed_requests() -> None:
 
 def test_tokens_that_come_together_are_one_gap_and_a_slow_reader_is_none() -> None:
     seen: list[tuple[metrics.Metric, float]] = []
-    accounts = Accounts(0.0, lambda sample, seconds, *labels: seen.append((sample, seconds)))
+    counters = Counters(0.0, lambda sample, seconds, *labels: seen.append((sample, seconds)))
     times = Times(arrived=1.0)
     for now, count in ((3.0, 1), (4.0, 4)):
-        accounts.tokens_came(times, count, now)
+        counters.tokens_came(times, count, now)
         times.tokens_came(now)
     assert seen == [(metrics.TTFT_SECONDS, 2.0), (metrics.ITL_SECONDS, 1.0)]
     times.last_token = None  # its reader fell behind, and it was paused
-    accounts.tokens_came(times, 1, 60.0)
+    counters.tokens_came(times, 1, 60.0)
     times.tokens_came(60.0)
-    accounts.tokens_came(times, 1, 60.5)
+    counters.tokens_came(times, 1, 60.5)
     assert seen[2:] == [(metrics.ITL_SECONDS, 0.5)]
-    assert (accounts.generated_tokens, accounts.itl_count, accounts.itl_seconds) == (7, 2, 1.5)
+    assert (counters.generated_tokens, counters.itl_count, counters.itl_seconds) == (7, 2, 1.5)
 
 
 def test_the_phases_of_a_request_add_up_and_one_token_has_no_tpot() -> None:
     seen: dict[metrics.Metric, float] = {}
-    accounts = Accounts(0.0, lambda sample, value, *labels: seen.update({sample: value}))
+    counters = Counters(0.0, lambda sample, value, *labels: seen.update({sample: value}))
     message = scheduler_pb2.GenerateComplete(
         queue_seconds=3.0,
         ttft_seconds=5.0,
         total_seconds=9.0,
         usage=scheduler_pb2.Usage(prompt_tokens=70, completion_tokens=1),
     )
-    accounts.completed(message)
+    counters.completed(message)
     assert seen == {
         metrics.REQUEST_SECONDS: 9.0,
         metrics.PREFILL_SECONDS: 2.0,
@@ -146,18 +146,18 @@ def test_the_phases_of_a_request_add_up_and_one_token_has_no_tpot() -> None:
         metrics.REQUEST_GENERATED_TOKENS: 1,
     }
     message.usage.completion_tokens = 5
-    accounts.completed(message)
+    counters.completed(message)
     assert seen[metrics.TPOT_SECONDS] == 1.0
 
 
 def test_what_a_client_brought_along_makes_no_latency_better() -> None:
     seen: list[tuple[metrics.Metric, float]] = []
-    accounts = Accounts(0.0, lambda sample, value, *labels: seen.append((sample, value)))
+    counters = Counters(0.0, lambda sample, value, *labels: seen.append((sample, value)))
     times = Times(arrived=1.0)
     for now in (1.5, 2.0):
-        accounts.tokens_came(times, 1, now, 990)
+        counters.tokens_came(times, 1, now, 990)
         times.tokens_came(now)
-    assert (seen, accounts.ttft_count, accounts.generated_tokens) == (
+    assert (seen, counters.ttft_count, counters.generated_tokens) == (
         [(metrics.ITL_SECONDS, 0.5)],
         0,
         2,
@@ -168,10 +168,10 @@ def test_what_a_client_brought_along_makes_no_latency_better() -> None:
         total_seconds=5.0,
         usage=scheduler_pb2.Usage(prompt_tokens=70, completion_tokens=1000),
     )
-    accounts.completed(message, 990)
+    counters.completed(message, 990)
     lengths = [(metrics.REQUEST_PROMPT_TOKENS, 70), (metrics.REQUEST_GENERATED_TOKENS, 1000)]
     assert seen == [(metrics.TPOT_SECONDS, 0.5), *lengths]
-    accounts.completed(message, 1000)  # only the last message had been lost
+    counters.completed(message, 1000)  # only the last message had been lost
     assert seen[3:] == lengths
 
 
@@ -323,11 +323,11 @@ async def test_failures_and_readers_that_left() -> None:
 
 
 def test_no_text_from_outside_becomes_a_label() -> None:
-    accounts = Accounts(0.0, lambda sample, value, *labels: None)
-    accounts.rejected(Unavailable("no", reason="UNKNOWN_REASON"))
-    accounts.rejected(KeyError("a bug"))
-    assert accounts.rejected_counts[OTHER] == accounts.rejected_counts["INTERNAL"] == 1
-    assert set(accounts.rejected_counts) == {*REJECTIONS, OTHER}
+    counters = Counters(0.0, lambda sample, value, *labels: None)
+    counters.rejected(Unavailable("no", reason="UNKNOWN_REASON"))
+    counters.rejected(KeyError("a bug"))
+    assert counters.rejected_counts[OTHER] == counters.rejected_counts["INTERNAL"] == 1
+    assert set(counters.rejected_counts) == {*REJECTIONS, OTHER}
 
 
 # Reasons of accepted requests that failed, and of calls other than Generate.

@@ -1,16 +1,16 @@
-"""Checks that a worker can serve a request's selection, and sums what it came to."""
+"""Sums what the drafts and the selection of one request came to, on all workers that ran it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
 from dataclasses import replace
 
-from scheduler_service.api.speculation import check_drafter
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.errors import FailedPrecondition, InvalidArgument
-from splitpoint.selection import FULL, UNUSED, Selection, SelectionMethod, SelectionUsage
+from splitpoint.selection import FULL, UNUSED, Selection, SelectionUsage
 from splitpoint.speculation import DraftMethod
 from splitpoint.transport.convert import (
+    draft_method_from_proto,
+    draft_method_to_proto,
     selection_usage_from_proto,
     selection_usage_to_proto,
 )
@@ -20,27 +20,31 @@ _NOTHING_DRAFTED = "nothing was drafted by it"
 _NOTHING_DECODED = "no step followed the one that reads everything"
 
 
-def check_selection(selection: Selection, workers: Collection[WorkerFacts]) -> None:
-    """Check that one of the ready workers can serve a selection.
+class DraftTally:
+    """What the drafts of one request came to, on all workers that ran it."""
 
-    Raises FailedPrecondition if none has the method's artefacts, InvalidArgument if they were
-    trained for another number of columns, or if none drafts what the selection verifies.
-    """
-    if selection.reads_all:
-        return
-    able = [worker for worker in workers if selection.method in worker.selections]
-    if not able:
-        raise _wanting(selection.method)
-    trained = {worker.selections[selection.method] for worker in able}
-    able = [worker for worker in able if worker.has_columns(selection)]
-    if not able:
-        raise InvalidArgument(
-            f"selection: columns is {selection.columns}, but artefacts of {selection.method} were "
-            f"trained for {', '.join(map(str, sorted(trained)))}",
-            field="selection.columns",
+    def __init__(self) -> None:
+        self._drafts = 0
+        self._accepted = 0
+        self._drafted: Counter[DraftMethod] = Counter()
+
+    def add(self, result: worker_pb2.TokenResult) -> None:
+        """Add the drafts of one step, if there were any."""
+        if result.draft_token_count:
+            self._drafts += 1
+            self._accepted += result.accepted_token_count
+            self._drafted[draft_method_from_proto(result.draft_method)] += result.draft_token_count
+
+    @property
+    def usage(self) -> types_pb2.SpeculationUsage:
+        """The sums, under the method that drafted most tokens; OFF if none did."""
+        most = self._drafted.most_common(1)
+        return types_pb2.SpeculationUsage(
+            method=draft_method_to_proto(most[0][0] if most else DraftMethod.OFF),
+            draft_count=self._drafts,
+            draft_token_count=self._drafted.total(),
+            accepted_token_count=self._accepted,
         )
-    if selection.verify:
-        check_drafter(DraftMethod.SELF, able)
 
 
 class SelectionTally:
@@ -87,15 +91,3 @@ class SelectionTally:
     @property
     def usage(self) -> types_pb2.SelectionUsage:
         return selection_usage_to_proto(self.sum)
-
-
-def _wanting(method: SelectionMethod) -> FailedPrecondition:
-    if not method.is_calibrated:
-        return FailedPrecondition(
-            f"no ready worker can select by {method}: that needs a KV store", reason="NO_SELECTION"
-        )
-    return FailedPrecondition(
-        f"no ready worker has artefacts of {method}: make them with `splitpoint calibrate MODEL "
-        f"--screen {method}`, and start the workers anew (--artifacts names their folder)",
-        reason="NO_ARTIFACTS",
-    )

@@ -80,7 +80,7 @@ class OnSample(Protocol):
     def __call__(self, metric: Metric, value: float, /, *labels: str) -> None: ...
 
 
-class Accounts:
+class Counters:
     """Totals since `started`, in seconds of the scheduler's monotonic clock.
 
     Calls `on_sample` with each value of a histogram, and its labels.
