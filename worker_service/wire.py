@@ -264,7 +264,6 @@ def finish_from(event: FinishEvent) -> worker_pb2.RequestFinish:
         finish.error_reason = event.error.reason
     else:
         finish.reason = _REASONS[event.reason]
-        finish.matched_stop = event.matched_stop
     if event.mean_step_seconds is not None:
         finish.mean_step_seconds = event.mean_step_seconds
     finish.selection_off_reason = event.selection_off_reason

@@ -23,7 +23,6 @@ def completion(
     attempt: Attempt,
     *,
     reason: types_pb2.FinishReason,
-    matched_stop: str,
     step_seconds: float | None,
     now: float,
 ) -> scheduler_pb2.GenerateComplete:
@@ -43,7 +42,7 @@ def completion(
     plan = with_selection(
         plan, request.selection, request.selected.sum, drafts_give_way=attempt.drafts_give_way
     )
-    message = completion_of_tokens(request, reason=reason, matched_stop=matched_stop, now=now)
+    message = completion_of_tokens(request, reason=reason, now=now)
     message.plan.CopyFrom(plan_to_proto(in_words(plan)))
     least = request.least_cached_tokens
     cached = plan.cached_tokens if least is None else least
@@ -57,7 +56,7 @@ def completion(
 
 
 def completion_of_tokens(
-    request: Request, *, reason: types_pb2.FinishReason, matched_stop: str, now: float
+    request: Request, *, reason: types_pb2.FinishReason, now: float
 ) -> scheduler_pb2.GenerateComplete:
     """Return the last message of a request whose tokens no worker had to compute."""
     times, output = request.times, request.output
@@ -65,7 +64,7 @@ def completion_of_tokens(
     text = output.finish(stopped=stopped)
     return scheduler_pb2.GenerateComplete(
         finish_reason=reason,
-        matched_stop=(matched_stop or output.matched_stop) if stopped else "",
+        matched_stop=output.matched_stop if stopped else "",
         usage=scheduler_pb2.Usage(
             prompt_tokens=len(request.prompt),
             completion_tokens=len(output),

@@ -40,7 +40,6 @@ class Finished:
     """Every token of the answer has come."""
 
     reason: types_pb2.FinishReason
-    matched_stop: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def finished(request: Request) -> Finished | None:
     """Return how the tokens that are there end the answer; None if more have to come."""
     output = request.output
     if len(output) and output.ends_in_stop:
-        return Finished(types_pb2.FINISH_REASON_STOP, output.matched_stop)
+        return Finished(types_pb2.FINISH_REASON_STOP)
     if len(output) >= request.sampling.max_tokens:
         return Finished(types_pb2.FINISH_REASON_LENGTH)
     return None

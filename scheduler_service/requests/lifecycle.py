@@ -530,7 +530,7 @@ class RequestManager:
         elif finish.reason in (types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH):
             has_steps = finish.HasField("mean_step_seconds")
             seconds = finish.mean_step_seconds if has_steps else None
-            self._complete(attempt, Finished(finish.reason, finish.matched_stop), seconds)
+            self._complete(attempt, Finished(finish.reason), seconds)
         elif attempt.is_put_back:
             self._retry(attempt, None, is_loss=False)
         else:
@@ -579,22 +579,14 @@ class RequestManager:
     ) -> None:
         """End a request with its whole answer. `step_seconds`: mean of its steps, if known."""
         now = self._clock()
-        message = completion(
-            attempt,
-            reason=ending.reason,
-            matched_stop=ending.matched_stop,
-            step_seconds=step_seconds,
-            now=now,
-        )
+        message = completion(attempt, reason=ending.reason, step_seconds=step_seconds, now=now)
         self.admission.completed(attempt.request)
         self._completed(attempt.request, message, now)
 
     def _complete_resumed(self, request: Request, ending: Finished) -> None:
         """End a request whose client had all tokens: it lost the last message only."""
         now = self._clock()
-        message = completion_of_tokens(
-            request, reason=ending.reason, matched_stop=ending.matched_stop, now=now
-        )
+        message = completion_of_tokens(request, reason=ending.reason, now=now)
         self._completed(request, message, now)
 
     def _completed(

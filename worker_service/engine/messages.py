@@ -131,7 +131,6 @@ class FinishEvent:
 
     key: SequenceKey
     reason: str = ""
-    matched_stop: str = ""
     error: SplitpointError | None = None
     mean_step_seconds: float | None = None
     selection_off_reason: str = ""

@@ -162,7 +162,7 @@ class Postprocessor:
         if sequence.text is not None:
             sequence.text.push([choice.token_id])
             if sequence.text.matched_stop is not None:
-                return FinishEvent(sequence.key, "stop", sequence.text.matched_stop)
+                return FinishEvent(sequence.key, "stop")
         if sequence.matcher is not None:
             sequence.matcher.accept(choice.token_id)
             if sequence.matcher.is_complete:

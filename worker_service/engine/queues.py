@@ -424,6 +424,11 @@ class SequenceQueues:
     # -- below ------------------------------------------------------------------------
 
     def _stop_search(self, sequence: Sequence) -> TextStream | None:
+        """Return what ends the sequence at a stop string; None if it has none.
+
+        The scheduler finds the same one, which it names and cuts from the text. Without this
+        search the sequence would go on until the scheduler's command came.
+        """
         admission = sequence.admission
         sampling = admission.sampling
         if not sampling.stop or self._tokenizer is None:

@@ -191,7 +191,6 @@ def test_ends_within_an_accepted_run_are_those_of_plain_decoding(
         )
         found = run_all(engine, speculating(request, 8))
         same(found, plain)
-        assert found.finishes["x"].matched_stop == plain.finishes["x"].matched_stop
         assert 0 < sum(event.accepted for event in found.drafts) < len(found.tokens["x"])
         # Tokens behind the end are counted nowhere; the first one came with the prompt.
         assert found.decoded_tokens == plain.decoded_tokens == len(found.tokens["x"]) - 1
