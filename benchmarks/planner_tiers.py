@@ -46,7 +46,7 @@ from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import parse_size
 from splitpoint.costs.fetching import TierEnds, rate_of
 from splitpoint.keys import numerics_salt
-from splitpoint.planning.plan import Plan, Residency, RestoreMethod
+from splitpoint.planning.plan import RECOMPUTED, ForcedRestore, Plan, Residency, RestoreMethod
 from splitpoint.planning.words import headline
 from splitpoint.tiers import Tier
 from splitpoint.transport.channels import open_channel
@@ -304,7 +304,7 @@ def loading(facts: WorkerFacts, tokens: int, used: int, method: RestoreMethod) -
         grant_of(facts),
         token_count=tokens,
         cached_tokens=used,
-        options=PlanOptions(restore_method=method),
+        options=PlanOptions(ForcedRestore.of(None, method)),
     ).plan
     size = used // facts.chunk_tokens * facts.slot_bytes
     seconds = rate_of(facts.profile, DISK.place).seconds(size)
@@ -332,7 +332,7 @@ def both_ends(facts: WorkerFacts, tokens: int, on_disk: int) -> Way | None:
         grant_of(facts),
         token_count=tokens,
         cached_tokens=on_disk,
-        options=PlanOptions(restore_method=RestoreMethod.TOKENS),
+        options=PlanOptions(RECOMPUTED),
     ).plan
     plan = _with_fetch(plan, on_disk - point.tokens, point.seconds)
     name = _name(plan, on_disk, point.tokens)

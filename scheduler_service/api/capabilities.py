@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from scheduler_service.api.request import Request
-from scheduler_service.placement.planning import check_split
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod
@@ -34,7 +33,9 @@ def check_capabilities(request: Request, workers: Collection[WorkerFacts]) -> No
     has), or FailedPrecondition (a selection that no worker has artefacts for, structured output
     that none can follow).
     """
-    check_split(request.split_tokens, workers)
+    if request.forced is not None and workers:
+        has_activations = any(worker.has_activations for worker in workers)
+        request.forced.check(request.residency, has_activations=has_activations)
     _check_drafter(request.drafter, workers)
     _check_selection(request.selection, workers)
     if request.is_structured and not any(worker.has_structured_output for worker in workers):

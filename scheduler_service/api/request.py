@@ -84,8 +84,6 @@ class Request(Demand):
     # The tokens of sampling.bad_words, each at least one.
     bad_words: tuple[tuple[int, ...], ...] = ()
     cache_salt: bytes = b""
-    # None: as planned.
-    split_tokens: int | None = None
     speculation: AskedSpeculation = AS_CONFIGURED
     # Where the client that sent it begins to read.
     resume: Resume = FROM_THE_START

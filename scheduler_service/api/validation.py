@@ -23,7 +23,7 @@ from scheduler_service.limits import LEAST_PRIORITY, MOST_PRIORITY
 from splitpoint.config import counted
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.keys import SALT_LIMIT, request_seed
-from splitpoint.planning.plan import Residency, RestoreMethod, check_forced_method
+from splitpoint.planning.plan import RECOMPUTED, ForcedRestore, Residency
 from splitpoint.selection import check_speculation
 from splitpoint.shapes import ModelShape
 from splitpoint.speculation import PLAIN
@@ -69,7 +69,7 @@ def validate_generate(
     """
     check_model(request.model, (model.name, *other_names))
     _check_names(request)
-    split, method, residency = _restore_options(request)
+    forced, residency = _restore_options(request)
     _check_sampling(request.sampling, model, has_tokenizer=encode is not None)
     speculation = speculation_from_proto(request.speculation)
     selection = selection_from_proto(request.selection if request.HasField("selection") else None)
@@ -91,8 +91,7 @@ def validate_generate(
         bad_words=bad_word_tokens(sampling.bad_words, encode),
         cache_salt=request.cache_salt,
         worker_id=request.worker_id,
-        split_tokens=split,
-        restore_method=method,
+        forced=forced,
         residency=residency,
         speculation=speculation,
         selection=selection,
@@ -134,22 +133,21 @@ def _check_names(request: scheduler_pb2.GenerateRequest) -> None:
 
 def _restore_options(
     request: scheduler_pb2.GenerateRequest,
-) -> tuple[int | None, RestoreMethod | None, Residency | None]:
-    """Return forced split, forced method and residency; None for what was left open."""
-    residency = optional_residency(request.residency)
+) -> tuple[ForcedRestore | None, Residency | None]:
+    """Return the forced restore and the residency; None for what was left open."""
+    residency, method = optional_residency(request.residency), None
+    if request.restore_method != types_pb2.RESTORE_METHOD_UNSPECIFIED:
+        try:
+            method = method_from_proto(request.restore_method)
+        except InvalidArgument as error:
+            raise InvalidArgument(error.message, field="restore_method") from error
     split = request.split_tokens if request.HasField("split_tokens") else None
-    if split is not None and split < 0:
-        raise InvalidArgument("split_tokens must be at least 0", field="split_tokens")
-    if request.restore_method == types_pb2.RESTORE_METHOD_UNSPECIFIED:
-        return split, None, residency
-    try:
-        method = method_from_proto(request.restore_method)
-    except InvalidArgument as error:
-        raise InvalidArgument(error.message, field="restore_method") from error
-    check_forced_method(method, split, residency)
-    if method is RestoreMethod.TOKENS:
+    forced = ForcedRestore.of(split, method)
+    if forced is not None:
+        forced.check(residency)
+    if forced == RECOMPUTED:
         residency = Residency.RESIDENT  # a streamed prefix could not be recomputed
-    return split, method, residency
+    return forced, residency
 
 
 def _complete_sampling(

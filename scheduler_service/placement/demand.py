@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from scheduler_service.placement.footprint import Fits, NeverFits
 from scheduler_service.prefixes.lookup import CachedPrefix
-from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.planning.plan import ForcedRestore, Residency
 from splitpoint.selection import FULL, Selection
 from splitpoint.speculation import DraftMethod
 
@@ -26,7 +26,7 @@ class Demand(ABC):
         since: when it began to wait, in seconds of the queue's clock.
         worker_id: the only worker that may run it; empty: any.
         residency: None: resident if that fits, else streamed.
-        restore_method: None: as planned.
+        forced: how its prefix is restored; None: as planned.
         selection: which cached tokens its decode steps read. A worker that cannot follow it reads
             them all.
         cached: where its leading tokens are cached.
@@ -42,7 +42,7 @@ class Demand(ABC):
     since: float = 0.0
     worker_id: str = ""
     residency: Residency | None = None
-    restore_method: RestoreMethod | None = None
+    forced: ForcedRestore | None = None
     selection: Selection = FULL
     cached: CachedPrefix = field(default_factory=CachedPrefix)
     is_paused: bool = False

@@ -5,22 +5,21 @@ Pure, on top of `splitpoint.planning.planner`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from scheduler_service.placement.fetch_plan import ChunkSizes, PlannedAttempt, best_fetch
 from scheduler_service.placement.footprint import Grant, NeverFits, footprint_of, grant_of
 from scheduler_service.prefixes.lookup import FetchSource
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import (
+    ForcedRestore,
     Objective,
     Plan,
     PlanInput,
     Reason,
     ReasonKind,
     Residency,
-    RestoreMethod,
 )
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.split_costs import tiles_of
@@ -30,8 +29,7 @@ from splitpoint.planning.split_costs import tiles_of
 class PlanOptions:
     """What the client forces (None: nothing), and what plans minimize."""
 
-    split_tokens: int | None = None
-    restore_method: RestoreMethod | None = None
+    forced: ForcedRestore | None = None
     objective: Objective = Objective.LATENCY
 
 
@@ -133,17 +131,6 @@ def explain(
     ).plan
 
 
-def check_split(split_tokens: int | None, workers: Collection[WorkerFacts]) -> None:
-    """Raises InvalidArgument for a forced split if no worker has activations."""
-    if split_tokens and workers and not any(worker.has_activations for worker in workers):
-        raise InvalidArgument(
-            "the store holds no activations, so nothing can be rebuilt from them: only split 0 "
-            "is possible (start with --activations always)",
-            field="split_tokens",
-            reason="NO_ACTIVATIONS",
-        )
-
-
 def _plan(
     worker: WorkerFacts, grant: Grant, options: PlanOptions, cached_tokens: int, new_tokens: int
 ) -> Plan:
@@ -159,8 +146,7 @@ def _plan(
             footprint_bytes=grant.size_bytes,
             spare_bytes=grant.spare_bytes,
             keeps_activations=True,
-            forced_split_tokens=options.split_tokens,
-            forced_method=options.restore_method,
+            forced=options.forced,
             objective=options.objective,
             chunk_tokens=worker.chunk_tokens,
             staging_tokens=worker.staging_tokens,

@@ -47,7 +47,7 @@ def streamed_instead(
     request itself stored. `expected_answer`: the expected length of a request's answer.
     """
     worker, missing = account.facts, need.pages - account.free_pages
-    if demand.residency is not None or demand.restore_method is not None:
+    if demand.residency is not None or demand.forced is not None:
         return None
     if worker.encoding.is_lossy or need.is_streamed or missing <= 0:
         return None

@@ -13,7 +13,7 @@ from scheduler_service.policy.admission import Rejected
 from scheduler_service.requests.attempt import Attempt
 from splitpoint.errors import ResourceExhausted, SplitpointError
 from splitpoint.observe.logs import LogFacts
-from splitpoint.planning.plan import Plan, RestoreMethod
+from splitpoint.planning.plan import RECOMPUTED, Plan
 from splitpoint.planning.words import in_words
 from splitpoint.transport.convert import plan_to_proto
 from splitpoint.v1 import scheduler_pb2, types_pb2
@@ -91,7 +91,7 @@ def rejection(verdict: Rejected, request: Request, limits: Limits) -> ResourceEx
             queue_capacity=limits.queue_capacity,
         )
     why = ""
-    if request.restore_method is RestoreMethod.TOKENS:
+    if request.forced == RECOMPUTED:
         why = "; restoring from tokens needs resident residency, so it cannot be streamed"
     return ResourceExhausted(
         f"{verdict.reason}{why}",

@@ -11,7 +11,7 @@ from scheduler_service.placement.planning import PlanOptions, plan_attempt
 from scheduler_service.prefixes.lookup import FetchSource
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.observe.tracing import NO_SPAN, Span
-from splitpoint.planning.plan import Objective, Plan, RestoreMethod
+from splitpoint.planning.plan import Objective, Plan
 from splitpoint.selection import FULL, Selection, speculation_beside
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint.transport.convert import (
@@ -77,7 +77,7 @@ class Attempt:
             self.grant,
             token_count=request.known_count,
             cached_tokens=request.cached.own.get(self.worker_id, 0),
-            options=PlanOptions(request.split_tokens, request.restore_method, objective),
+            options=PlanOptions(request.forced, objective),
             sources=request.cached.sources.get(self.worker_id, ()),
         )
         self.selection = worker.followed(request.selection)
@@ -117,8 +117,6 @@ class Attempt:
                 command.source_tier = tier_to_proto(self.source.tier)
             command.source_cached_tokens = self.source.cached_tokens
             command.meeting_tokens = self.meeting_tokens
-        if request.split_tokens is not None:
-            command.forced_split_tokens = request.split_tokens
-        elif request.restore_method is RestoreMethod.LOAD:
-            command.forced_split_tokens = 0
+        if request.forced is not None and request.forced.split_tokens is not None:
+            command.forced_split_tokens = request.forced.split_tokens
         return command

@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.plan import Objective, PlanInput, RestoreMethod, SplitLine
+from splitpoint.planning.plan import RECOMPUTED, Objective, PlanInput, RestoreMethod, SplitLine
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts, tiles_of
 from splitpoint.planning.split_search import best_pipeline_options, best_split
@@ -269,15 +269,13 @@ class Chooser:
         # Recomputing while loading pays only where the two overlap.
         if request.schedule is Schedule.PIPELINED and cached:
             tokens = self._recompute_tokens()
-        if request.forced_split_tokens is not None:
-            best = self._split_at(min(request.forced_split_tokens, cached))
-        elif request.forced_method is RestoreMethod.LOAD:
-            best = load
-        elif request.forced_method is RestoreMethod.TOKENS and cached:
-            best = tokens or self._recompute_tokens()
-        else:
+        if request.forced is None:
             # Recomputing nothing is loading everything.
             best = _least(load, split, tokens if tokens and tokens.recomputed else None)
+        elif request.forced == RECOMPUTED and cached:
+            best = tokens or self._recompute_tokens()
+        else:
+            best = self._split_at(min(request.forced.split_tokens or 0, cached))
         return Comparison(best, load, split, tokens)
 
     def _split_at(self, split: int) -> Candidate:
@@ -325,9 +323,9 @@ class Chooser:
         split = None
         if request.has_activations:
             split = self._streamed(self._best_stream_plan(has_activations=True))
-        if request.forced_split_tokens is None and request.forced_method is None:
+        if request.forced is None:
             return Comparison(_least(load, split), load, split, None)
-        wanted = min(request.forced_split_tokens or 0, length)
+        wanted = min(request.forced.split_tokens or 0, length)
         wanted = wanted if wanted > without_x.resident else 0
         forced = stream_plan_at(self.costs, length, options, without_x.resident, wanted)
         return Comparison(self._streamed(forced), load, split, None)
@@ -353,7 +351,7 @@ class Chooser:
         sends = plan.schedule is not Schedule.ROW
         line = self._line(plan.schedule, plan.split)
         # A split that was asked for is taken as it is.
-        is_forced = self.request.forced_split_tokens is not None
+        is_forced = self.request.forced is not None
         now = line.at(cached, 1 if is_forced else self.request.chunk_tokens)
         now = now if now > plan.ready else 0
         ready = min(plan.ready, cached)
@@ -395,7 +393,7 @@ class Chooser:
         if not split:
             return NO_SPLIT
         is_row = request.is_streamed and schedule is Schedule.ROW
-        if request.forced_split_tokens is not None or is_row:
+        if request.forced is not None or is_row:
             return SplitLine.fixed(split)
         cap = self.shape.context_length if request.is_streamed else length
         if split == length or schedule is Schedule.SERIAL:

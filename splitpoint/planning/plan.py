@@ -87,9 +87,9 @@ class ReasonKind(StrEnum):
     The names are the wire's: none is given to another meaning. `words.py` has their sentences.
     """
 
-    # -- what the client asked for: wanted and possible tokens; the method
+    # -- what the client asked for: wanted and possible tokens
     ASKED_SPLIT = auto()
-    ASKED_METHOD = auto()
+    ASKED_TOKENS = auto()
     # -- what is done: split and all tokens, schedule
     SPLIT = auto()
     # the split for now, cached tokens
@@ -192,6 +192,60 @@ FORCED_METHODS = (RestoreMethod.LOAD, RestoreMethod.TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
+class ForcedRestore:
+    """How a client wants its cached prefix to come back, in place of the planner's choice.
+
+    Attributes:
+        split_tokens: cached tokens to rebuild from activations, as far as there are so many; the
+            others are loaded. None: they are recomputed from their ids.
+    """
+
+    split_tokens: int | None
+
+    @classmethod
+    def of(cls, split_tokens: int | None, method: RestoreMethod | None) -> ForcedRestore | None:
+        """Return what a client asks for, by one of the two; None if by neither.
+
+        Raises InvalidArgument.
+        """
+        if split_tokens is not None and split_tokens < 0:
+            raise InvalidArgument("split_tokens must be at least 0", field="split_tokens")
+        if method is None:
+            return None if split_tokens is None else cls(split_tokens)
+        if method not in FORCED_METHODS:
+            names = " or ".join(kind.value for kind in FORCED_METHODS)
+            raise InvalidArgument(
+                f"restore_method can be {names}, not {method.value} (split_tokens says how much "
+                "is rebuilt from activations)",
+                field="restore_method",
+            )
+        if split_tokens is not None:
+            raise InvalidArgument(
+                "give restore_method or split_tokens, not both", field="restore_method"
+            )
+        return LOADED if method is RestoreMethod.LOAD else RECOMPUTED
+
+    def check(self, residency: Residency | None, *, has_activations: bool = True) -> None:
+        """Raise InvalidArgument for a residency or a store with which it is not possible."""
+        if self.split_tokens and not has_activations:
+            raise InvalidArgument(
+                "the store holds no activations, so nothing can be rebuilt from them: "
+                "only split 0 is possible (start with --activations always)",
+                field="split_tokens",
+                reason="NO_ACTIVATIONS",
+            )
+        if self == RECOMPUTED and residency is Residency.STREAMED:
+            raise InvalidArgument(
+                "a streamed prefix is loaded or rebuilt in every step, so recomputing it from "
+                "token ids can only be asked for with resident residency",
+                field="restore_method",
+            )
+
+
+LOADED, RECOMPUTED = ForcedRestore(0), ForcedRestore(None)
+
+
+@dataclass(frozen=True, slots=True)
 class PlanInput:
     """One request, as the planner sees it. Token counts; footprint in bytes."""
 
@@ -201,10 +255,9 @@ class PlanInput:
     schedule: Schedule = Schedule.SERIAL
     residency: Residency = Residency.RESIDENT
     footprint_bytes: int = 0
-    forced_split_tokens: int | None = None
+    # None: the planner chooses.
+    forced: ForcedRestore | None = None
     objective: Objective = Objective.LATENCY
-    # One of FORCED_METHODS. None: the planner chooses.
-    forced_method: RestoreMethod | None = None
     # Tokens that are stored at once: a split is a multiple of it, or everything.
     chunk_tokens: int = 1
     # Tokens of X that fit the staging memory, of which a tile takes at most half; 0: no bound.
@@ -229,46 +282,8 @@ class PlanInput:
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise InvalidArgument(f"{name} must be at least {value}", field=name)
-        if self.forced_split_tokens is not None:
-            check_forced_split(self.forced_split_tokens, has_activations=self.has_activations)
-        if self.forced_method is not None:
-            check_forced_method(self.forced_method, self.forced_split_tokens, self.residency)
-
-
-def check_forced_split(split_tokens: int, *, has_activations: bool) -> None:
-    """Raise InvalidArgument for a split that no store could serve."""
-    if split_tokens < 0:
-        raise InvalidArgument("split_tokens must be at least 0", field="split_tokens")
-    if split_tokens > 0 and not has_activations:
-        raise InvalidArgument(
-            "the store holds no activations, so nothing can be rebuilt from them: "
-            "only split 0 is possible (start with --activations always)",
-            field="split_tokens",
-            reason="NO_ACTIVATIONS",
-        )
-
-
-def check_forced_method(
-    method: RestoreMethod, split_tokens: int | None, residency: Residency | None
-) -> None:
-    """Raise InvalidArgument for a method that cannot be asked for, at all or in this way."""
-    if method not in FORCED_METHODS:
-        names = " or ".join(kind.value for kind in FORCED_METHODS)
-        raise InvalidArgument(
-            f"restore_method can be {names}, not {method.value} (split_tokens says how much is "
-            "rebuilt from activations)",
-            field="restore_method",
-        )
-    if split_tokens is not None:
-        raise InvalidArgument(
-            "give restore_method or split_tokens, not both", field="restore_method"
-        )
-    if method is RestoreMethod.TOKENS and residency is Residency.STREAMED:
-        raise InvalidArgument(
-            "a streamed prefix is loaded or rebuilt in every step, so recomputing it from token "
-            "ids can only be asked for with resident residency",
-            field="restore_method",
-        )
+        if self.forced is not None:
+            self.forced.check(self.residency, has_activations=self.has_activations)
 
 
 @dataclass(frozen=True, slots=True)

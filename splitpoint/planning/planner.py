@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.choices import Candidate, Chooser, Comparison
 from splitpoint.planning.plan import (
+    ForcedRestore,
     Objective,
     Plan,
     PlanInput,
@@ -132,8 +133,8 @@ def plan_batch(
 def _reasons(chooser: Chooser, comparison: Comparison, load_seconds: float) -> Iterator[Reason]:
     """Yield why `comparison.best` was chosen. `load_seconds`: of loading everything."""
     request = chooser.request
-    if request.forced_split_tokens is not None or request.forced_method is not None:
-        yield from _asked(chooser, comparison, load_seconds)
+    if request.forced is not None:
+        yield from _asked(chooser, comparison, load_seconds, request.forced)
     elif chooser.length:
         if comparison.best.method is RestoreMethod.TOKENS:
             yield from _why_tokens(chooser, comparison, load_seconds)
@@ -150,19 +151,19 @@ def _reasons(chooser: Chooser, comparison: Comparison, load_seconds: float) -> I
         yield Reason(ReasonKind.HOST_WEIGHTS, taken)
 
 
-def _asked(chooser: Chooser, comparison: Comparison, load_seconds: float) -> Iterator[Reason]:
-    request, best = chooser.request, comparison.best
-    wanted = request.forced_split_tokens
-    if wanted and not chooser.length:
-        yield Reason(ReasonKind.ASKED_SPLIT, (wanted, 0))
+def _asked(
+    chooser: Chooser, comparison: Comparison, load_seconds: float, forced: ForcedRestore
+) -> Iterator[Reason]:
+    request, best, wanted = chooser.request, comparison.best, forced.split_tokens
     if not chooser.length:
+        if wanted:
+            yield Reason(ReasonKind.ASKED_SPLIT, (wanted, 0))
         return
-    if wanted is not None:
-        yield Reason(ReasonKind.ASKED_SPLIT, (wanted, best.split))
-    elif request.forced_method is not None:
-        yield Reason(ReasonKind.ASKED_METHOD, (request.forced_method.value,))
-    if best.method is RestoreMethod.TOKENS:
+    if wanted is None:
+        yield Reason(ReasonKind.ASKED_TOKENS)
         yield Reason(ReasonKind.RECOMPUTED, (best.recomputed, request.cached_tokens))
+    else:
+        yield Reason(ReasonKind.ASKED_SPLIT, (wanted, best.split))
     if request.is_streamed:
         yield _step(comparison)
     else:

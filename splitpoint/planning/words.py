@@ -134,14 +134,9 @@ def _cold(new_tokens: int) -> str:
 
 def _asked_split(wanted: int, split: int) -> str:
     if split == wanted:
-        return f"split {split:,} was asked for"
+        return f"split {split:,} was asked for" if split else "loading was asked for"
     limit = "all that is cached" if split else "since only cached tokens can be rebuilt"
     return f"split {wanted:,} was asked for and capped at {split:,}, {limit}"
-
-
-def _asked_method(method: str) -> str:
-    is_load = method == RestoreMethod.LOAD.value
-    return "loading was asked for" if is_load else f"method {method} was asked for"
 
 
 def _split(split: int, length: int, schedule: str) -> str:
@@ -356,7 +351,7 @@ def _selected(
 # Each takes the values of its kind.
 _WORDS: dict[ReasonKind, Callable[..., str]] = {
     ReasonKind.ASKED_SPLIT: _asked_split,
-    ReasonKind.ASKED_METHOD: _asked_method,
+    ReasonKind.ASKED_TOKENS: "method tokens was asked for".format,
     ReasonKind.SPLIT: _split,
     ReasonKind.AT_FIRST: "at first {:,} of {:,}, until the new tokens are stored".format,
     ReasonKind.RECOMPUTED: _recomputed,

@@ -441,7 +441,7 @@ async def test_a_client_chooses_how_its_prefix_comes_back() -> None:
         done = (await running.generate(tokens)).done
         assert done.plan.method == types_pb2.RESTORE_METHOD_TOKENS
         assert not worker.admits[1].HasField("forced_split_tokens")
-        assert reasons_of(done.plan)[ReasonKind.ASKED_METHOD] == ("tokens",)
+        assert reasons_of(done.plan)[ReasonKind.ASKED_TOKENS] == ()
     await store.stop()
 
 

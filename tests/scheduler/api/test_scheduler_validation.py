@@ -20,7 +20,7 @@ from scheduler_service.api.validation import validate_generate
 from scheduler_service.limits import Limits
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, SplitpointError
-from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.planning.plan import LOADED, RECOMPUTED, Residency
 from splitpoint.transport import statuses
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
@@ -257,7 +257,7 @@ def test_what_was_left_open_is_filled_in() -> None:
     assert len(checked.request_id) == 32
     assert checked.request_id != other.request_id
     assert checked.residency is None
-    assert checked.split_tokens is None
+    assert checked.forced is None
     assert checked.token_count == 50
     given_all = request_with(
         lambda request: (
@@ -269,7 +269,7 @@ def test_what_was_left_open_is_filled_in() -> None:
     )
     checked = check(given_all)
     assert (checked.sampling.max_tokens, checked.sampling.seed) == (4, -3)
-    assert checked.split_tokens == 0
+    assert checked.forced == LOADED
     assert checked.residency is Residency.STREAMED
     assert checked.sampling == given_all.sampling
     assert check(fields_request(text="hello")).prompt == tuple(ord(c) % 100 for c in "hello")
@@ -295,10 +295,10 @@ def test_a_prompt_is_cut_so_that_its_answer_fits() -> None:
 
 def test_token_ids_are_recomputed_into_device_memory_only() -> None:
     asked = check(ids_request([1], restore_method=types_pb2.RESTORE_METHOD_TOKENS))
-    assert asked.restore_method is RestoreMethod.TOKENS
+    assert asked.forced == RECOMPUTED
     assert asked.residency is Residency.RESIDENT
     loaded = check(ids_request([1], restore_method=types_pb2.RESTORE_METHOD_LOAD))
-    assert (loaded.restore_method, loaded.residency) == (RestoreMethod.LOAD, None)
+    assert (loaded.forced, loaded.residency) == (LOADED, None)
 
 
 def fields_request(**values: Any) -> scheduler_pb2.GenerateRequest:

@@ -20,11 +20,10 @@ from scheduler_service.api.request import Request
 from scheduler_service.placement.account import WorkerAccount
 from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of, grant_of
 from scheduler_service.placement.plan_report import actual_plan
-from scheduler_service.placement.planning import check_split, explain, plan_attempt
+from scheduler_service.placement.planning import explain, plan_attempt
 from scheduler_service.policy.admission import AdmissionQueue, Admitted, Queued, Rejected
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
-from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Plan, Reason, ReasonKind, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, Numerics
@@ -441,15 +440,6 @@ def test_explained_plans_and_rejections() -> None:
     assert streamed.resident_tokens == 3 * CHUNK_TOKENS
     never = explain(NO_STORE, cached_tokens=0, new_tokens=161, max_tokens=1, residency=None)
     assert isinstance(never, NeverFits)
-
-
-def test_a_forced_split_needs_activations_somewhere() -> None:
-    bare = replace(FACTS, has_activations=False)
-    check_split(5, [bare, FACTS])
-    check_split(0, [bare])
-    check_split(None, [bare])
-    with pytest.raises(InvalidArgument, match="no activations"):
-        check_split(5, [bare])
 
 
 def test_reports_correct_the_plan() -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
-from splitpoint.planning.plan import PlanInput, Reason, ReasonKind, Residency, RestoreMethod
+from splitpoint.planning.plan import (
+    ForcedRestore,
+    PlanInput,
+    Reason,
+    ReasonKind,
+    Residency,
+    RestoreMethod,
+)
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.words import headline, in_words, sentence
@@ -27,8 +35,8 @@ TABLE = [
         (64, 0),
         "split 64 was asked for and capped at 0, since only cached tokens can be rebuilt",
     ),
-    ("ASKED_METHOD", ("load",), "loading was asked for"),
-    ("ASKED_METHOD", ("tokens",), "method tokens was asked for"),
+    ("ASKED_SPLIT", (0, 0), "loading was asked for"),
+    ("ASKED_TOKENS", (), "method tokens was asked for"),
     ("SPLIT", (64, 64, "row"), "split 64: everything is rebuilt from arriving activations"),
     (
         "SPLIT",
@@ -291,7 +299,7 @@ HEADLINES = [
         "nothing is cached: 1 token is prefilled",
     ),
     (
-        {"forced_split_tokens": 128},
+        {"forced": ForcedRestore(128)},
         "128 of 2,000 rebuilt from stored activations, the others loaded: 21.3 ms predicted; "
         "loading everything would take 21.6 ms, recomputing 55.5 ms",
     ),
@@ -300,9 +308,9 @@ HEADLINES = [
 
 @pytest.mark.parametrize(("changes", "said"), HEADLINES)
 def test_a_headline_names_what_is_done_and_what_the_alternatives_would_take(
-    changes: dict[str, bool | int], said: str
+    changes: dict[str, Any], said: str
 ) -> None:
-    assert headline(plan_request(OPT, H100, replace(WARM, **changes))) == said  # type: ignore[arg-type]
+    assert headline(plan_request(OPT, H100, replace(WARM, **changes))) == said
 
 
 def test_a_headline_follows_what_happened() -> None:

@@ -12,6 +12,9 @@ import pytest
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile, fit_line
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import (
+    LOADED,
+    RECOMPUTED,
+    ForcedRestore,
     Objective,
     Plan,
     PlanInput,
@@ -106,18 +109,18 @@ def test_nothing_cached() -> None:
 
 def test_forced_split_is_capped_and_needs_activations() -> None:
     shape = BUILT_IN_SHAPES["opt-125m"]
-    plan = plan_request(shape, H100, PlanInput(100, 5, True, forced_split_tokens=500))
+    plan = plan_request(shape, H100, PlanInput(100, 5, True, forced=ForcedRestore(500)))
     assert plan.split_tokens == 100
     assert plan.method is RestoreMethod.RECOMPUTE
     assert dict(plan.reasons)[ReasonKind.ASKED_SPLIT] == (500, 100)
-    followed = plan_request(shape, H100, PlanInput(100, 5, True, forced_split_tokens=64))
+    followed = plan_request(shape, H100, PlanInput(100, 5, True, forced=ForcedRestore(64)))
     assert dict(followed.reasons)[ReasonKind.ASKED_SPLIT] == (64, 64)
-    cold = plan_request(shape, H100, PlanInput(0, 5, True, forced_split_tokens=64))
+    cold = plan_request(shape, H100, PlanInput(0, 5, True, forced=ForcedRestore(64)))
     assert dict(cold.reasons) == {ReasonKind.ASKED_SPLIT: (64, 0)}
     with pytest.raises(InvalidArgument, match="no activations") as caught:
-        PlanInput(100, 5, has_activations=False, forced_split_tokens=1)
+        PlanInput(100, 5, has_activations=False, forced=ForcedRestore(1))
     assert caught.value.field == "split_tokens"
-    assert plan_request(shape, H100, PlanInput(100, 5, False, forced_split_tokens=0))
+    assert plan_request(shape, H100, PlanInput(100, 5, False, forced=ForcedRestore(0)))
 
 
 def test_a_forced_split_is_never_answered_with_token_ids() -> None:
@@ -125,7 +128,7 @@ def test_a_forced_split_is_never_answered_with_token_ids() -> None:
     fast = replace(H100, prefill_flops_per_second=1e18, prefill_overhead_seconds=0.0)
     assert plan_request(LLAMA, fast, PIPELINED).method is RestoreMethod.TOKENS
     for split, method in ((0, RestoreMethod.LOAD), (100, RestoreMethod.SPLIT)):
-        plan = plan_request(LLAMA, fast, replace(PIPELINED, forced_split_tokens=split))
+        plan = plan_request(LLAMA, fast, replace(PIPELINED, forced=ForcedRestore(split)))
         assert (plan.method, plan.split_tokens, plan.recomputed_tokens) == (method, split, 0)
 
 
@@ -226,37 +229,35 @@ def test_token_ids_are_for_resident_restores_that_overlap() -> None:
 
 
 def test_a_client_may_ask_for_token_ids_or_for_loading() -> None:
-    tokens = plan_request(LLAMA, H100, replace(PIPELINED, forced_method=RestoreMethod.TOKENS))
+    tokens = plan_request(LLAMA, H100, replace(PIPELINED, forced=RECOMPUTED))
     assert tokens.method is RestoreMethod.TOKENS
-    assert dict(tokens.reasons)[ReasonKind.ASKED_METHOD] == ("tokens",)
-    load = plan_request(OPT, H100, replace(PIPELINED, forced_method=RestoreMethod.LOAD))
+    assert ReasonKind.ASKED_TOKENS in dict(tokens.reasons)
+    load = plan_request(OPT, H100, replace(PIPELINED, forced=LOADED))
     assert (load.method, load.split_tokens) == (RestoreMethod.LOAD, 0)
     seconds = load.predicted_load_seconds
     assert dict(load.reasons) == {
-        ReasonKind.ASKED_METHOD: ("load",),
+        ReasonKind.ASKED_SPLIT: (0, 0),
         ReasonKind.PREDICTED: (seconds, seconds),
     }
-    serial = replace(PIPELINED, schedule=Schedule.SERIAL, forced_method=RestoreMethod.TOKENS)
+    serial = replace(PIPELINED, schedule=Schedule.SERIAL, forced=RECOMPUTED)
     twin = plan_request(LLAMA, H100, serial)
     assert twin.method is RestoreMethod.TOKENS
     assert twin.predicted_restore_seconds > tokens.predicted_restore_seconds
-    nothing = plan_request(
-        LLAMA, H100, replace(PIPELINED, cached_tokens=0, forced_method=RestoreMethod.TOKENS)
-    )
+    nothing = plan_request(LLAMA, H100, replace(PIPELINED, cached_tokens=0, forced=RECOMPUTED))
     assert nothing.method is RestoreMethod.NONE
     assert nothing.reasons == ()
-    few = replace(PIPELINED, cached_tokens=64, forced_method=RestoreMethod.TOKENS)
+    few = replace(PIPELINED, cached_tokens=64, forced=RECOMPUTED)
     whole = plan_request(LLAMA, replace(H100, prefill_overhead_seconds=10.0), few)
     assert whole.recomputed_tokens == 0
     assert dict(whole.reasons)[ReasonKind.RECOMPUTED] == (0, 64)
     itself, against = dict(whole.reasons)[ReasonKind.PREDICTED]
     assert itself == against
     with pytest.raises(InvalidArgument, match="load or tokens, not split"):
-        replace(PIPELINED, forced_method=RestoreMethod.SPLIT)
+        ForcedRestore.of(None, RestoreMethod.SPLIT)
     with pytest.raises(InvalidArgument, match="not both"):
-        replace(PIPELINED, forced_method=RestoreMethod.LOAD, forced_split_tokens=0)
+        ForcedRestore.of(0, RestoreMethod.LOAD)
     with pytest.raises(InvalidArgument, match="resident") as caught:
-        replace(PIPELINED, forced_method=RestoreMethod.TOKENS, residency=Residency.STREAMED)
+        replace(PIPELINED, forced=RECOMPUTED, residency=Residency.STREAMED)
     assert caught.value.field == "restore_method"
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.planning.choices import StreamPlan, best_stream_plan
-from splitpoint.planning.plan import PlanInput, Reason, ReasonKind, Residency, RestoreMethod
+from splitpoint.planning.plan import (
+    LOADED,
+    ForcedRestore,
+    PlanInput,
+    Reason,
+    ReasonKind,
+    Residency,
+    RestoreMethod,
+)
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts
@@ -88,23 +95,22 @@ def test_a_prompt_that_is_not_cached_yet_has_a_line_for_its_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "reason"),
+    ("forced", "reason"),
     [
-        ({"forced_method": RestoreMethod.LOAD}, Reason(ReasonKind.ASKED_METHOD, ("load",))),
-        ({"forced_split_tokens": 0}, Reason(ReasonKind.ASKED_SPLIT, (0, 0))),
-        ({"forced_split_tokens": 640}, Reason(ReasonKind.ASKED_SPLIT, (640, 640))),
+        (LOADED, Reason(ReasonKind.ASKED_SPLIT, (0, 0))),
+        (ForcedRestore(640), Reason(ReasonKind.ASKED_SPLIT, (640, 640))),
     ],
 )
 def test_a_wish_for_what_is_not_cached_yet_is_about_the_steps(
-    wish: dict[str, Any], reason: Reason
+    forced: ForcedRestore, reason: Reason
 ) -> None:
-    request = replace(STREAMED, cached_tokens=0, new_tokens=2048, **wish)
+    request = replace(STREAMED, cached_tokens=0, new_tokens=2048, forced=forced)
     plan = plan_request(OPT, A100, request)
     assert plan.method is RestoreMethod.NONE
     asked, (kind, (step, with_loading)) = plan.reasons
     assert (asked, kind) == (reason, ReasonKind.STEP)
     assert step == plan.predicted_step_seconds > 0
-    assert (step != with_loading) == (wish.get("forced_split_tokens") == 640)
+    assert (step != with_loading) == (forced != LOADED)
 
 
 def test_a_growing_prefix_has_two_splits_and_the_reason_tells_them_apart() -> None:
@@ -231,14 +237,14 @@ def test_activations_stay_where_the_device_would_wait_for_the_link() -> None:
 
 def test_a_forced_split_beside_a_resident_front() -> None:
     spare = 640 * OPT.kv_bytes_per_token
-    forced = replace(STREAMED, spare_bytes=spare, forced_split_tokens=1000)
+    forced = replace(STREAMED, spare_bytes=spare, forced=ForcedRestore(1000))
     plan = plan_request(OPT, A100, forced)
     assert (plan.resident_tokens, plan.split_tokens) == (640, 1000)
     assert plan.predicted_step_seconds == pytest.approx(
         step_of(OPT, A100, forced, 1000, resident=640)
     )
     # What is resident anyway is not rebuilt.
-    below = plan_request(OPT, A100, replace(forced, forced_split_tokens=600))
+    below = plan_request(OPT, A100, replace(forced, forced=ForcedRestore(600)))
     assert (below.resident_tokens, below.split_tokens) == (640, 0)
 
 
