@@ -13,7 +13,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scheduler_doubles import (
     CHUNK_TOKENS,
-    MODEL_FOLDER,
     PAGE_BYTES,
     PROFILE,
     SHAPE,
@@ -229,8 +228,7 @@ async def test_first_come_first_served() -> None:
         assert [entry.request_id for entry in queue.requests] == ["b", "c", "d", "e"]
         assert [entry.position for entry in queue.requests] == [0, 1, 2, 3]
         assert queue.requests[0].footprint_bytes == 2 * PAGE_BYTES
-        assert "free" in queue.requests[0].reason
-        assert "earlier" in queue.requests[1].reason
+        assert [entry.waits_for for entry in queue.requests[:2]] == ["memory", "turn"]
         assert queue.capacity == Limits().queue_capacity
         steps.allow(1000)
         await asyncio.gather(*tasks)
@@ -662,7 +660,3 @@ async def test_reflection_lists_the_services() -> None:
         names = {service.name for service in response.list_services_response.service}
         assert "splitpoint.v1.InferenceService" in names
         call.cancel()
-
-
-def test_the_model_folder_is_there() -> None:
-    assert (MODEL_FOLDER / "tokenizer.json").is_file()

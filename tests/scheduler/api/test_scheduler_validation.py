@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.message import Message
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from scheduler_doubles import MODEL, SHAPE, TOKENIZER, answer, ids_request, stack
+from scheduler_doubles import SHAPE, answer, ids_request, stack
 
 from scheduler_service.api.prompts import Encode
 from scheduler_service.api.request import Request
@@ -357,7 +357,3 @@ def test_whatever_passes_is_sound(values: dict[str, Any], prompt: list[int]) -> 
         assert math.isfinite(getattr(params, name))
     assert params.temperature >= 0
     assert not params.HasField("top_p") or 0 < params.top_p <= 1
-
-
-def test_the_bundled_model_has_a_tokenizer() -> None:
-    assert MODEL.tokenizer is TOKENIZER is not None

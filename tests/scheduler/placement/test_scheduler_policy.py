@@ -21,6 +21,7 @@ from scheduler_service.placement.account import WorkerAccount
 from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of, grant_of
 from scheduler_service.placement.plan_report import actual_plan
 from scheduler_service.placement.planning import explain, plan_attempt
+from scheduler_service.placement.waiting import Cause
 from scheduler_service.policy.admission import AdmissionQueue, Admitted, Queued, Rejected
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
@@ -130,36 +131,13 @@ def admit_all(admission: AdmissionQueue) -> list[Admitted]:
     return admitted
 
 
-def test_first_come_first_served_on_one_worker() -> None:
-    admission = AdmissionQueue(10)
-    admission.add_worker(FACTS)
-    for arrival, pages in enumerate((6, 6, 1)):
-        assert admission.submit(request(arrival, pages)) == Queued(arrival)
-    first = admit_all(admission)
-    assert [one.request.arrival for one in first] == [0]
-    admission.release(first[0].request)
-    assert [one.request.arrival for one in admit_all(admission)] == [1, 2]
-
-
-def test_a_pinned_request_holds_up_its_worker_only() -> None:
-    admission = AdmissionQueue(10)
-    admission.add_worker(FACTS)
-    admission.add_worker(replace(FACTS, worker_id="1"))
-    admission.submit(request(0, 10, worker_id="0"))
-    admission.submit(request(1, 10, worker_id="0"))
-    admission.submit(request(2, 5))
-    admission.submit(request(3, 1, worker_id="0"))
-    placed = [(one.request.arrival, one.worker_id) for one in admit_all(admission)]
-    assert placed == [(0, "0"), (2, "1")]
-
-
 def test_batch_places_count_too() -> None:
     admission = AdmissionQueue(10)
     admission.add_worker(replace(FACTS, max_batch_size=2))
     for arrival in range(3):
         admission.submit(request(arrival, 1))
     assert len(admit_all(admission)) == 2
-    assert "its batch limit" in admission.explain(request(9, 1)).reason
+    assert admission.explain(request(9, 1)).cause is Cause.BATCH
 
 
 def test_a_smaller_worker_gets_its_part() -> None:
@@ -206,7 +184,7 @@ def test_a_request_placed_again_keeps_its_place() -> None:
     assert admission.resubmit(request(2, 1)).position == 0
     assert admission.resubmit(request(4, 1)).position == 1
     assert not admission.is_placeable(request(5, 1))
-    assert admission.explain(request(5, 1)).reason == "no worker that could run it is ready"
+    assert admission.explain(request(5, 1)).cause is Cause.WORKER
     admission.add_worker(FACTS)
     assert [one.request.arrival for one in admit_all(admission)] == [2, 4, 5]
 

@@ -11,6 +11,7 @@ from scheduler_doubles import queued_request, worker_facts
 
 from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
+from scheduler_service.placement.waiting import Cause
 from scheduler_service.policy.admission import AdmissionQueue, Admitted
 from scheduler_service.requests.failover import (
     TRIAL_TOKENS,
@@ -95,7 +96,7 @@ def test_nothing_starts_beside_a_suspect_and_it_waits_for_what_starts() -> None:
     for one in (first, second, last):
         admission.submit(one)
     assert admission.admit() is None
-    assert "suspects start one after the other" in admission.explain(first).reason
+    assert admission.explain(first).cause is Cause.TRIAL
     fresh.output.append([5], [])
     assert admission.tokens_came(running.request)
     on_trial = admission.admit()
@@ -123,7 +124,7 @@ def test_a_paused_suspect_waits_and_holds_up_nobody() -> None:
     slow.is_paused = True
     admission.submit(slow)
     assert admission.admit() is None
-    assert "reader is behind" in admission.explain(slow).reason
+    assert admission.explain(slow).cause is Cause.READER
     admission.submit(other)
     running = admission.admit()
     assert running is not None

@@ -116,7 +116,6 @@ async def test_utilisation_lets_small_requests_by_and_says_what_the_others_wait_
         assert (large.cached_tokens, large.new_tokens, large.kappa_ratio) == (0, 1, 0.0)
         assert (large.tenant_weight, large.tenant_entitled_share) == (1.0, 1.0)
         assert large.waited_duration.ToNanoseconds() >= large.queued_duration.ToNanoseconds() > 0
-        assert "free of the" in large.reason
         assert [admit.request_id for admit in worker.admits] == ["first", "small"]
         steps.allow(1000)
         await asyncio.gather(*tasks)
@@ -139,7 +138,6 @@ async def test_memory_is_reserved_for_a_request_that_small_ones_overtake() -> No
             True,
         )
         assert (small.request_id, small.waits_for) == ("small", "reservation")
-        assert "waited long" in small.reason
         steps.allow(1000)
         await asyncio.gather(*tasks)
         assert [admit.request_id for admit in worker.admits] == ["first", "large", "small"]

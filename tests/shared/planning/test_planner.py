@@ -24,8 +24,7 @@ from splitpoint.planning.plan import (
 )
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
-from splitpoint.planning.split_search import best_split
+from splitpoint.planning.split_costs import SplitCosts
 from splitpoint.planning.token_recompute import TokenRecompute
 from splitpoint.planning.words import in_words
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
@@ -50,13 +49,6 @@ def random_profile(rng: random.Random) -> Profile:
         prefill_overhead_seconds=rng.choice([0.0, 10 ** rng.uniform(-4, -2)]),
         step_compute_seconds=rng.choice([0.0, 10 ** rng.uniform(-4, -1)]),
     )
-
-
-def test_serial_schedule_never_splits_inside() -> None:
-    rng = random.Random(1)
-    for _ in range(300):
-        costs = SplitCosts.of(OPT, random_profile(rng))
-        assert best_split(costs, 100, PipelineOptions(Schedule.SERIAL)) in (0, 100)
 
 
 @pytest.mark.parametrize("schedule", [Schedule.COLUMN, Schedule.PIPELINED])
