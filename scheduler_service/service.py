@@ -12,8 +12,12 @@ from scheduler_service.api.text_jobs import TextJobs
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.metrics import Distributions, readings
 from scheduler_service.options import SchedulerOptions
-from scheduler_service.prefixes.catalog import JoinedCatalogs, PrefixCatalog
-from scheduler_service.prefixes.lookup import CachedPrefix, find_prefix
+from scheduler_service.prefixes.lookup import (
+    CachedPrefix,
+    JoinedCatalogs,
+    PrefixCatalog,
+    find_prefix,
+)
 from scheduler_service.prefixes.stores import StoreCatalog
 from scheduler_service.requests.counters import Counters
 from scheduler_service.requests.lifecycle import RequestManager

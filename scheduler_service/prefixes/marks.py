@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import overload
 
-from scheduler_service.prefixes.catalog import LayoutName
 from splitpoint.keys import MARK_BYTES, chunk_keys
 
 MOST_KEYS = 4096
 # Longer sequences are hashed in a thread, which keeps the event loop free.
 _SHORT_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutName:
+    """What chunk keys depend on besides tokens and salt."""
+
+    layout_hash: bytes
+    chunk_tokens: int
 
 
 class ChunkMarks(Sequence[bytes]):

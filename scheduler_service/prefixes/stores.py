@@ -11,7 +11,7 @@ import logging
 
 import grpc
 
-from scheduler_service.prefixes.catalog import PrefixQuery, StoreTokens
+from scheduler_service.prefixes.lookup import PrefixQuery, StoreTokens
 from splitpoint.observe import tracing
 from splitpoint.tiers import Tier
 from splitpoint.transport import channels, statuses

@@ -19,8 +19,7 @@ from scheduler_service.placement.fetch_plan import PlannedAttempt
 from scheduler_service.placement.footprint import Grant
 from scheduler_service.placement.plan_report import actual_plan
 from scheduler_service.placement.planning import plan_attempt
-from scheduler_service.prefixes.catalog import StoreTokens
-from scheduler_service.prefixes.lookup import FetchSource, by_worker
+from scheduler_service.prefixes.lookup import FetchSource, StoreTokens, by_worker
 from scheduler_service.prefixes.redis import leading_counts
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import is_local_address

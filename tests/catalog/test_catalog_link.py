@@ -24,7 +24,7 @@ from redis_server import RedisServer
 
 from kvstore_service.catalog import CatalogPublisher
 from scheduler_service.cluster.directory import Directory
-from scheduler_service.prefixes.catalog import StoreTokens
+from scheduler_service.prefixes.lookup import StoreTokens
 from scheduler_service.prefixes.redis import RedisCatalog
 from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.directory import add_announcement, prune, read_entries

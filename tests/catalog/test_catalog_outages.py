@@ -27,7 +27,7 @@ from redis_server import RedisServer
 
 from kvstore_service import catalog as publisher_module
 from kvstore_service.catalog import CatalogPublisher
-from scheduler_service.prefixes.catalog import StoreTokens
+from scheduler_service.prefixes.lookup import StoreTokens
 from splitpoint.discovery.entries import REVISION_FIELD, STORES, chunks_key, entry_key
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.discovery.redis_options import parse_redis_url

@@ -14,7 +14,7 @@ from tier_double import MemoryTier
 
 from kvstore_service.catalog import CatalogPublisher
 from kvstore_service.tiers.manager import TierManager
-from scheduler_service.prefixes.catalog import StoreTokens
+from scheduler_service.prefixes.lookup import StoreTokens
 from scheduler_service.prefixes.redis import RedisCatalog
 from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.entries import REVISION_FIELD, STORES, StoreEntry, chunks_key, entry_key

@@ -14,9 +14,8 @@ from scheduler_service.api.request import Request
 from scheduler_service.placement.account import WorkerAccount
 from scheduler_service.placement.answer_lengths import LEAST_SAMPLES, AnswerLengths
 from scheduler_service.policy.admission import AdmissionQueue, Admitted, Queued
-from scheduler_service.prefixes.catalog import LayoutName
 from scheduler_service.prefixes.lookup import CachedPrefix
-from scheduler_service.prefixes.marks import ChunkMarks, keys_by_layout
+from scheduler_service.prefixes.marks import ChunkMarks, LayoutName, keys_by_layout
 from splitpoint.keys import MARK_BYTES, chunk_keys
 from splitpoint.planning.plan import ReasonKind, Residency
 from splitpoint.shapes import chunks_of
