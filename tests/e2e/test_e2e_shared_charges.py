@@ -32,7 +32,7 @@ async def peaks(stack: LocalStack, stop: asyncio.Event) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("shares", [True, False])
-async def test_the_ledger_agrees_with_the_pages_of_a_common_prefix(
+async def test_the_account_agrees_with_the_pages_of_a_common_prefix(
     tmp_path: Path, shares: bool
 ) -> None:
     folder = write_tiny("llama", tmp_path / "model")

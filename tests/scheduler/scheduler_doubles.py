@@ -514,7 +514,7 @@ async def stack(
     policy: PolicySettings | None = None,
     absent: Sequence[str] = (),
 ) -> AsyncIterator[Stack]:
-    """Run a scheduler until its workers are ready. Checks its ledgers at the end.
+    """Run a scheduler until its workers are ready. Checks its accounts at the end.
 
     `absent`: addresses of workers that are not there.
     """
@@ -543,7 +543,7 @@ async def stack(
         yield running
         problems = scheduler.manager.admission.check_integrity()
         if problems:
-            raise RuntimeError(f"the ledger is wrong: {problems}")
+            raise RuntimeError(f"the accounts are wrong: {problems}")
     finally:
         await running.channel.close()
         await scheduler.stop(0)

@@ -113,7 +113,7 @@ async def test_logprobs_come_with_their_tokens() -> None:
             assert all(len(position.top) == 2 for position in chunk.logprobs)
 
 
-async def test_fifty_requests_against_a_ledger_for_eight() -> None:
+async def test_fifty_requests_against_memory_for_eight() -> None:
     pages = 2
     worker = WorkerDouble(capacity_pages=8 * pages)
     async with stack(worker) as running:

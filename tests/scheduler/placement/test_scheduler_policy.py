@@ -204,7 +204,7 @@ def test_a_draining_worker_keeps_what_it_has() -> None:
     assert account.charged_bytes == 0
 
 
-def test_a_ledger_refuses_what_would_break_it() -> None:
+def test_an_account_refuses_what_would_break_it() -> None:
     account = WorkerAccount(FACTS)
     started(account, 1, 10)
     with pytest.raises(ValueError, match="already"):

@@ -99,8 +99,8 @@ async def test_what_devices_hold_is_compared_by_each_workers_keys() -> None:
     async with stack(*workers) as running:
         for double in workers:
             double.report(types_pb2.Telemetry(uptime_seconds=1, device_chunk_marks=marks))
-        ledgers = [running.manager.admission.account(double.worker_id) for double in workers]
-        await running.until(lambda: all(account.device_marks for account in ledgers))
+        accounts = [running.manager.admission.account(double.worker_id) for double in workers]
+        await running.until(lambda: all(account.device_marks for account in accounts))
         for double in workers:
             await running.generate(ids_request(PROMPT, 2, worker_id=double.worker_id))
         tokens = [double.admits[0].plan.device_tokens for double in workers]
