@@ -109,12 +109,14 @@ class Remote:
     async def send(self, *parts: pb.WriteChunksRequest) -> pb.WriteChunksResponse:
         """Repeat the call if gRPC lost the answer while it was sending, as a worker does."""
         answer: pb.WriteChunksResponse
-        try:
-            answer = await call(self.stub.WriteChunks(iter(parts), timeout=20))
-        except Unavailable as error:
-            if error.reason != "CALL_ENDED":
-                raise
-            answer = await call(self.stub.WriteChunks(iter(parts), timeout=20))
+        for tries_left in range(4, -1, -1):
+            try:
+                answer = await call(self.stub.WriteChunks(iter(parts), timeout=20))
+            except Unavailable as error:
+                if error.reason != "CALL_ENDED" or not tries_left:
+                    raise
+            else:
+                break
         return answer
 
     async def write(self, tokens: list[int], **changes: Any) -> pb.WriteChunksResponse:

@@ -24,6 +24,7 @@ from splitpoint.checkpoint.text import TextStream, Tokenizer
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.structured.grammar import GrammarKind, GrammarText, grammar_from_proto
 from splitpoint.v1 import types_pb2
+from worker_service.structured import masks
 from worker_service.structured.compiler import GrammarCompiler
 from worker_service.structured.masks import MaskFiller, allowed_ids
 from worker_service.structured.matcher import GrammarMatcher
@@ -45,6 +46,14 @@ END = {name: 1 if name == "bundled" else 2 for name in NAMES}
 
 def size_of(name: str) -> int:
     return TOKENIZERS[name].vocabulary_size + PADDING
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_bound_on_seconds() -> Iterator[None]:
+    """A loaded machine may take longer for a mask than a request is given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, "MOST_SECONDS", 60.0)
+        yield
 
 
 @pytest.fixture(scope="module")
