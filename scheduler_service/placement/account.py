@@ -553,9 +553,9 @@ class WorkerAccount:
         if not self._prefilling.keys() <= self.running.keys():
             problems.append("requests are prefilled that do not run")
         if self.bound_tokens != sum(work.new_tokens for work in works):
-            problems.append(f"{self.bound_tokens} new tokens are miscounted")
+            problems.append(f"{counted(self.bound_tokens, 'new token')} miscounted")
         if self.link_bytes != sum(work.link_bytes for work in works):
-            problems.append(f"{self.link_bytes} link bytes are miscounted")
+            problems.append(f"{counted(self.link_bytes, 'link byte')} miscounted")
         if self.restoring_bytes != sum(w.link_bytes for w in works if w.is_link_bound):
-            problems.append(f"{self.restoring_bytes} restoring bytes are miscounted")
+            problems.append(f"{counted(self.restoring_bytes, 'restoring byte')} miscounted")
         return problems + self.trial.check_integrity(self.running.keys())
