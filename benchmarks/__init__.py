@@ -1,1 +1,1 @@
-"""Measurements beside peers; see docs/measurements.md."""
+"""Measurements beside peers; see docs/lab/measurements.md."""

@@ -79,7 +79,7 @@ def prepared(wheels: Path | None, folder: Path) -> dict[str, str]:
             f"missing here: {', '.join(missing)}. Without a network, fetch their wheels where "
             "there is one (python -m pip download --only-binary=:all: --no-deps -d DIR NAME ..., "
             "with --python-version and --platform of this machine), and give --wheels DIR. "
-            "grpcio, protobuf and the grpcio-* packages must be of one version: docs/gpu.md."
+            "grpcio, protobuf and the grpcio-* packages must be of one version: docs/lab/gpu.md."
         )
     inherited = os.environ.get("PYTHONPATH")
     environment = {

@@ -3,7 +3,7 @@
 Without options: what the planner predicts for the paper's machines, beside the figures
 that the paper prints (Tables 1 to 5 and the text of section 4). `--measure`: the same three
 ways to decode, measured with a small shape over an emulated link. `--measured FILE` prints
-such a result as a table. docs/kvpr.md holds both.
+such a result as a table. docs/papers/kvpr.md holds both.
 
     python -m benchmarks.kvpr_tables [--measure | --measured FILE] [--json] [--output FILE]
 """

@@ -1,6 +1,6 @@
 """Print the sentences and table rows of docs/figures.toml with the numbers of their result files.
 
-Each `[[figure]]` binds a text of README.md or docs/measurements.md to a file of
+Each `[[figure]]` binds a text of README.md or docs/lab/measurements.md to a file of
 `benchmarks/results`, which has one JSON object a line: one line for each run. In the text
 `{NAME}` stands for a value:
 
@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/measurements.md")
+PAGES = ("README.md", "docs/lab/measurements.md")
 
 Run = Mapping[str, Any]
 _VALUE = re.compile(r"\{([^{}]+)\}")

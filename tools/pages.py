@@ -36,7 +36,7 @@ def _output(command: str) -> str:
 
 def pages() -> list[Path]:
     """Return the pages that have such a place."""
-    return [path for path in sorted(DOCS.glob("*.md")) if _BLOCK.search(path.read_text())]
+    return [path for path in sorted(DOCS.rglob("*.md")) if _BLOCK.search(path.read_text())]
 
 
 def main() -> None:

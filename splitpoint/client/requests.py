@@ -229,7 +229,7 @@ class GenerateOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     # Without max_tokens: generate until the context is full.
     fills_context: bool | None
-    # What the answer must look like, at most one of these (docs/structured-output.md): a JSON
+    # What the answer must look like, at most one of these (docs/openai-api.md): a JSON
     # object; a JSON schema, as a mapping or as text; a regular expression; a grammar; one text
     # of several.
     json_object: bool | None

@@ -4,7 +4,7 @@ The C++ compiler makes the kernels of CPU workers.
 
 By default GNU OpenMP's threads spin for milliseconds at every barrier before they sleep. Next to
 another worker, a benchmark or a build, spinning threads keep the threads they wait for from
-running: products took up to twenty times as long (docs/log.md). So every process spins briefly,
+running: products took up to twenty times as long (docs/lab/log.md). So every process spins briefly,
 except a worker with cores of its own on a processor where waking a thread is slow: on a Xeon with
 AMX a decode step took 55 ms with brief spinning and 35 ms without the limit; on an EPYC both took
 the same time.
@@ -12,7 +12,7 @@ the same time.
 oneDNN compiles a kernel for each shape that it multiplies, which takes 0.5 MiB and milliseconds. By
 default up to 1,024 of them stay in its own cache, and as many for each kind of operation and thread
 in PyTorch's cache above it: a worker that saw prompts of many lengths grew by more than a gigabyte
-(docs/log.md). So both caches are bounded.
+(docs/lab/log.md). So both caches are bounded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every metric of every service, as data: name, unit, labels and meaning.
 
-Services measure by this list, docs/metrics.md is generated from it, and dashboards and
+Services measure by this list, docs/monitoring.md is generated from it, and dashboards and
 alerts are checked against it. Names follow Prometheus: base units, `_total` for counters.
 Queries divide shares, except for the cache usage, which autoscalers read without a query
 language. splitpoint/observe/meters.py holds the values.

@@ -104,7 +104,7 @@ SECTIONS = (
     Section("requests", (MAX_BODY, MAX_REQUESTS, RESPONSE_MEMORY, DRAIN_SECONDS, GRACE_SECONDS)),
     Section("batches (docs/gateway.md)", (BATCH_FOLDER, BATCH_DISK, BATCH_REQUESTS)),
     LOGS,
-    Section("traces (docs/tracing.md)", (OTLP_ENDPOINT,)),
+    Section("traces (docs/monitoring.md)", (OTLP_ENDPOINT,)),
     Section("security (docs/security.md)", (TLS_CERT, TLS_KEY, TOKENS)),
     METRICS_SECTION,
 )

@@ -37,7 +37,7 @@ OTLP_ENDPOINT: Option[str | None] = Option(
     str,
     None,
     "Send OpenTelemetry spans to this collector by OTLP/gRPC; https:// for TLS; env: "
-    "to the address in OTEL_EXPORTER_OTLP_ENDPOINT; absent: no spans (docs/tracing.md).",
+    "to the address in OTEL_EXPORTER_OTLP_ENDPOINT; absent: no spans (docs/monitoring.md).",
     unit="HOST:PORT|URL|env",
 )
 
@@ -120,7 +120,7 @@ REDIS: Option[str | None] = Option(
     str,
     None,
     "Redis for registry and catalog: redis://, rediss:// (TLS) or unix:///path, with USER@ where "
-    "there are users; absent: none (docs/redis.md).",
+    "there are users; absent: none (docs/tiers.md).",
     unit="URL",
 )
 REDIS_PASSWORD_FILE: Option[str | None] = Option(
@@ -146,13 +146,13 @@ SECURITY = Section(
     "security (docs/security.md)",
     (TLS_CERT, TLS_KEY, TLS_CA, TLS_SERVER_NAME, TOKENS, TOKEN_FILE),
 )
-METRICS_SECTION = Section("metrics (docs/metrics.md)", (METRICS, METRICS_OPEN))
-REDIS_SECTION = Section("Redis (docs/redis.md)", (REDIS, REDIS_PASSWORD_FILE, REDIS_CA))
+METRICS_SECTION = Section("metrics (docs/monitoring.md)", (METRICS, METRICS_OPEN))
+REDIS_SECTION = Section("Redis (docs/tiers.md)", (REDIS, REDIS_PASSWORD_FILE, REDIS_CA))
 
 COMMON = (
     Section("process", (LISTEN, PARENT_FD, REFLECTION)),
     LOGS,
-    Section("traces (docs/tracing.md)", (OTLP_ENDPOINT,)),
+    Section("traces (docs/monitoring.md)", (OTLP_ENDPOINT,)),
     SECURITY,
     METRICS_SECTION,
     REDIS_SECTION,

@@ -48,7 +48,7 @@ KV_ENCODING: Option[str] = Option(
     str,
     Encoding.NATIVE.value,
     "Encoding of stored keys, values and layer inputs; int8 and int4 are smaller and lossy "
-    "(docs/compression.md).",
+    "(docs/memory.md).",
     choices=tuple(encoding.value for encoding in Encoding),
 )
 CHUNK_TOKENS: Option[int] = Option(

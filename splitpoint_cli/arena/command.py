@@ -97,7 +97,7 @@ def verify(which: WhichOrTier, as_json: AsJson = False, output: OutputFile = Non
     Names each damaged slot and the invariant of docs/arena-format.md that it
     violates; exit code 1 when there is one. Changes nothing. Slots that a
     running store changes meanwhile are looked at again, and no damage. Of the
-    folder of a disk tier: every record and payload (docs/disk-tier-format.md).
+    folder of a disk tier: every record and payload (docs/arena-format.md).
     """
     from splitpoint.arena.mapping import Arena
     from splitpoint_cli.arena.check import Damage, read_contents, read_superblocks

@@ -84,7 +84,7 @@ def _lines(console: Console, total: int, clock: Callable[[], float]) -> Callable
 
 # Their warnings are about the cache of a stack that others use, too.
 _SERVICES = ("kvstore_service", "worker_service", "scheduler_service", "splitpoint")
-_OFFLINE = "Model in this process (docs/offline.md)"
+_OFFLINE = "Model in this process (docs/usage.md)"
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 # Of unary calls: tokenizing, and reading facts of models.
 _CALL_SECONDS = 60.0

@@ -216,7 +216,7 @@ def check_device_memory(
             name,
             Verdict.WARNING,
             f"{format_size(weights)} of weights, {format_size(budget)} for them and "
-            "the cache: some layers come over the link in every step (docs/weights.md)",
+            "the cache: some layers come over the link in every step (docs/memory.md)",
             "See what a step costs: splitpoint plan --model DIR --device-memory SIZE",
         )
     else:

@@ -39,7 +39,7 @@ def check_redis(url: str, password_file: str | None, ca: str | None) -> Finding:
             _NAME, Verdict.PROBLEM, error.message, f"Close it to others: chmod 600 {password_file}"
         )
     except SplitpointError as error:
-        return Finding(_NAME, Verdict.PROBLEM, error.message, "See docs/redis.md")
+        return Finding(_NAME, Verdict.PROBLEM, error.message, "See docs/tiers.md")
     assert options is not None
     if ca is not None and not os.access(ca, os.R_OK):
         return Finding(
@@ -116,7 +116,7 @@ def _refusal(options: RedisOptions, why: str) -> Finding:
             else "User or password is wrong: compare them with the server's (ACL LIST)"
         )
     elif "NOPERM" in why or "NoPermission" in why:
-        advice = 'The user may not write sp:*: give it the rights of docs/redis.md, "Rights"'
+        advice = 'The user may not write sp:*: give it the rights of docs/tiers.md, "Rights"'
     elif "READONLY" in why or "ReadOnly" in why:
         advice = "This is a replica: name the primary"
     elif "no answer within" in why:

@@ -1,7 +1,7 @@
 """`splitpoint size`: how much host memory, how many requests at once, which split.
 
 The arithmetic is sizing.py's. `--examples` prints known models on one H100, as the table of
-docs/sizing.md.
+docs/lab/sizing.md.
 """
 
 from __future__ import annotations

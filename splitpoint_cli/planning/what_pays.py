@@ -1,6 +1,6 @@
 """`splitpoint what-pays`: for which model and machine which way to restore a prefix pays.
 
-Asks the planner for every built-in shape. docs/what-pays.md has what it prints without options.
+Asks the planner for every built-in shape. docs/lab/what-pays.md has what it prints without options.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ JsonObject = Annotated[
 JsonSchema = Annotated[
     Path | None,
     typer.Option(
-        help="Answer with JSON of the schema in this file (docs/structured-output.md).",
+        help="Answer with JSON of the schema in this file (docs/openai-api.md).",
         metavar="FILE",
         rich_help_panel=_STRUCTURE,
     ),

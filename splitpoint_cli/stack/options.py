@@ -70,7 +70,7 @@ PAGE_TOKENS: Option[str] = Option(
     str,
     str(store.CHUNK_TOKENS.default),
     "Tokens of a page of the workers' caches and of a chunk of the store; auto: by what pages and "
-    "rows cost attention on this host (docs/growth.md).",
+    "rows cost attention on this host (docs/papers/bmc.md).",
     unit="N|auto",
     former_name=store.CHUNK_TOKENS.name,
 )
@@ -132,7 +132,7 @@ METRICS: Option[int | None] = Option(
     None,
     "Serve Prometheus metrics on 127.0.0.1: the scheduler's at this port, the store's at the "
     "next, then those of workers 0, 1, ..., of further schedulers and of the gateway; absent: "
-    "nowhere (docs/metrics.md).",
+    "nowhere (docs/monitoring.md).",
     unit="PORT",
     least=1,
     most=65535,

@@ -225,8 +225,8 @@ async def test_a_wrong_password_is_named_but_not_shown(
 
 
 def documented_acl(name: str) -> list[str]:
-    """The line of docs/redis.md that makes this user."""
-    text = (ROOT / "docs" / "redis.md").read_text()
+    """The line of docs/tiers.md that makes this user."""
+    text = (ROOT / "docs" / "tiers.md").read_text()
     found = re.search(rf"^ACL SETUSER ({name} .*)$", text, re.MULTILINE)
     assert found is not None
     return found[1].replace(">PASSWORD", f">{SECRET}").split()

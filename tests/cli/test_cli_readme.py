@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README, USAGE = ROOT / "README.md", ROOT / "docs" / "usage.md"
 PAGES = [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "models/README.md")
-] + sorted((ROOT / "docs").glob("*.md"))
+] + sorted((ROOT / "docs").rglob("*.md"))
 
 
 @cache
@@ -161,7 +161,7 @@ def test_the_python_of_the_usage_guide_runs(script: Script) -> None:
     """That of README.md runs on a real stack (tests/e2e/test_e2e_readme.py)."""
     expected_lines = {USAGE: 3}
     blocks = {
-        page: re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+        page: re.findall(r"^```python\n(import asyncio\n.*?)^```$", page.read_text(), re.M | re.S)
         for page in expected_lines
     }
     assert [len(found) for found in blocks.values()] == [1]
@@ -183,6 +183,7 @@ def test_the_python_of_the_usage_guide_runs(script: Script) -> None:
 
 def test_the_documented_extras_are_those_that_can_be_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    table = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", USAGE.read_text(), re.M)
+    section = USAGE.read_text().partition("\n## Install\n")[2].partition("\n## ")[0]
+    table = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", section, re.M)
     named = {name for row in table for name in re.findall(r"`(\w+)`", row)}
     assert named == set(project["optional-dependencies"]) - {"dev", "service"}

@@ -174,7 +174,7 @@ def rights_in(text: str) -> set[str]:
 
 def test_redis_has_one_user_with_the_documented_rights() -> None:
     # Redis before 7.2 does not know client|setinfo.
-    documented = rights_in((ROOT / "docs" / "redis.md").read_text()) - {"+client|setinfo"}
+    documented = rights_in((ROOT / "docs" / "tiers.md").read_text()) - {"+client|setinfo"}
     assert rights_in((ROOT / "docker-compose.yml").read_text()) == documented
     (redis,) = (container for _, container in containers() if container["name"] == "redis")
     (script,) = redis["args"]

@@ -239,7 +239,7 @@ def test_a_measured_profile_fits_plan(
 def test_the_guides_python_example_runs(address: str) -> None:
     """Those of README.md are in tests/e2e/test_e2e_readme.py."""
     text = (ROOT / "docs" / "usage.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (block,) = re.findall(r"```python\n(import asyncio\n.*?)```", text, re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-c", block.replace("AsyncClient()", f"AsyncClient({address!r})")],
         capture_output=True,

@@ -23,7 +23,7 @@ from splitpoint_cli.request.status import status_json
 
 # By how much the first token's log-probabilities may differ, in the mean over the 20
 # likeliest. Weights are random and wide here: a small change of the cache counts for
-# more than in a trained model (docs/measurements.md has that one).
+# more than in a trained model (docs/lab/measurements.md has that one).
 ALLOWED = {Encoding.INT8: 0.05, Encoding.INT4: 0.5}
 # By hand for the tiny Llama: 3 layers, 4 heads of 16, X of 64, chunks of 16 tokens.
 CHUNK_BYTES = {

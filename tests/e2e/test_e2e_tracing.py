@@ -126,7 +126,7 @@ async def test_a_request_is_one_trace_through_all_services(
         await eventually(lambda: len(collector.named("generate")) == 4)
         await eventually(lambda: len(collector.named("run")) == 4)
         await eventually(lambda: len(collector.named("seal")) >= 4)
-    if "SPLITPOINT_TRACE_TREE" in os.environ:  # for the picture in docs/tracing.md
+    if "SPLITPOINT_TRACE_TREE" in os.environ:  # for the picture in docs/monitoring.md
         trees = ["\n".join(collector.tree(root)) for root in collector.named("generate")]
         Path(os.environ["SPLITPOINT_TRACE_TREE"]).write_text("\n\n".join(trees) + "\n")
     for caller in caller_spans.get_finished_spans():

@@ -1,4 +1,4 @@
-"""Every measured number of README.md and docs/measurements.md is that of its result file."""
+"""Every measured number of README.md and docs/lab/measurements.md is that of its result file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of the disk tier as bytes; see docs/disk-tier-format.md.
+"""The files of the disk tier as bytes; see docs/arena-format.md.
 
 Pure: it encodes, decodes and validates, and opens no file.
 """

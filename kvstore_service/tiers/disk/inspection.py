@@ -34,7 +34,7 @@ _PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class RecordDamage:
-    """A violated invariant of docs/disk-tier-format.md."""
+    """A violated invariant of docs/arena-format.md."""
 
     path: Path
     index: int | None  # of the record; None: the segment cannot be read at all

@@ -13,7 +13,7 @@ from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.main import app
 from splitpoint_cli.planning.what_pays import tables
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "what-pays.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "lab" / "what-pays.md"
 
 
 def rows(text: str) -> dict[str, list[str]]:
