@@ -78,6 +78,7 @@ lock: setup  ## Write requirements/*.lock again (needs uv); ARGS=--upgrade: with
 
 chaos: proto  ## The long fault runs, which `make test` leaves out
 	$(BIN)/python -m pytest -m chaos $(ARGS)
+	SPLITPOINT_STORE_EXAMPLES=$${SPLITPOINT_STORE_EXAMPLES:-500} $(BIN)/python -m pytest tests/kvstore/pool/test_kvstore_model.py
 
 check: proto  ## Format, lint, types, and the contract's style
 	$(BIN)/ruff format --check .

@@ -489,7 +489,7 @@ def test_the_store_against_a_dictionary() -> None:
     run_state_machine_as_test(
         StoreMachine,
         settings=settings(
-            max_examples=int(os.environ.get("SPLITPOINT_STORE_EXAMPLES", "500")),
+            max_examples=int(os.environ.get("SPLITPOINT_STORE_EXAMPLES", "150")),
             stateful_step_count=50,
             suppress_health_check=list(HealthCheck),
         ),
