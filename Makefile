@@ -78,7 +78,8 @@ lock: setup  ## Write requirements/*.lock again (needs uv); ARGS=--upgrade: with
 
 chaos: proto  ## The long fault runs, which `make test` leaves out
 	$(BIN)/python -m pytest -m chaos $(ARGS)
-	SPLITPOINT_STORE_EXAMPLES=$${SPLITPOINT_STORE_EXAMPLES:-500} $(BIN)/python -m pytest tests/kvstore/pool/test_kvstore_model.py
+	SPLITPOINT_STORE_EXAMPLES=$${SPLITPOINT_STORE_EXAMPLES:-500} SPLITPOINT_SCHEMAS=$${SPLITPOINT_SCHEMAS:-500} \
+	  $(BIN)/python -m pytest tests/kvstore/pool/test_kvstore_model.py tests/e2e/test_e2e_structured.py
 
 check: proto  ## Format, lint, types, and the contract's style
 	$(BIN)/ruff format --check .

@@ -1,12 +1,14 @@
 """Structured output through real services: schemas, drafts, deaths of workers, resumed answers.
 
-500 random schemas on a tiny model, then the bundled one in processes of its own.
+Random schemas on a tiny model (60, and 500 in `make chaos`), then the bundled model in processes
+of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +30,7 @@ from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.speculation import DraftMethod
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
-SCHEMAS = 500
+SCHEMAS = int(os.environ.get("SPLITPOINT_SCHEMAS", "60"))
 OPEN_AT_ONCE = 48
 PERSON = {
     "type": "object",

@@ -44,7 +44,7 @@ from worker_service.engine.postprocessor import Postprocessor
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.restorer import Restorer
 from worker_service.engine.sampling import NonFiniteLogits
-from worker_service.engine.sequence import Admission, Sequence
+from worker_service.engine.sequence import Admission, Sequence, Stage
 from worker_service.fetching.meeting import Meeting
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.graphs.support import EagerReason
@@ -252,7 +252,7 @@ class Engine:
     @property
     def is_restoring(self) -> bool:
         """True if a prefix is coming onto the device."""
-        return any(sequence.restoring is not None for sequence in self.queues.running)
+        return any(sequence.stage is Stage.RESTORING for sequence in self.queues.running)
 
     @property
     def trace(self) -> Trace | None:
@@ -320,10 +320,8 @@ class Engine:
 
     def _begin_restores(self) -> None:
         for sequence in list(self.queues.running):
-            if sequence.restored or sequence.restoring is not None:
-                continue
-            if sequence not in self.queues.running:
-                continue  # it has just left for one before it
+            if sequence.stage not in (Stage.ADMITTED, Stage.AWAITING_PREFIX):
+                continue  # or it has just left for one before it
             if self._awaits_prefix(sequence) or not self.queues.can_restore(sequence):
                 continue
             event = self.restorer.begin(sequence)
@@ -344,7 +342,7 @@ class Engine:
     def _settle_meetings(self) -> None:
         """Look the prefixes up again whose computed fronts have met what a tier brought."""
         for sequence in list(self.queues.running):
-            meeting = sequence.meeting if sequence.restored else None
+            meeting = sequence.meeting if sequence.stage is Stage.RUNNING else None
             if meeting is not None and meeting.has_met(sequence.computed):
                 # Of what the device held already, no step has told write-back.
                 self.queues.write_back(sequence)
@@ -356,10 +354,11 @@ class Engine:
         After the wait the store may have more of it, which then need not be written again.
         """
         if self.page_manager.must_wait(sequence):
-            sequence.waited = True
+            if sequence.stage is Stage.ADMITTED:
+                sequence.enter(Stage.AWAITING_PREFIX)
             return True
-        if sequence.waited:
-            sequence.waited = False
+        if sequence.stage is Stage.AWAITING_PREFIX:
+            sequence.enter(Stage.ADMITTED)
             if sequence.chain_is_open and self.page_manager.holds_more(sequence):
                 self.queues.look_up_again(sequence)
                 return True

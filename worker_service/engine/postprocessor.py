@@ -21,7 +21,7 @@ from worker_service.engine.pages import PageManager
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.sampling import Choice, NonFiniteLogits
 from worker_service.engine.selected import usage_of
-from worker_service.engine.sequence import Sequence
+from worker_service.engine.sequence import Sequence, Stage
 from worker_service.lanes.spans import LaneUse, add_lanes
 from worker_service.lanes.timeline import Span
 from worker_service.structured.matcher import GrammarMatcher
@@ -48,7 +48,7 @@ class Postprocessor:
             self._queues.restart_after_loss(each.sequence, each.cause)
         if result.lost:
             for sequence in batch.sequences:
-                if sequence.restored and not sequence.awaits_match:
+                if sequence.stage is Stage.RUNNING:
                     self._page_manager.shrink(sequence)
                     if sequence.drafts:
                         self._page_manager.clear_spare_rows(sequence)

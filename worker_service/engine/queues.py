@@ -23,7 +23,7 @@ from splitpoint.observe.logs import for_request
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.messages import FinishEvent, Lookup, Matched, StepOutput
 from worker_service.engine.pages import PageManager
-from worker_service.engine.sequence import Segment, Sequence, Suspects
+from worker_service.engine.sequence import Segment, Sequence, Stage, Suspects
 from worker_service.store.arena_tensors import SuspectChunks
 from worker_service.store.write_back import SequenceKey
 
@@ -112,7 +112,7 @@ class SequenceQueues:
             most = self._page_manager.claim_of(sequence.admission)
             if most > self._cache.plan.page_count:
                 self._discard(sequence, FinishEvent(sequence.key, error=self._too_big(most)))
-            elif sequence.awaits_match or not self._admit(sequence):
+            elif sequence.stage is Stage.LOOKING_UP or not self._admit(sequence):
                 return
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -127,6 +127,7 @@ class SequenceQueues:
             self.preempt(paused)
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=attrgetter("arrival"))
+        sequence.enter(Stage.ADMITTED)
         if sequence.text is None:
             sequence.text = self._stop_search(sequence)
         return True
@@ -143,10 +144,10 @@ class SequenceQueues:
         """Let a sequence that left wait for its turn, with the prefix that the store has."""
         key, match, error = matched.key, matched.match, matched.error
         for sequence in self.waiting:
-            if sequence.key == key and sequence.awaits_match:
+            if sequence.key == key and sequence.stage is Stage.LOOKING_UP:
                 sequence.match = match
                 sequence.chain_is_open = match is not None
-                sequence.awaits_match = False
+                sequence.enter(Stage.WAITING)
                 if error is None and match is None and sequence.is_streamed:
                     error = Unavailable("the KV store went away", reason="STORE_LOST")
                 if error is not None:
@@ -174,7 +175,8 @@ class SequenceQueues:
             remaining = sequence.runnable_tokens
             if not remaining:
                 continue  # or it has just left
-            if sequence.restored and remaining == 1 and sequence.meeting is None:
+            is_running = sequence.stage is Stage.RUNNING and sequence.meeting is None
+            if is_running and remaining == 1:
                 if self._grow(sequence, 1):
                     decodes.append(sequence)
             elif token_budget and (count := self._grow(sequence, min(remaining, token_budget))):
@@ -279,6 +281,7 @@ class SequenceQueues:
                 return
         leaving, end = self._flushing.get(key, (None, None))
         if leaving is not None and end is None:
+            leaving.enter(Stage.FINISHED)
             self._flushing[key] = (leaving, event)
 
     def finish(self, sequence: Sequence, event: FinishEvent) -> None:
@@ -292,6 +295,7 @@ class SequenceQueues:
             # What came so far may hold a NaN.
             self._page_manager.clear_unwritten(sequence)
         self.running.remove(sequence)
+        sequence.enter(Stage.FINISHED)
         if sequence.chain_is_open:
             self.write_back(sequence, tail=True)
             self._flush(sequence, event)
@@ -306,14 +310,14 @@ class SequenceQueues:
         Those that share pages with the lost chunks start over, too. `fatal` ends the request
         if all of them are intact; then its own results are in doubt, and no others'.
         """
-        if sequence not in self.running:
+        if not sequence.is_admitted:
             return  # it shares pages with one that has started over
         named = cause.chunks if isinstance(cause, SuspectChunks) else ()
         tainted = self._page_manager.forget(sequence, named)
         self._start_over(sequence, cause, fatal)
         if fatal is None:
             for other in list(self.running):
-                if not other.awaits_match and not tainted.isdisjoint(other.pages):
+                if not tainted.isdisjoint(other.pages):
                     self._start_over(other, cause, None)
 
     def _start_over(
@@ -340,7 +344,7 @@ class SequenceQueues:
         for key, (sequence, leave) in list(self._leaving.items()):
             if sequence.restoring is None or sequence.restoring.run.group.is_quiet:
                 del self._leaving[key]
-                if sequence in self.running:
+                if sequence.is_admitted:
                     leave()
 
     def _postpone(
@@ -378,7 +382,7 @@ class SequenceQueues:
         if sequence is None:
             return
         sequence.writes_back = False
-        is_running = sequence in self.running
+        is_running = sequence.is_admitted
         if is_running and error.reason == "CHUNK_LOST":
             self.restart_after_loss(sequence, error)
             return
@@ -408,7 +412,7 @@ class SequenceQueues:
         if event is not None:
             self._release(sequence, event)
             return
-        self._wait_again(sequence)
+        self._wait_again(sequence, Stage.LOOKING_UP)
         self.output.lookups.append(
             Lookup(
                 key,
@@ -463,15 +467,16 @@ class SequenceQueues:
         """Take a running sequence off the device, at once or after a flush."""
         self.running.remove(sequence)
         if sequence.chain_is_open:
-            sequence.awaits_match = True
+            sequence.enter(Stage.LEAVING)
             self._flush(sequence, None)
         else:
-            self._wait_again(sequence)
+            self._wait_again(sequence, Stage.WAITING)
 
-    def _wait_again(self, sequence: Sequence) -> None:
+    def _wait_again(self, sequence: Sequence, stage: Stage) -> None:
         """Free what a sequence that left holds, and put it to its place in `waiting`."""
         self._page_manager.free(sequence)
         sequence.reset()
+        sequence.enter(stage)
         insort(self.waiting, sequence, key=attrgetter("arrival"))
 
     def _level_of(self, cause: SplitpointError) -> int:
@@ -490,6 +495,7 @@ class SequenceQueues:
     def _discard(self, sequence: Sequence, event: FinishEvent) -> None:
         """End a waiting request; its lease is released through its chain."""
         self.waiting.remove(sequence)
+        sequence.enter(Stage.FINISHED)
         if sequence.chain_is_open:
             self.output.flushes.append(event.key)
         self.output.finishes.append(event)

@@ -1,6 +1,6 @@
 """Restores the cached prefixes of admitted sequences, beside the steps of others.
 
-A restore is a state of its sequence (`sequence.restoring`). The link draws its copies by
+A restore is a stage of its sequence (`sequence.restoring`). The link draws its copies by
 itself; the restorer computes its products between steps, for a share of the time while other
 requests run, and tells the engine when it is over. It never waits for a lane. `pipeline/`
 moves the bytes; the engine decides which requests run, and when. Used by the engine's thread
@@ -21,7 +21,7 @@ from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.messages import RestoreEvent
 from worker_service.engine.pages import PageManager
-from worker_service.engine.sequence import Sequence
+from worker_service.engine.sequence import Sequence, Stage
 from worker_service.lanes.cost_watch import Observers
 from worker_service.lanes.groups import Claim, ComputeShare, by_claim
 from worker_service.lanes.lanes import Lanes
@@ -103,7 +103,7 @@ class Restorer:
             return None  # for a partial last chunk, or the next one; write-back will free one
         self._page_manager.take_prefix(sequence)
         if sequence.match is None:
-            sequence.restored = True
+            sequence.enter(Stage.RUNNING)
             here = sequence.device_tokens
             return RestoreEvent(sequence.key, here, 0, RestoreMethod.NONE, 0.0, device_tokens=here)
         wanted = self._wanted(sequence, sequence.match)
@@ -116,6 +116,7 @@ class Restorer:
         sequence.restoring = Restoring(
             run, wanted, read, self._predicted(sequence, wanted, run), check, first_use
         )
+        sequence.enter(Stage.RESTORING)
         if self._lanes.overlapping or isinstance(run, BothEndsRestore):
             run.begin()
             return None
@@ -398,7 +399,8 @@ class Restorer:
             sequence.stored = list(wanted.chunks[: wanted.full_count])
             sequence.written_chunks = wanted.full_count
             sequence.writes_back = True
-            sequence.restoring, sequence.restored = None, True
+            sequence.restoring = None
+            sequence.enter(Stage.RUNNING)
             yield sequence, self._report(sequence, restoring)
 
     def _report(self, sequence: Sequence, restoring: Restoring) -> RestoreEvent:

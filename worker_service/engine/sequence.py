@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from splitpoint.checkpoint.text import TextStream
 from splitpoint.errors import SplitpointError
@@ -98,6 +99,39 @@ class Admission:
         return len(self.prompt) + self.sampling.max_tokens
 
 
+class Stage(Enum):
+    """Where a request is in its life; it moves as `_NEXT` allows.
+
+    A running sequence prefills while computed < len(tokens) - 1; then each step computes and
+    samples one token. One with a `meeting` computes its front, and is looked up again where it
+    meets what a tier brought.
+    """
+
+    WAITING = "waiting"  # what the store has of its prefix is known: it waits for its turn
+    ADMITTED = "admitted"  # pages are promised
+    AWAITING_PREFIX = "awaiting prefix"  # admitted, and another sequence brings its prefix
+    RESTORING = "restoring"  # its prefix comes onto the device, beside the steps of others
+    RUNNING = "running"  # [0, computed) has K and V on the device or in the store
+    LEAVING = "leaving"  # it lost chunks, or others need its pages: its chunks are written back
+    LOOKING_UP = "looking up"  # it has left the device, and the store is asked for its prefix
+    FINISHED = "finished"  # the tail is written back, then pages and leases are released
+
+
+_ADMITTED = {Stage.ADMITTED, Stage.AWAITING_PREFIX, Stage.RESTORING, Stage.RUNNING}
+# Without a store there is nothing to write back: a sequence that leaves waits again at once.
+_AWAY = {Stage.LEAVING, Stage.WAITING, Stage.FINISHED}
+_NEXT = {
+    Stage.WAITING: {Stage.ADMITTED, Stage.FINISHED},
+    Stage.ADMITTED: {Stage.AWAITING_PREFIX, Stage.RESTORING, Stage.RUNNING, *_AWAY},
+    Stage.AWAITING_PREFIX: {Stage.ADMITTED, *_AWAY},
+    Stage.RESTORING: {Stage.RUNNING, *_AWAY},
+    Stage.RUNNING: _AWAY,
+    Stage.LEAVING: {Stage.LOOKING_UP, Stage.FINISHED},
+    Stage.LOOKING_UP: {Stage.WAITING, Stage.FINISHED},
+    Stage.FINISHED: set(),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Suspects:
     """Chunks of `connection`'s store that may be damaged.
@@ -114,18 +148,6 @@ class Suspects:
 class Sequence:
     """The state of one request. Only the engine's thread uses it after `Engine.post`.
 
-    The lifecycle, in order:
-      1. waiting    the store was asked for its prefix (`match`)
-      2. admitted   pages are promised (`claim`)
-      3. restoring  its prefix comes onto the device, beside the steps of others
-      4. restored   [0, computed) has K and V on the device or in the store
-      5. prefill    computed < len(tokens) - 1
-      6. decode     computed == len(tokens) - 1: each step computes and samples one
-      7. finished   the tail is written back, then pages and leases are released
-    One with a `meeting` computes its front after 4, and returns to 1 where it meets what a tier
-    brought. A sequence that lost chunks, or whose pages others need, leaves the device and
-    returns to 1 with its tokens kept.
-
     Chunk i is on the device if `pages[i]` is not None, and in the store if
     `i < len(stored)`. A resident sequence keeps every page. A streamed one keeps the first
     `kept_chunks` and the newest `window_chunks` of the sealed ones, and frees any other as
@@ -138,6 +160,7 @@ class Sequence:
     """
 
     admission: Admission
+    stage: Stage = field(default=Stage.WAITING, init=False)
     # The leased prefix; None without a store.
     match: Match | None = None
     # None if the request is not traced.
@@ -197,11 +220,6 @@ class Sequence:
     paused: bool = False
     # None before it begins, and once its result is used or given up.
     restoring: Restoring | None = None
-    restored: bool = False
-    # It left the device, and its prefix is being looked up again.
-    awaits_match: bool = False
-    # Another sequence brought a part of its prefix since it was looked up.
-    waited: bool = False
     # Leading tokens of the prompt whose log-probabilities are reported; the first has none.
     scored_tokens: int = 1
     # Chunks that the store inspects before it is asked for the prefix again.
@@ -216,6 +234,17 @@ class Sequence:
         self.tokens = self.admission.tokens
         self.split_line = self.admission.split_line
         self.chain_is_open = self.match is not None
+
+    def enter(self, stage: Stage) -> None:
+        """Move on to a stage; a step that `_NEXT` does not allow is a defect of the engine."""
+        if stage not in _NEXT[self.stage]:
+            raise RuntimeError(f"a request that is {self.stage.value} became {stage.value}")
+        self.stage = stage
+
+    @property
+    def is_admitted(self) -> bool:
+        """True from its admission until it leaves the device or ends."""
+        return self.stage in _ADMITTED
 
     @property
     def key(self) -> SequenceKey:
@@ -266,11 +295,9 @@ class Sequence:
 
         A restore goes on while its sequence is paused: until it ends, its pages cannot leave.
         """
-        if self.awaits_match:
-            return 0
-        if self.restoring is not None:
+        if self.stage is Stage.RESTORING and self.restoring is not None:
             return self.restoring.front_tokens(self.computed)
-        if self.paused or not self.restored:
+        if self.paused or self.stage is not Stage.RUNNING:
             return 0
         if self.matcher is not None and self.matcher.is_awaited:
             return 0
@@ -323,7 +350,7 @@ class Sequence:
     @property
     def cached_chunks(self) -> tuple[StoredChunk, ...]:
         """All chunks that it may have read from the store, or may still read."""
-        has_read = self.restored or self.restoring is not None
+        has_read = self.stage in (Stage.RESTORING, Stage.RUNNING)
         matched = self.match.chunks if self.match is not None and has_read else ()
         return tuple(dict.fromkeys((*matched, *self.stored)))
 
@@ -339,7 +366,7 @@ class Sequence:
         return page
 
     def reset(self) -> None:
-        """Return to step 1 with the tokens kept: nothing is computed or restored."""
+        """Keep the tokens only: nothing is computed or restored."""
         self.computed = 0
         self._stored_end = 0
         self.stored = []
@@ -353,7 +380,6 @@ class Sequence:
         self.meeting = None
         self.transfer = None
         self.restoring = None
-        self.restored = False
 
 
 @dataclass(frozen=True, slots=True)

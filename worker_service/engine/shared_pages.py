@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from worker_service.device.cache import DeviceCache
 from worker_service.device.copies import sent
 from worker_service.device.prefixes import DevicePrefixes
-from worker_service.engine.sequence import Sequence
+from worker_service.engine.sequence import Sequence, Stage
 
 
 class SharedPages:
@@ -145,7 +145,9 @@ class SharedPages:
 
     def _is_bringing(self, owner: Sequence, index: int) -> bool:
         """Return True if the owner is about to make its chunk `index` usable by others."""
-        if owner.awaits_match or (owner.paused and owner.restoring is None):
+        if owner.stage in (Stage.LEAVING, Stage.LOOKING_UP):
+            return False
+        if owner.paused and owner.restoring is None:
             return False
         if index >= owner.checked_chunks:
             return True

@@ -39,7 +39,7 @@ from worker_service.engine.postprocessor import Postprocessor
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.sampling import Choice, Sampling
 from worker_service.engine.selected import Reader
-from worker_service.engine.sequence import Admission, Segment, Sequence
+from worker_service.engine.sequence import Admission, Segment, Sequence, Stage
 from worker_service.engine.streamed import LostSequence
 from worker_service.retrieval.selector import EXACT, SelectionPlan
 from worker_service.retrieval.sequence_reads import ReadCounts
@@ -225,7 +225,7 @@ class World:
         self._answer(prompt_store=prompt_store)
         self.queues.admit_waiting()
         for sequence in list(self.queues.running):
-            if not sequence.restored and sequence in self.queues.running:
+            if sequence.stage in (Stage.ADMITTED, Stage.AWAITING_PREFIX):
                 self._restore(sequence)
         decodes, segments = self.queues.take_step(self.budget)
         for sequence in decodes:
@@ -249,17 +249,18 @@ class World:
         """Do what the engine and a restore do, without the bytes."""
         pages, match = self.pages, sequence.match
         if pages.must_wait(sequence):
-            sequence.waited = True
+            if sequence.stage is Stage.ADMITTED:
+                sequence.enter(Stage.AWAITING_PREFIX)
             return
-        if sequence.waited:
-            sequence.waited = False
+        if sequence.stage is Stage.AWAITING_PREFIX:
+            sequence.enter(Stage.ADMITTED)
             if sequence.chain_is_open and pages.holds_more(sequence):
                 self.queues.look_up_again(sequence)
                 return
         if not self.queues.can_restore(sequence) or not pages.has_input_page:
             return
         pages.take_prefix(sequence)
-        sequence.restored = True
+        sequence.enter(Stage.RUNNING)
         if match is None:
             return
         cached = min(match.cached_tokens, len(sequence.tokens) - 1)
@@ -423,7 +424,7 @@ class World:
                 assert reads.pages == sequence.selection_pages
                 stored = sequence.stored_range
                 assert reads.chunks in ([], sequence.stored[stored.start : stored.stop])
-            if sequence.is_streamed and sequence.restored and sequence in queues.running:
+            if sequence.is_streamed and sequence.stage is Stage.RUNNING:
                 self._check_streamed(sequence)
         claims = cache.claims
         assert claims.promised_count == sum(each.claim.promised for each in live)

@@ -27,7 +27,7 @@ from worker_service.engine.messages import Cancel, SetPaused, StepOutput
 from worker_service.engine.pages import PageManager
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.sampling import Sampling
-from worker_service.engine.sequence import Admission, Sequence
+from worker_service.engine.sequence import Admission, Sequence, Stage
 from worker_service.lanes.lanes import SerialLanes
 from worker_service.model.decoder import Decoder
 
@@ -156,6 +156,7 @@ def test_a_restore_waits_for_prefix_pages_that_leave_with_their_only_holder() ->
     for sequence in (early, late):
         queues.add(sequence)
         queues.waiting.remove(sequence)
+        sequence.enter(Stage.ADMITTED)
         queues.running.append(sequence)
     assert pages.claim(late)
     pages.take_prefix(late)

@@ -22,7 +22,7 @@ from splitpoint.shapes import ArenaLayout
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Call, Cancel, RestoreEvent, SetPaused, Stop
 from worker_service.engine.sampling import Sampling
-from worker_service.engine.sequence import Admission, Sequence
+from worker_service.engine.sequence import Admission, Sequence, Stage
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.model.decoder import Decoder
@@ -193,7 +193,7 @@ def test_a_paused_request_is_restored_and_then_waits(
 
 def until_restored(case: Case, engine: Engine, transcript: Transcript, sequence: Sequence) -> None:
     """Step until a restore is over; its pieces wake the engine."""
-    while not sequence.restored:
+    while sequence.stage is not Stage.RUNNING:
         engine.wait(30)
         step(case, engine, transcript)
 
@@ -267,7 +267,7 @@ def test_one_that_has_just_been_told_to_start_over_is_not_settled(case: Case) ->
     assert second.match is not None
     engine.queues.restart_after_loss(second, ChunkLost("a chunk is lost"))
     assert list(results) == []
-    assert not second.restored
+    assert second.stage is not Stage.RUNNING
     to_the_end(case, engine, transcript)
     assert transcript.tokens == {"first": case.wanted[0], "second": case.wanted[0]}
     lanes.close()

@@ -17,7 +17,7 @@ from splitpoint.selection import Selection
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Call, Cancel
 from worker_service.engine.sampling import Sampling
-from worker_service.engine.sequence import Sequence
+from worker_service.engine.sequence import Sequence, Stage
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes
 from worker_service.lanes.timeline import FETCHING_ROWS, Trace
@@ -230,8 +230,8 @@ def test_an_error_of_the_link_leaves_no_screens_in_part(llama: Case) -> None:
 
 
 def test_rows_of_the_next_layer_are_on_the_link_while_this_one_computes(llama: Case) -> None:
-    """Measure by the spans' clock, on a link that is slower than the device."""
-    lanes = ThreadLanes(CPU, EmulatedLink(4e6))
+    """Measure by the spans' clock, on a link that is slower than a device that has to wait."""
+    lanes = ThreadLanes(CPU, EmulatedLink(1e6))
     engine = llama.engine(lanes)
     engine.trace = Trace()
     few = Sampling(max_tokens=6, ignore_eos=True)
@@ -306,7 +306,7 @@ def test_random_mixes_give_exact_text_where_all_is_read_and_leave_nothing(
     ]
 
     def disturb() -> None:
-        running = [each for each in engine.queues.running if each.restored]
+        running = [each for each in engine.queues.running if each.stage is Stage.RUNNING]
         if running and rng.random() < 0.5:
             engine.queues.preempt(rng.choice(running))
         elif running:

@@ -24,7 +24,7 @@ from worker_service.device.memory import staging_bytes
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
-from worker_service.engine.sequence import Admission
+from worker_service.engine.sequence import Admission, Stage
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes
 from worker_service.lanes.timeline import Trace
@@ -302,7 +302,7 @@ def test_the_split_follows_the_sequence(llama: Case, lanes: ThreadLanes) -> None
 
     def note(_: StepOutput) -> None:
         for sequence in engine.queues.running:
-            if engine.last_step is not None and sequence.restored:
+            if engine.last_step is not None and sequence.stage is Stage.RUNNING:
                 # The step computed the token before the one that was appended.
                 length = sequence.computed - 1
                 seen.append((length, engine.last_step.rebuilt_tokens))

@@ -21,6 +21,7 @@ from worker_service.device.memory import SINK_PAGES, MemoryPlan, divide, draft_w
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
+from worker_service.engine.sequence import Stage
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import SerialLanes
 from worker_service.model.decoder import Decoder
@@ -129,7 +130,7 @@ def test_a_victim_gives_up_its_front_then_its_window_then_its_sinks(case: Case) 
     request = streamed("0", case.prompts[2], GREEDY, salt=b"victim", resident_tokens=3 * CHUNK)
     case.runner.admit(engine, request)
     case.runner.after_step = lambda _: None
-    while not engine.queues.running or not engine.queues.running[0].restored:
+    while not engine.queues.running or engine.queues.running[0].stage is not Stage.RUNNING:
         case.runner.step(engine)
     (sequence,) = engine.queues.running
     pages = engine.page_manager

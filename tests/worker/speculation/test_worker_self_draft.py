@@ -23,7 +23,7 @@ from worker_service.engine import sampling as sampling_module
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import DraftEvent, StepOutput
 from worker_service.engine.sampling import Sampling, SamplingRow
-from worker_service.engine.sequence import Sequence
+from worker_service.engine.sequence import Sequence, Stage
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.model.decoder import Decoder
@@ -122,7 +122,7 @@ def drafting_engine(case: Case, window: int, lanes: Lanes | None = None) -> Engi
 
 
 def is_decoding(sequence: Sequence) -> bool:
-    return sequence.restored and sequence.computed == len(sequence.tokens) - 1
+    return sequence.stage is Stage.RUNNING and sequence.computed == len(sequence.tokens) - 1
 
 
 # Grouped queries; windows below full layers; learned positions.
