@@ -1,9 +1,9 @@
-"""A restore as a list of tasks: copies and products, their lanes and their dependencies.
+"""A restore or a streamed step as a list of tasks: copies, products, their lanes and dependencies.
 
 The worker runs the task list, and `simulate` predicts its seconds. The seconds of a task are
 arguments.
 
-The schedules, for one layer with [0, l) rebuilt and [l, s) loaded:
+The schedules of a restore, for one layer with [0, l) rebuilt and [l, s) loaded:
 
     SERIAL     send X[0:l]; rebuild; load K,V[l:s]; one after the other
     COLUMN     send X[0:l]; then rebuild while loading: KVPR's order (Eq. 10 there),
@@ -15,12 +15,17 @@ The schedules, for one layer with [0, l) rebuilt and [l, s) loaded:
 Layer 0's X is computed from token ids, so its products wait for nothing on the link.
 PIPELINED spreads them evenly among those of the other layers. All at once, they would leave
 the link idle: X of the next layer fills the staging slots and then waits.
+
+A streamed step brings the tiles of each layer and attends them one by one. COLUMN sends nothing
+of a layer before the layer before it has been loaded and rebuilt; the other schedules fill
+staging slots as far ahead as there are any, also across layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -56,6 +61,8 @@ class TaskKind(Enum):
     REBUILD = "rebuild"  # K and V from X in a staging slot, or from EMBED
     LOAD = "load"  # K and V, over the link
     WEIGHTS = "weights"  # W_K and W_V of a layer on the host into a weight slot
+    COPY = "copy X"  # X that is kept on the device into a staging slot
+    ATTEND = "attend"  # K and V of a tile
 
     @property
     def lane(self) -> Lane:
@@ -69,9 +76,11 @@ class Task:
     """One copy or one product.
 
     Attributes:
-        first, last: positions [first, last) of the prefix.
-        slot: X staging slot of SEND and REBUILD, weight slot of WEIGHTS; None: not needed.
+        first, last: positions [first, last) of the prefix; in a step: rows of the tile.
+        slot: staging slot of X, or weight slot of WEIGHTS; None: not needed.
         after: indices of earlier tasks that must have ended.
+        tile: in a step: number of the tile in its layer.
+        kv_slot: in a step: staging slot of the tile's K and V.
     """
 
     kind: TaskKind
@@ -80,6 +89,8 @@ class Task:
     last: int
     slot: int | None = None
     after: tuple[int, ...] = ()
+    tile: int = 0
+    kv_slot: int = 0
 
     @property
     def lane(self) -> Lane:
@@ -134,6 +145,41 @@ def restore_tasks(work: RestoreWork, schedule: Schedule) -> list[Task]:
     if schedule is Schedule.PIPELINED and embeds and 0 not in work.host_layers:
         return _with_first_layer_spread(builder.tasks)
     return builder.tasks
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """What a streamed step brings of one tile.
+
+    Attributes:
+        rows: token rows that are attended.
+        rebuilt_rows: leading rows whose K and V are rebuilt from X.
+        is_loaded: K and V of the tile cross the link.
+        is_kept: X of the rebuilt rows is on the device.
+    """
+
+    rows: int
+    rebuilt_rows: int
+    is_loaded: bool
+    is_kept: bool = False
+
+
+def step_tasks(
+    layers: Sequence[Sequence[TileShape]], slots: int, schedule: Schedule
+) -> Iterator[Task]:
+    """Yield the tasks of a streamed step in the order in which the lanes receive them.
+
+    Each tile ends with its ATTEND. Staging slots are filled in the order of the tiles, and again
+    once their content was read. COLUMN is KVPR's order (Eq. 10 there): X of a layer crosses the
+    link beside the attention and the MLP of the layer before, and nothing beside a rebuild but
+    K and V.
+
+    Args:
+        layers: the tiles of each layer, in the order in which it attends them.
+        slots: staging slots for X, and as many for K and V; rebuilt K and V that nothing is
+            loaded for take the last one.
+    """
+    return _StepBuilder(layers, slots, schedule).tasks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +354,144 @@ class _Builder:
             after = (len(self.tasks) - 1,)
         self.tasks.append(Task(kind, layer, span[0], span[1], slot, after))
         return len(self.tasks) - 1
+
+
+@dataclass(slots=True)
+class _Ring:
+    """Staging slots that are filled in turn, and the tasks that read each filling."""
+
+    count: int
+    fillings: int = 0
+    readers: list[int] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        return self.fillings - len(self.readers) >= self.count
+
+    def fill(self) -> tuple[int, tuple[int, ...]]:
+        """Return the next slot, and the task to wait for before it is filled."""
+        slot, turn = self.fillings % self.count, self.fillings - self.count
+        self.fillings += 1
+        return slot, () if turn < 0 else (self.readers[turn],)
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A tile that is on its way: its slots, and the tasks before they may be read."""
+
+    layer: int
+    number: int
+    tile: TileShape
+    slot: int | None
+    kv_slot: int
+    sent: tuple[int, ...]
+    loaded: tuple[int, ...]
+
+
+class _StepBuilder:
+    """Lays out a streamed step tile by tile, with the copies of later ones as early as may be."""
+
+    def __init__(
+        self, layers: Sequence[Sequence[TileShape]], slots: int, schedule: Schedule
+    ) -> None:
+        self._tiles = [
+            (layer, number, tile)
+            for layer, tiles in enumerate(layers)
+            for number, tile in enumerate(tiles)
+        ]
+        # Rebuilt K and V need a slot, too, though the link does not fill it.
+        rebuilds = any(not tile.is_loaded for *_, tile in self._tiles)
+        self._rebuilt_slot = slots - 1
+        self._inputs = _Ring(slots)
+        self._loads = _Ring(slots - rebuilds)
+        self._is_column = schedule is Schedule.COLUMN
+        self._count = 0
+        self._next = 0
+        self._coming: deque[_Coming] = deque()
+        # COLUMN: the only layer whose tiles may be sent, the tasks before them, and those after
+        # which the next layer's may be.
+        self._open_layer = self._tiles[0][0] if self._tiles else 0
+        self._barrier: tuple[int, ...] = ()
+        self._arrivals: list[int] = []
+
+    def tasks(self) -> Iterator[Task]:
+        yield from self._fill()
+        while self._coming:
+            yield from self._take(self._coming.popleft())
+
+    def _take(self, coming: _Coming) -> Iterator[Task]:
+        """Yield the rebuild and the ATTEND of a tile, and the copies that they make room for."""
+        tile, after = coming.tile, coming.loaded
+        if tile.rebuilt_rows:
+            yield from self._rebuild(coming)
+            after = (self._count - 1,)
+            self._inputs.readers.append(self._count - 1)
+            # The next X can be on its way while this tile is attended.
+            yield from self._fill()
+        if self._is_column:
+            self._arrivals += after
+            yield from self._open_next_layer()
+        yield self._task(TaskKind.ATTEND, coming, tile.rows, after)
+        if tile.is_loaded:
+            self._loads.readers.append(self._count - 1)
+        yield from self._fill()
+
+    def _rebuild(self, coming: _Coming) -> Iterator[Task]:
+        """Yield what computes K and V of the rebuilt rows, over loaded rows, if there are any."""
+        tile, source = coming.tile, coming.sent
+        if not coming.layer or tile.is_kept:
+            kind = TaskKind.COPY if coming.layer else TaskKind.EMBED
+            yield self._task(kind, coming, tile.rebuilt_rows, source)
+            source = (self._count - 1,)
+        after = (*source, *coming.loaded)
+        yield self._task(TaskKind.REBUILD, coming, tile.rebuilt_rows, after)
+
+    def _fill(self) -> Iterator[Task]:
+        """Yield the copies of the next tiles, in order, until a slot is missing."""
+        while self._next < len(self._tiles):
+            layer, number, tile = self._tiles[self._next]
+            if self._is_column and layer != self._open_layer:
+                return
+            if tile.is_loaded and self._loads.is_full:
+                return
+            if tile.rebuilt_rows and self._inputs.is_full:
+                return
+            self._next += 1
+            yield from self._send(layer, number, tile)
+
+    def _send(self, layer: int, number: int, tile: TileShape) -> Iterator[Task]:
+        slot, kv_slot = None, self._rebuilt_slot
+        sent: tuple[int, ...] = ()
+        loaded: tuple[int, ...] = ()
+        if tile.rebuilt_rows:
+            slot, free = self._inputs.fill()
+            sent = (*free, *self._barrier)
+        if tile.is_loaded:
+            kv_slot, free = self._loads.fill()
+            loaded = (*free, *self._barrier)
+        coming = _Coming(layer, number, tile, slot, kv_slot, sent, loaded)
+        # Layer 0's X is computed from token ids once it is the tile's turn.
+        if tile.rebuilt_rows and layer and not tile.is_kept:
+            yield self._task(TaskKind.SEND, coming, tile.rebuilt_rows, sent)
+            coming = replace(coming, sent=(self._count - 1,))
+        if tile.is_loaded:
+            yield self._task(TaskKind.LOAD, coming, tile.rows, loaded)
+            coming = replace(coming, loaded=(self._count - 1,))
+        self._coming.append(coming)
+
+    def _open_next_layer(self) -> Iterator[Task]:
+        """Yield the next layer's first copies once all of the present layer's have arrived."""
+        if self._coming or self._next == len(self._tiles):
+            return
+        layer = self._tiles[self._next][0]
+        if layer != self._open_layer:
+            self._open_layer = layer
+            self._barrier, self._arrivals = tuple(self._arrivals), []
+            yield from self._fill()
+
+    def _task(self, kind: TaskKind, coming: _Coming, rows: int, after: tuple[int, ...]) -> Task:
+        self._count += 1
+        return Task(kind, coming.layer, 0, rows, coming.slot, after, coming.number, coming.kv_slot)
 
 
 def _with_first_layer_spread(tasks: Sequence[Task]) -> list[Task]:

@@ -508,6 +508,8 @@ class _WorkMaker:
                 inputs = None if slot is None else self.slots[slot]
                 work = transfer.rebuild(layer, self._part(task), inputs, keys, values)
                 return self._with_weights(work, layer)
+            case TaskKind.COPY | TaskKind.ATTEND:
+                raise RuntimeError(f"no restore has a task {task.kind.value}")
 
     def is_on_host(self, layer: int) -> bool:
         weights = self.transfer.model.layer_weights

@@ -14,8 +14,10 @@ from splitpoint.planning.schedule import (
     Schedule,
     Task,
     TaskKind,
+    TileShape,
     restore_tasks,
     simulate,
+    step_tasks,
 )
 
 
@@ -188,3 +190,95 @@ def test_both_lanes_towards_the_device_share_the_link() -> None:
 def test_work_that_cannot_be_is_refused(first: int, tile: int, slots: int) -> None:
     with pytest.raises(ValueError, match="a restore"):
         RestoreWork(1, first, 0, 8, chunk_tokens=4, tile_tokens=tile, slots=slots)
+
+
+# -- streamed steps ---------------------------------------------------------------------
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[list[TileShape]]:
+    tiles = st.builds(
+        lambda rows, kind: TileShape(rows, *kind),
+        st.integers(1, 64),
+        # Loaded, rebuilt from X in the store, rebuilt from X on the device, and partly each.
+        st.sampled_from([(0, True), (1, False), (1, False, True), (1, True)]),
+    )
+    return draw(st.lists(st.lists(tiles, max_size=5), min_size=1, max_size=5))
+
+
+@given(steps(), st.integers(2, 6), st.sampled_from([Schedule.COLUMN, Schedule.PIPELINED]))
+def test_a_step_brings_each_tile_once_into_slots_that_nothing_reads_any_more(
+    layers: list[list[TileShape]], slots: int, schedule: Schedule
+) -> None:
+    tasks = list(step_tasks(layers, slots, schedule))
+    wanted = [(layer, number) for layer, tiles in enumerate(layers) for number in range(len(tiles))]
+    of_kind = {
+        kind: [(task.layer, task.tile) for task in tasks if task.kind is kind] for kind in TaskKind
+    }
+    shape = {place: layers[place[0]][place[1]] for place in wanted}
+    assert of_kind[TaskKind.ATTEND] == wanted
+    assert of_kind[TaskKind.LOAD] == [place for place in wanted if shape[place].is_loaded]
+    rebuilt = [place for place in wanted if shape[place].rebuilt_rows]
+    assert of_kind[TaskKind.REBUILD] == rebuilt
+    sources = [*of_kind[TaskKind.EMBED], *of_kind[TaskKind.SEND], *of_kind[TaskKind.COPY]]
+    assert sorted(sources) == rebuilt
+    ended = waited_for(tasks)
+    readers: dict[tuple[str, int], list[int]] = {}
+    for index, task in enumerate(tasks):
+        fills = {TaskKind.LOAD: [("K,V", task.kv_slot)]}
+        for source in (TaskKind.SEND, TaskKind.EMBED, TaskKind.COPY):
+            fills[source] = [("X", task.slot or 0)]
+        if not shape[task.layer, task.tile].is_loaded:
+            fills[TaskKind.REBUILD] = [("K,V", task.kv_slot)]
+        for slot in fills.get(task.kind, ()):
+            assert set(readers.pop(slot, ())) <= ended[index]
+        if task.kind is TaskKind.REBUILD:
+            readers.setdefault(("X", task.slot or 0), []).append(index)
+        if task.kind is TaskKind.ATTEND:
+            readers.setdefault(("K,V", task.kv_slot), []).append(index)
+            brought = [
+                other
+                for other in range(index)
+                if (tasks[other].layer, tasks[other].tile) == (task.layer, task.tile)
+            ]
+            assert set(brought) <= ended[index]
+
+
+def waited_for(tasks: list[Task]) -> list[set[int]]:
+    """Return for each task all that has ended when it begins."""
+    ended: list[set[int]] = []
+    last: dict[Lane, int] = {}
+    for index, task in enumerate(tasks):
+        before = {*task.after, *([last[task.lane]] if task.lane in last else [])}
+        assert all(each < index for each in before)
+        ended.append(before.union(*(ended[each] for each in before)))
+        last[task.lane] = index
+    return ended
+
+
+@given(steps(), st.integers(2, 6))
+def test_column_sends_nothing_of_a_layer_before_the_one_before_is_there(
+    layers: list[list[TileShape]], slots: int
+) -> None:
+    tasks = list(step_tasks(layers, slots, Schedule.COLUMN))
+    ended = waited_for(tasks)
+    there = (TaskKind.LOAD, TaskKind.REBUILD)
+    for index, task in enumerate(tasks):
+        if task.lane is Lane.LINK_IN:
+            before = {at for at, each in enumerate(tasks[:index]) if each.layer < task.layer}
+            assert {at for at in before if tasks[at].kind in there} <= ended[index]
+
+
+def test_a_step_that_sends_ahead_is_never_slower_than_kvprs_order() -> None:
+    layers = [[TileShape(64, 64, False), TileShape(64, 0, True)] for _ in range(8)]
+
+    def time_of(schedule: Schedule, rebuild: float) -> float:
+        seconds = {TaskKind.SEND: 1.0, TaskKind.LOAD: 2.0, TaskKind.ATTEND: 0.125}
+        seconds[TaskKind.REBUILD] = rebuild
+        tasks = list(step_tasks(layers, 4, schedule))
+        return simulate(tasks, lambda task: seconds.get(task.kind, 0.0)).seconds
+
+    # The link is never idle, but for the attention of the last tile.
+    assert time_of(Schedule.PIPELINED, 1.5) == 8 * 2.0 + 7 * 1.0 + 0.125
+    # The link waits for a product that takes longer than the load beside it.
+    assert time_of(Schedule.COLUMN, 2.4) > time_of(Schedule.PIPELINED, 2.4)
