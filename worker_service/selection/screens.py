@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -76,29 +76,7 @@ class Screens:
         if selection.is_full or index < selection.exact_layers:
             return None
         shape = AttentionShape.of(self._config, index)
-        columns, int8 = selection.kept_columns(shape.head_dim), selection.keeps_int8
-        records = Records(blocks)
-        match selection.method:
-            case SelectionMethod.WINDOW:
-                return WindowScreen(shape)
-            case SelectionMethod.H2O:
-                return HeavyHitterScreen(shape, selection)
-            case SelectionMethod.QUEST:
-                return QuestScreen(shape, records)
-            case SelectionMethod.COLUMNS:
-                return ColumnScreen(shape, columns, int8=int8, records=records)
-            case SelectionMethod.ORACLE:
-                return ColumnScreen(shape, shape.head_dim, int8=int8)
-            case SelectionMethod.INFINIGEN:
-                skew = self._of(index, "skew")
-                return ColumnScreen(shape, columns, int8=int8, skew=skew, records=records)
-            case SelectionMethod.MAPLE:
-                return MapleScreen(shape, self._maple_weights(index), int8=int8)
-        maps = [self._of(index, name) for name in ("query_map", "key_map")]
-        if selection.method is SelectionMethod.LOWRANK:
-            # Columns are in the order of what they explain: the best of a rank are the first.
-            maps = [each[..., :columns] for each in maps]
-        return LowRankScreen(shape, *maps, int8=int8, records=records)
+        return _MAKERS[selection.method](self, index, shape, Records(blocks))
 
     def centroids(self, index: int) -> Centroids | None:
         """Return an empty estimate of what a layer does not read; None: there is none."""
@@ -106,6 +84,33 @@ class Screens:
         if not selection.estimate or selection.is_full or index < selection.exact_layers:
             return None
         return Centroids(AttentionShape.of(self._config, index))
+
+    def _columns(
+        self, index: int, shape: AttentionShape, records: Records, skew: torch.Tensor | None = None
+    ) -> LayerScreen:
+        columns = self.selection.kept_columns(shape.head_dim)
+        int8 = self.selection.keeps_int8
+        return ColumnScreen(shape, columns, int8=int8, skew=skew, records=records)
+
+    def _oracle(self, index: int, shape: AttentionShape, records: Records) -> LayerScreen:
+        # Only measured: it keeps whole keys, for which no page has room.
+        return ColumnScreen(shape, shape.head_dim, int8=self.selection.keeps_int8)
+
+    def _infinigen(self, index: int, shape: AttentionShape, records: Records) -> LayerScreen:
+        return self._columns(index, shape, records, self._of(index, "skew"))
+
+    def _maple(self, index: int, shape: AttentionShape, records: Records) -> LayerScreen:
+        return MapleScreen(shape, self._maple_weights(index), int8=self.selection.keeps_int8)
+
+    def _ranked(self, index: int, shape: AttentionShape, records: Records) -> LayerScreen:
+        maps = (self._of(index, "query_map"), self._of(index, "key_map"))
+        return LowRankScreen(shape, *maps, int8=self.selection.keeps_int8, records=records)
+
+    def _low_rank(self, index: int, shape: AttentionShape, records: Records) -> LayerScreen:
+        # Columns are in the order of what they explain: the best of a rank are the first.
+        kept = self.selection.kept_columns(shape.head_dim)
+        maps = (self._of(index, name)[..., :kept] for name in ("query_map", "key_map"))
+        return LowRankScreen(shape, *maps, int8=self.selection.keeps_int8, records=records)
 
     def _of(self, index: int, name: str) -> torch.Tensor:
         if self._artifacts is None:
@@ -144,6 +149,24 @@ class Screens:
                 _check_sizes(weights.projection, (shape.hidden_size, inner), "the projection")
                 _check_sizes(weights.query, (inner, shape.query_head_count, rank), "the queries")
                 _check_sizes(weights.key, (inner, heads, rank), "the keys")
+
+
+_Maker = Callable[[Screens, int, AttentionShape, Records], LayerScreen]
+_MAKERS: dict[SelectionMethod, _Maker] = {
+    SelectionMethod.INFINIGEN: Screens._infinigen,
+    SelectionMethod.MAPLE: Screens._maple,
+    SelectionMethod.COLUMNS: Screens._columns,
+    SelectionMethod.LOWRANK: Screens._low_rank,
+    SelectionMethod.RANKED: Screens._ranked,
+    SelectionMethod.QUEST: lambda screens, index, shape, records: QuestScreen(shape, records),
+    SelectionMethod.WINDOW: lambda screens, index, shape, records: WindowScreen(shape),
+    SelectionMethod.H2O: lambda screens, index, shape, records: HeavyHitterScreen(
+        shape, screens.selection
+    ),
+    SelectionMethod.ORACLE: Screens._oracle,
+}
+if forgotten := {*SelectionMethod} - {SelectionMethod.FULL, *_MAKERS}:
+    raise RuntimeError(f"methods without a screen: {', '.join(sorted(forgotten))}")
 
 
 def maple_weights(artifacts: Artifacts, index: int) -> MapleWeights:
