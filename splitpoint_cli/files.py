@@ -32,28 +32,6 @@ def write_private_json(path: Path, value: Mapping[str, object]) -> None:
     replace_file(path, f"{json.dumps(value, ensure_ascii=False, indent=2)}\n".encode(), 0o600)
 
 
-class KeptFile:
-    """A small private file that other processes read at their start, remembered with its content.
-
-    Args:
-        path: of a file that is there. Raises OSError if it cannot be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._content = path.read_bytes()
-
-    def restore(self) -> bool:
-        """Write the file again if its folder is there without it; return True then.
-
-        Raises OSError.
-        """
-        if self.path.exists() or not self.path.parent.is_dir():
-            return False
-        replace_file(self.path, self._content, 0o600)
-        return True
-
-
 def share_secret(used: Path, others: Sequence[Path]) -> list[Path]:
     """Give the files of one secret the same content; return those that have another.
 

@@ -40,9 +40,7 @@ class Held:
     """
 
     def __init__(self, runtime: Path, lock: int) -> None:
-        self._runtime = runtime
         self._lock = lock
-        self._address = ""
         os.pwrite(lock, f"{os.getpid():{_ID_DIGITS}}".encode(), 0)  # for `splitpoint down`
         os.ftruncate(lock, _ID_DIGITS)  # no address of a killed `up`
         self.services = _open(runtime / _SERVICES)
@@ -50,30 +48,7 @@ class Held:
     def listens_at(self, address: str) -> None:
         """Note the schedulers' addresses, with commas between them, by which `splitpoint down`
         finds the stack."""
-        self._address = address
         os.pwrite(self._lock, f"\n{address}".encode(), _ID_DIGITS)
-
-    def is_there(self) -> bool:
-        """Return True if both files are still at their paths."""
-        return _is_at(self._lock, self._runtime / _LOCK) and _is_at(
-            self.services, self._runtime / _SERVICES
-        )
-
-    def take_again(self) -> bool:
-        """Make the folder and both files again; return False if another `up` holds the lock.
-
-        `services` keeps its number: services that start from now on inherit the new file.
-        """
-        lock = _take(self._runtime)
-        if lock is None:
-            return False
-        again = Held(self._runtime, lock)
-        for new, old in ((again._lock, self._lock), (again.services, self.services)):
-            os.dup2(new, old, inheritable=False)
-            os.close(new)
-        if self._address:
-            self.listens_at(self._address)
-        return _lock_at_once(self.services)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ A stack goes on without a worker, or a scheduler, while another one is left. It 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from splitpoint_cli.output import duration_text
 from splitpoint_cli.stack.child import (
@@ -56,8 +56,6 @@ class Keeper:
         self._failures: asyncio.Queue[BaseException] = asyncio.Queue()
         # Given-up workers and schedulers: the last death's message, and when the next start is.
         self._given_up: dict[str, tuple[str, float]] = {}
-        # Services that are being replaced: their exits are expected.
-        self._renewed: set[Service] = set()
         # Called when the result of `given_up` changes.
         self.on_given_up: Callable[[], None] = lambda: None
 
@@ -91,25 +89,8 @@ class Keeper:
             if name in self._workers
         ]
 
-    async def renew(self, names: Iterable[str]) -> None:
-        """Stop these services and start them again, one after the other.
-
-        `run` later retries a service that is given up meanwhile. Raises ServiceExited if a
-        service that the stack needs cannot be started.
-        """
-        for name in names:
-            service = self._supervisor.running(name)
-            if service is None:
-                continue  # it died, and is restarted anyway
-            self._renewed.add(service)
-            await self._supervisor.stop_one(service)
-            await self._bring_back(_same_again(service), 0.0)
-
     def _decide(self, service: Service) -> ServiceExited | None:
         """Restart the service or give it up; return its death if the stack cannot go on."""
-        if service in self._renewed:
-            self._renewed.discard(service)
-            return None
         policy = self._policies.setdefault(service.name, RestartPolicy(self._limits))
         now = asyncio.get_running_loop().time()
         decision = policy.died(now, served_seconds=service.served_seconds)

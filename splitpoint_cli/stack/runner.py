@@ -14,7 +14,7 @@ from splitpoint import config
 from splitpoint.client import AsyncClient
 from splitpoint.errors import Cancelled
 from splitpoint.transport.tls import trusting_own_server
-from splitpoint_cli.files import KeptFile, share_secret
+from splitpoint_cli.files import share_secret
 from splitpoint_cli.spool import spooled_output
 from splitpoint_cli.stack.child import (
     LogLine,
@@ -33,8 +33,6 @@ from splitpoint_cli.stack.restart_policy import RestartLimits
 from splitpoint_cli.stack.supervisor import Supervisor
 
 _SERVE_SECONDS = 60.0
-# Interval of the check that the runtime folder still exists.
-_LOOK_SECONDS = 1.0
 # A service that takes longer to start is asked for its last line, again and again.
 _SLOW_SECONDS = 3.0
 
@@ -111,10 +109,6 @@ class StackRunner:
         keeper.on_given_up = lambda: self._note_given_up(keeper)
         keeping = asyncio.create_task(keeper.run())
         tasks: list[asyncio.Task[Any]] = [keeping, asyncio.create_task(stop.wait())]
-        if stack.key.parent != stack.runtime:  # one that outlives the stack
-            tasks.append(asyncio.create_task(self._watch_secret()))
-        if limits is not None:
-            tasks.append(asyncio.create_task(self._watch_folder(supervisor, keeper)))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             deaths = [task.result() for task in done]  # raises what ended one of them
@@ -147,51 +141,6 @@ class StackRunner:
             )
         except OSError as error:
             self.output.event("up", f"the note of the gateway cannot be written: {error}")
-
-    async def _watch_folder(self, supervisor: Supervisor, keeper: Keeper) -> None:
-        """Restore the runtime folder if another program removed it, or sockets in it.
-
-        A service without its socket accepts no new connections, so it starts again. Raises
-        ServiceExited.
-        """
-        if self._held is None:
-            raise RuntimeError("the stack is not running")
-        while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            if not self._held.is_there():
-                if not self._held.take_again():
-                    continue  # an `up` of the same name has the lock, but not the arena
-                text = f"{self._stack.runtime} was removed by another program: made again"
-                self.output.event("up", text)
-                keeper.on_given_up()
-                self._note_gateway()
-                if self._stack.api_key is not None:
-                    self._stack.api_key.write()
-            names = supervisor.unreachable()
-            if names:
-                text = "sockets were removed by another program; restarting one after the other: "
-                self.output.event("up", text + ", ".join(names))
-                await keeper.renew(names)
-
-    async def _watch_secret(self) -> None:
-        """Write the secret of the chunk keys back when its folder is there without it.
-
-        The store makes the folder of its disk tier again if another program removed it, and the
-        next stack would not find the chunks that it writes there.
-        """
-        path, kept, told = self._stack.key, None, ""
-        while True:
-            try:
-                kept = kept or KeptFile(path)
-                if kept.restore():
-                    self.output.event("up", f"{path} was removed by another program: written again")
-                told = ""
-            except OSError as error:
-                problem = f"the secret of the chunk keys, {path}: {error.strerror}"
-                if problem != told:
-                    self.output.event("up", problem)
-                told = problem
-            await asyncio.sleep(_LOOK_SECONDS)
 
     async def _start_unless(self, supervisor: Supervisor, stop: asyncio.Event) -> None:
         starting = asyncio.create_task(self._start(supervisor))

@@ -89,22 +89,6 @@ class Supervisor:
         """Wait for a service that ends without being stopped; return each such service once."""
         return await self._exits.get()
 
-    def running(self, name: str) -> Service | None:
-        """Return the service of this name; None if it has ended, or was never started."""
-        service = self._services.get(name)
-        return None if service is None or service.gone.is_set() else service
-
-    def unreachable(self) -> list[str]:
-        """Return the names of ready services whose socket file is gone, in the order of start."""
-        return [
-            name
-            for name, service in self._services.items()
-            if service.address
-            and not service.gone.is_set()
-            and service.command.socket is not None
-            and not service.command.socket.is_socket()
-        ]
-
     # -- stopping -----------------------------------------------------------------
 
     @property

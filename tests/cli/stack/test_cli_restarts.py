@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
-import math
 import os
 import signal
 import subprocess
@@ -224,33 +223,6 @@ def test_a_store_that_cannot_come_back_ends_the_stack(tmp_path: Path) -> None:
     assert_nothing_left(log, instance)
 
 
-def test_a_removed_runtime_folder_is_made_again(tmp_path: Path) -> None:
-    log, instance = tmp_path / "log", instance_name("folder")
-    runtime = runtime_path(instance)
-    with stack(log, instance, pause="0.02") as process:
-        wait_until_up(process)
-        before = sockets(instance)
-        remove_tree(runtime)
-        printed = "".join(read_until(process, "ready again") for _ in range(4))
-        assert printed.count(f"{runtime} was removed by another program: made again") == 1
-        assert "death" not in printed
-        assert all(len(lives(log, name)) == 2 for name in ("store", "worker-0", "worker-1"))
-        assert sockets(instance) == before | {"public.sock"}
-        # Locked again: `down` finds it, and no other stack takes its name.
-        assert running_process(runtime) == process.pid
-        with stack(tmp_path / "second", instance) as second:
-            _, errors = second.communicate(timeout=SECONDS)
-        assert "is already running" in errors
-        # One socket alone.
-        (runtime / "worker-1.sock").unlink()
-        assert "restarting one after the other: worker 1\n" in read_until(process, "ready again")
-        assert [len(lives(log, name)) for name in ("worker-0", "worker-1")] == [2, 3]
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=SECONDS)
-    assert process.returncode == 0
-    assert_nothing_left(log, instance)
-
-
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
@@ -409,69 +381,6 @@ async def test_a_fork_that_fails_is_one_more_death() -> None:
         death = await keeper.run()
     assert "cannot be started" in death.message
     assert sum("cannot be started" in text for text in said) >= 2
-
-
-class WorkerDouble:
-    """A worker that serves; `Keeper` asks no more of it."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.address = name, f"unix:/{name}"
-        self.command = ServiceCommand(name, ())
-
-    async def ready(self) -> str:
-        return self.address
-
-
-class ForkLimits:
-    """A supervisor on a system that cannot fork `failures` times."""
-
-    def __init__(self, failures: float) -> None:
-        self.failures = failures
-        self.stopped: list[str] = []
-
-    async def next_exit(self) -> object:
-        return await asyncio.Event().wait()
-
-    def running(self, name: str) -> WorkerDouble:
-        return WorkerDouble(name)
-
-    async def stop_one(self, service: WorkerDouble) -> None:
-        self.stopped.append(service.name)
-
-    async def start(self, command: ServiceCommand) -> WorkerDouble:
-        self.failures -= 1
-        if self.failures >= 0:
-            raise ServiceNotStarted(command.name, "Resource temporarily unavailable")
-        return WorkerDouble(command.name)
-
-
-@pytest.mark.parametrize(("failures", "retry"), [(math.inf, 3600.0), (5, 0.01)])
-async def test_a_renewal_does_not_wait_for_a_worker_that_is_given_up(
-    failures: float, retry: float
-) -> None:
-    said: list[str] = []
-    supervisor = ForkLimits(failures)
-    keeper = Keeper(
-        supervisor,  # type: ignore[arg-type]
-        RestartLimits(first_delay_seconds=0.001, first_retry_seconds=retry),
-        lambda name, text: said.append(f"{name}: {text}"),
-        workers={"worker-0": "unix:/worker-0", "worker-1": "unix:/worker-1"},
-        show_tail=lambda _: None,
-    )
-    running = asyncio.create_task(keeper.run())
-    try:
-        async with asyncio.timeout(30):
-            await keeper.renew(["worker-0"])
-            assert supervisor.stopped == ["worker-0"]
-            [given_up] = keeper.given_up()
-            assert given_up.address == "unix:/worker-0"
-            while retry < 1 and keeper.given_up():
-                await asyncio.sleep(0.005)
-        assert not running.done()
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-    assert any(text.startswith("worker-0: ready again") for text in said) is (retry < 1)
 
 
 # -- what a killed `up` leaves ----------------------------------------------------------

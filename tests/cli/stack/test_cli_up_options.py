@@ -44,7 +44,7 @@ from splitpoint_cli.checks import memory
 from splitpoint_cli.checks.finding import Finding, Verdict
 from splitpoint_cli.checks.gpu import Driver, FreeMemory, Gpu
 from splitpoint_cli.checks.ports import metrics_addresses, scheduler_addresses
-from splitpoint_cli.files import KeptFile, share_secret
+from splitpoint_cli.files import share_secret
 from splitpoint_cli.main import app
 from splitpoint_cli.models import model_shape
 from splitpoint_cli.security.authority import make_certificates
@@ -645,25 +645,6 @@ def test_chunks_without_their_secret_are_told(tmp_path: Path) -> None:
     key.write_bytes(bytes(32))
     assert look() == ""
     assert f"but {shared} is missing" in look(server_key_file=str(shared))
-
-
-def test_a_kept_file_is_written_again_where_its_folder_is(tmp_path: Path) -> None:
-    path = tmp_path / "tier" / "server.key"
-    with pytest.raises(FileNotFoundError):
-        KeptFile(path)
-    path.parent.mkdir()
-    path.write_bytes(b"secret")
-    kept = KeptFile(path)
-    assert not kept.restore()
-    shutil.rmtree(path.parent)
-    assert not kept.restore()
-    assert not path.parent.exists()
-    path.parent.mkdir()
-    assert kept.restore()
-    assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"secret", 0o600)
-    path.write_bytes(b"another")  # one that is there is left alone
-    assert not kept.restore()
-    assert path.read_bytes() == b"another"
 
 
 @pytest.mark.parametrize("mooncake", [{"transfer": "mooncake"}, {"tier_mooncake": "pool:50051"}])
