@@ -95,7 +95,7 @@ def _limits(arguments: argparse.Namespace) -> Limits:
 
 
 def _identity(arguments: argparse.Namespace) -> Identity:
-    """Return what the gateway shows to the scheduler, and whom it trusts there."""
+    """Return what the gateway shows to the scheduler, and the certificates it trusts there."""
     if arguments.ca is not None and arguments.scheduler_cert is not None:
         raise InvalidArgument("give --ca or --scheduler-cert, not both", field="ca")
     identity = read_identity(

@@ -19,17 +19,17 @@ from splitpoint.options.service import GRACE_SECONDS
 class Limits:
     """Counts, bytes and seconds. Tests use small values; docs/gateway.md has the defaults."""
 
-    # Of one body, and of all that are being read at a time.
+    # Bytes of one body, and of all that are being read at a time.
     body_bytes: int = parse_size(MAX_BODY.default)
     all_bodies_bytes: int = 256 << 20
     # Seconds until a body must have arrived.
     body_seconds: float = 60.0
-    # Of the request line and the headers of one request, and seconds until they must have arrived.
+    # Bytes of one request's line and headers, and seconds until they must have arrived.
     header_bytes: int = 32 << 10
     header_seconds: float = 15.0
     # Requests that are answered at a time, waiting ones included.
     requests: int = MAX_REQUESTS.default
-    # Of all conversations of /v1/responses that are kept, and seconds until one is forgotten.
+    # Bytes of all kept conversations of /v1/responses, and seconds until one is forgotten.
     response_bytes: int = parse_size(RESPONSE_MEMORY.default)
     response_seconds: float = 3600.0
     # Seconds until an upload must have arrived; each part of it within `body_seconds`.

@@ -56,7 +56,7 @@ class WorkerFacts:
     # True if it can follow structured output.
     has_structured_output: bool = False
     numerics: Numerics = Numerics.FAST
-    # Of what decides its bits; chunk keys depend on it. Empty if they are fast.
+    # Digest of what decides its bits; chunk keys depend on it. Empty if they are fast.
     numerics_digest: str = ""
     weight_format: WeightFormat = WeightFormat.NATIVE
 
@@ -71,7 +71,7 @@ class WorkerFacts:
         return self.cache_capacity_bytes // self.page_bytes * self.chunk_tokens
 
     def has_columns(self, selection: Selection) -> bool:
-        """Return True if the worker serves the selection's method with so many columns."""
+        """Return True if the worker serves the selection's method with this many columns."""
         trained = self.selections.get(selection.method)
         return trained is not None and (not trained or selection.columns in (None, trained))
 

@@ -240,7 +240,7 @@ class Selection:
                 yield f"{each.name}={value}"
 
 
-# Of the dimensions of a head (InfiniGen).
+# Fraction of the dimensions of a head (InfiniGen).
 _COLUMN_SHARE = 0.3
 _RULES = ("ratio", "alpha", "budget_tokens")
 _LEAST = {"budget_tokens": 1, "columns": 1, "sinks": 0, "recent": 1, "full_layers": 0}

@@ -233,7 +233,7 @@ class ModelShape:
     def step_weight_bytes(self) -> int:
         """Bytes of the weights that a decode step reads: all layers and the head.
 
-        Of an embedding table that is no head, only the rows of a few tokens are read.
+        An embedding table that is no head is read for a few tokens only.
         """
         table = 0 if self.tied_embeddings else self.embedding_bytes
         return self.weight_bytes - table
@@ -438,7 +438,7 @@ def align(offset: int, to: int = PAGE_ALIGNMENT) -> int:
 
 
 def chunks_of(tokens: int, chunk_tokens: int) -> int:
-    """Return the chunks that hold so many tokens; the last one may be partial."""
+    """Return the chunks that hold this many tokens; the last one may be partial."""
     return -(-tokens // chunk_tokens)
 
 

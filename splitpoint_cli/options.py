@@ -7,7 +7,7 @@
     @takes_options
     def command(options: Options) -> None: ...
 
-The options by which commands reach a scheduler and prove who they are are declared here, too.
+The options by which commands reach a scheduler and prove their identity are declared here, too.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def _close_in_thread(engine: Engine) -> None:
 async def _answer_all(
     client: AsyncClient, requests: list[_Request], open_requests: int, on_result: OnResult
 ) -> list[Result]:
-    """Return the results in order, with at most so many answers open at a time."""
+    """Return the results in order, with at most this many answers open at a time."""
     results: list[Result | None] = [None] * len(requests)
     places = asyncio.Semaphore(open_requests)
     waiting: Iterator[tuple[int, _Request]] = iter(enumerate(requests))

@@ -143,7 +143,7 @@ class Account:
         return sum(count for (_, each), count in self.cache_tokens.items() if each is way)
 
     def grammar_ready(self, seconds: float) -> None:
-        """Count a request whose grammar is ready after so many seconds."""
+        """Count a request whose grammar is ready after this many seconds."""
         self.grammars += 1
         self.grammar_seconds += seconds
 

@@ -57,7 +57,7 @@ class Batches:
     """The batches of a folder. Belongs to one event loop; `start` and close it.
 
     Args:
-        owner_of: returns who owns what the client of this metadata leaves here; raises if its key
+        owner_of: returns the owner of what the client of this metadata leaves; raises if its key
             may not generate.
     """
 
@@ -348,7 +348,7 @@ class _Opened:
     source: Source
     answers: _Answers
     files: FileThread
-    # Of the requests without an answer.
+    # Places of the requests without an answer.
     positions: array[int]
 
 

@@ -140,7 +140,7 @@ class Folder:
             )
 
     def check_room(self, size: int) -> None:
-        """Raise HttpError if so many bytes do not fit: 413 if they never do, else 507."""
+        """Raise HttpError if this many bytes do not fit: 413 if they never do, else 507."""
         if size > self.most_bytes:
             raise HttpError(
                 413,
@@ -206,7 +206,7 @@ class Folder:
     def add_file(
         self, name: str, owner: str, filename: str, purpose: str, *, seconds: int = KEPT_SECONDS
     ) -> Record:
-        """Record a file whose content is there, for so many seconds. Raises HttpError (507)."""
+        """Record a file whose content is there, for this many seconds. Raises HttpError (507)."""
         now = int(time.time())
         value = {
             "id": name,

@@ -1,4 +1,4 @@
-"""Runs a batch: chooses the order, keeps so many requests open, and repeats what may pass."""
+"""Runs a batch: chooses the order, keeps a number of requests open, and repeats what may pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 _FATAL = (PermissionDenied, Unauthenticated)
 # UNAVAILABLE for these reasons is about the request alone.
 _FINAL_REASONS = frozenset({"TOO_MANY_MOVES"})
-# After so many, UNAVAILABLE is an error of the request if others are answered meanwhile.
+# After this many, UNAVAILABLE is an error of the request if others are answered meanwhile.
 _MOST_ROUNDS = 5
 
 
@@ -249,7 +249,7 @@ class Batch:
         return isinstance(error, Unavailable) and self._progressed_at > failed_at
 
     async def _each(self, positions: Sequence[int], work: Callable[[int], Awaitable[None]]) -> None:
-        """Do the work for each position, in order; so many at a time."""
+        """Do the work for each position, in order; `count` at a time."""
         waiting = iter(positions)
 
         async def go_on() -> None:

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 # nginx's status for a client that left before its answer; only the log and metrics show it.
 GONE = 499
 _LONGEST_KEY = 4096
-# Clients who may call it may generate.
+# Clients that may call it may generate.
 GENERATE = "/splitpoint.v1.InferenceService/Generate"
 # Every path without an endpoint.
 OTHER = "other"
@@ -107,7 +107,7 @@ class Gateway:
     def admit(self, exchange: Exchange, method: str) -> Metadata:
         """Return the metadata by which a call is made for the client of an exchange.
 
-        The exchange learns who owns what it leaves here: the tenant; a client without a tenant, or
+        The exchange learns the owner of what it leaves: the tenant; a client without a tenant, or
         one whose key only the scheduler knows, owns it alone. The metadata has the client's key
         and, if the client traces the request, its traceparent.
 
@@ -124,7 +124,7 @@ class Gateway:
         return (*metadata, (TRACEPARENT, parent)) if parent else metadata
 
     def owner_of(self, method: str, metadata: Metadata) -> str:
-        """Return who owns what a client leaves here. Raises as `admit`."""
+        """Return the owner of what a client leaves here. Raises as `admit`."""
         if self.access is None:
             keys = [key for _, key in metadata]
             return hashlib.sha256(json.dumps(keys).encode()).hexdigest() if keys else ""
@@ -214,7 +214,7 @@ class Endpoint:
     Args:
         name: in the log and the metrics.
         method: the gRPC method that stands for what it does, "/package.Service/Method": clients
-            who may call that may call this. Empty: every client may.
+            a client that may call that may call this. Empty: every client may.
         is_counted: one of the requests that `Limits.requests` bounds.
     """
 
@@ -266,7 +266,7 @@ class Endpoint:
         if exchange.is_gone:
             status = GONE
         elif exchange.error is not None:
-            # Of a stream, too, whose head has told its client 200.
+            # Streams, too, whose head has told their client 200.
             status, facts = exchange.error.status, {"error": exchange.error.error["code"]}
         self._gateway.on_ended(Ended(self._name, status, seconds, exchange.first_event_seconds))
         if self._is_counted:

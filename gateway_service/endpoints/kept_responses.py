@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 
-# Of one conversation, besides its bytes.
+# Bytes of one conversation, besides its content.
 _OVERHEAD_BYTES = 512
 _MOST_COUNT = 10_000
 
@@ -25,7 +25,7 @@ class _Kept:
 class KeptResponses:
     """Conversations by owner and id. Belongs to one event loop.
 
-    If they take too much memory, the owner who takes most of it loses its oldest ones.
+    If they take too much memory, the owner that takes most of it loses its oldest ones.
 
     Args:
         most_bytes: of all together; 0 keeps nothing.

@@ -46,7 +46,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.limits = limits
         self.most_connections = most_connections
         self._is_in_headers = False
-        # Of the request whose headers come: parsed, and received.
+        # Bytes of the request whose headers come: parsed, and received.
         self._header_bytes = self._unparsed_bytes = 0
         # Thrown away, behind the request that is being answered.
         self._early_bytes = 0

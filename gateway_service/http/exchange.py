@@ -23,7 +23,7 @@ from splitpoint.tasks import FileThread
 
 
 class ByteBudget:
-    """So many bytes that requests share."""
+    """A number of bytes that requests share."""
 
     def __init__(self, most: int, retry_seconds: float) -> None:
         self._most = most
@@ -78,7 +78,7 @@ class Exchange:
         status: of the answer; 0 until it began.
         error: why it failed, also after its head was sent with status 200; None if it did not.
         request_id: of the answer, for its header and the log; empty if it has none.
-        owner: to whom belongs what the exchange leaves in the gateway; empty of all without keys.
+        owner: the owner of what the exchange leaves in the gateway; empty without keys.
         ignored: fields of the body that changed nothing; the header of WARNING names them.
     """
 
@@ -235,7 +235,7 @@ class Exchange:
         await self.end(body)
 
     async def respond_pieces(self, pieces: Iterator[bytes], size: int) -> None:
-        """Send a file of so many bytes; a thread reads its pieces as the client takes them."""
+        """Send a file of this many bytes; a thread reads its pieces as the client takes them."""
         head = [
             (b"content-type", b"application/octet-stream"),
             (b"x-content-type-options", b"nosniff"),

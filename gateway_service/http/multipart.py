@@ -95,7 +95,7 @@ class _Reader:
             yield piece
 
     async def text(self, mark: bytes, most: int) -> str:
-        """Return what is before the mark as text, at most so many bytes."""
+        """Return what is before the mark as text, at most this many bytes."""
         found = bytearray()
         async for piece in self.until(mark):
             found += piece

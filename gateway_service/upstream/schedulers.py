@@ -1,4 +1,4 @@
-"""Calls to the schedulers, each with the key of the client for whom it is made.
+"""Calls to the schedulers, each with the key of the client that it is made for.
 
 Facts of the served models are remembered for some seconds: they change with the workers only.
 """
@@ -65,7 +65,7 @@ class Models:
 _log = logging.getLogger(__name__)
 
 _SERVICE = "splitpoint.v1.InferenceService"
-# Of the streams that a server permits a connection: unary calls need some, too.
+# Part of the streams that a server permits a connection: unary calls need some, too.
 _MOST_GENERATIONS = STREAMS_PER_CONNECTION * 3 // 4
 
 Take = Callable[[pb.GenerateResponse], Awaitable[None]]
@@ -94,7 +94,7 @@ class _Connection:
 class Upstream:
     """The schedulers. Create and use it inside one event loop.
 
-    A connection carries only so many streams at a time, and gRPC lets further ones wait silently:
+    A connection carries a limited number of streams, and gRPC lets further ones wait silently:
     then another connection is made.
 
     Args:

@@ -23,7 +23,7 @@ class RoomMaker(Protocol):
     """Evicts chunks to the tiers."""
 
     async def make_room(self, slot_count: int) -> None:
-        """Evict until so many slots are free. Returns after a bounded time, with fewer perhaps."""
+        """Evict until this many slots are free. Return after a bounded time, perhaps with fewer."""
 
 
 class Reserver:

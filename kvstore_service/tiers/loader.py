@@ -254,7 +254,7 @@ class ChunkLoader:
             self._store.sessions.give_up_writing(load.session_id, granted)
 
     async def _reserve(self, load: Load, count: int) -> list[tuple[int, int]]:
-        """Reserve so many slots, or fewer if a tier that stalls keeps some that were counted on.
+        """Reserve this many slots, or fewer if a tier that stalls keeps some that were counted on.
 
         Raises ResourceExhausted if there is none.
         """

@@ -200,7 +200,7 @@ class TierManager:
             writer.evicting(entry, may_wait=may_wait)
 
     async def make_room(self, slot_count: int) -> None:
-        """Evict until so many slots are free, waiting for the tiers for at most ROOM_SECONDS.
+        """Evict until this many slots are free, waiting for the tiers for at most ROOM_SECONDS.
 
         Evicts nothing if that could not free enough. The caller evicts what is missing then.
         """

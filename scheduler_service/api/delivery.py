@@ -68,7 +68,7 @@ class Rounds:
 
 
 class StallBound:
-    """Let each wait inside of `with` take so many seconds at most; for one task.
+    """Let each wait inside of `with` take this many seconds at most; for one task.
 
         with StallBound(30.0) as bound:
             for message in messages:

@@ -1,4 +1,4 @@
-"""One Generate request in the scheduler: what was asked, what has come, and who reads it.
+"""One Generate request in the scheduler: what was asked, what has come, and its reader.
 
 Clients choose request ids, so an id is unique only within its tenant: a tenant can
 neither attach to the request of another nor find out that it exists.

@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 def is_long(text_bytes: int) -> bool:
-    """Return True if a text of so many bytes waits for a place."""
+    """Return True if a text of this many bytes waits for a place."""
     return text_bytes > _LONG_TEXT_BYTES
 
 

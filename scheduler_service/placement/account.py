@@ -364,14 +364,14 @@ class WorkerAccount:
         return len(charge.marks) - self.shared_count(charge.marks) + charge.own_pages
 
     def has_room_for(self, pages: int) -> bool:
-        """Return True if a place in the batch and so many pages are free.
+        """Return True if a place in the batch and this many pages are free.
 
         Without a place in the batch the worker would queue the request by itself.
         """
         return self.free_places > 0 and pages <= self.free_pages and self.leaves_share(pages)
 
     def has_room_after(self, pages: int, leaving: Collection[int]) -> bool:
-        """Return True if a place and so many pages are free once these requests have left.
+        """Return True if a place and this many pages are free once these requests have left.
 
         A page that they share counts as freed by each of them, so it may be too early.
         """
@@ -379,7 +379,7 @@ class WorkerAccount:
         return self.free_places + len(leaving) > 0 and self.free_pages + freed >= pages
 
     def leaves_share(self, pages: int) -> bool:
-        """Return True if so many more pages leave other schedulers what is theirs.
+        """Return True if this many more pages leave other schedulers what is theirs.
 
         While their requests wait, a scheduler that has its equal share of the worker leaves free
         what the first of them needs. One that has waited long, and longer than ours, is left its
@@ -399,7 +399,7 @@ class WorkerAccount:
         return self.free_pages - pages >= others.wanted_pages and self.free_places > 1
 
     def _has_share(self, pages: int, sharers: int) -> bool:
-        """Return True if so many more pages, and a place, are within an equal share."""
+        """Return True if this many more pages, and a place, are within an equal share."""
         return (
             self.charged_pages + pages <= self.page_count // sharers
             and self.running_count < self.facts.max_batch_size // sharers
@@ -471,7 +471,7 @@ class WorkerAccount:
         self.store.promise(arrival, need.fits.slot_count)
 
     def computed(self, token_count: int) -> bool:
-        """Note that a step prefilled so many tokens, of the earliest requests first.
+        """Note that a step prefilled this many tokens, of the earliest requests first.
 
         Return True if the worker is no longer full.
         """
@@ -498,7 +498,7 @@ class WorkerAccount:
         return True
 
     def grow(self, arrival: int, page_count: int) -> int:
-        """Charge a request for so many pages, shared ones included, if that is more than before.
+        """Charge a request for this many pages, shared ones included, if that is more than before.
 
         Return the pages that were added.
         """

@@ -131,7 +131,7 @@ def _parts(plan: Plan, whole: FetchSource, sizes: ChunkSizes) -> Iterator[FetchS
     most = min(whole.cached_tokens, total) // size
     chunks = {own + (most - own) * part // _PARTS for part in range(1, _PARTS)}
     if sizes.piece_tokens:
-        # So many that the rest is a whole number of pieces: the last piece is as long as others.
+        # Enough that the rest is a whole number of pieces: the last piece is as long as others.
         pieces = -(-(total - most * size) // sizes.piece_tokens)
         chunks.add(-(-(total - pieces * sizes.piece_tokens) // size))
     for count in sorted(chunks, reverse=True):

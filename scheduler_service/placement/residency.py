@@ -107,7 +107,7 @@ def reason_to_stream(
 
 
 def _steps_until_free(running: Iterable[RunningRequest], missing_pages: int) -> int:
-    """Return the decode steps until requests that end have freed so many pages.
+    """Return the decode steps until requests that end have freed this many pages.
 
     Shared pages count as freed with each of their holders, so the wait may take longer.
     """

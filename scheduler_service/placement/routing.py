@@ -20,8 +20,8 @@ from splitpoint.costs.fetching import rate_of
 # A worker with less than this part of the freest worker's free share is loaded: what its device
 # holds does not count then, so that a prefix of many requests spreads over the workers.
 _LOADED = 0.5
-# Predictions within so much of the least one are taken for equal: they leave out tiles, chunks and
-# the steps of requests that decode.
+# Predictions up to this multiple of the least one, plus this time, count as equal: they leave
+# out tiles, chunks and the steps of requests that decode.
 _ALIKE_SHARE = 1.1
 _ALIKE_SECONDS = 2e-3
 

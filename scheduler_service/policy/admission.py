@@ -198,7 +198,7 @@ class AdmissionQueue:
         return self.policy.tokens_came(request, self._clock())
 
     def computed(self, worker_id: str, token_count: int) -> bool:
-        """Note that a worker's step prefilled so many tokens. Return True if more may start."""
+        """Note that a worker's step prefilled this many tokens. Return True if more may start."""
         return self.policy.computed(worker_id, token_count)
 
     def completed(self, request: Request) -> None:
@@ -361,7 +361,7 @@ def _making_room(
     account: WorkerAccount, pages: int, slot_count: int, leaving: Collection[int]
 ) -> list[int] | None:
     """Return the fewest latest of a worker's paused requests that must leave, beside those
-    that do, for a place, so many pages and slots of its store. None if all are too few."""
+    that do, for a place, this many pages and slots of its store. None if all are too few."""
     rest = sorted(
         arrival
         for arrival, each in account.running.items()

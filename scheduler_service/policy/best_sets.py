@@ -159,7 +159,7 @@ class BestSets:
     def _window(self, tenants: Sequence[str]) -> Iterator[tuple[Demand, dict[str, Need]]]:
         """Iterate over the requests that are compared, with what they need of the workers.
 
-        They are so many of each tenant for each worker with news, of those that could run there,
+        They are this many of each tenant for each worker with news, of those that could run there,
         and those that came.
         """
         each = max(1, self._settings.window // max(1, len(tenants)))

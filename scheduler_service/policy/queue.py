@@ -164,7 +164,7 @@ class PolicyQueue:
             raise
 
     def computed(self, worker_id: str, token_count: int) -> bool:
-        """Note that a step prefilled so many tokens. Return True if more may start now."""
+        """Note that a step prefilled this many tokens. Return True if more may start now."""
         account = self.workers.accounts.get(worker_id)
         if account is None or not account.computed(token_count):
             return False

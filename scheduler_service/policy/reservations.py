@@ -10,7 +10,7 @@ from scheduler_service.placement.demand import Demand
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.policy.workers import Workers
 
-# A request has waited long that waited so many times as long as others usually do, since in a
+# A request has waited long that waited this many times as long as others usually do, since in a
 # deep queue all of them are old. Weight of the newest wait in what is usual.
 _TIMES_USUAL = 2.0
 _NEWEST = 0.1

@@ -36,7 +36,7 @@ class TenantShares:
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
-        # Of each tenant's latest request; kept for idle tenants, too.
+        # From each tenant's latest request; kept for idle tenants, too.
         self._weights: dict[str, float] = {}
         # (virtual time, name) of those that wait for something.
         self._order: list[tuple[float, str]] = []
@@ -242,7 +242,7 @@ class Usage:
         )
 
     def runs(self, arrival: int, more_bytes: int, now: float) -> None:
-        """Note that a request still runs, and holds so many bytes more from now on."""
+        """Note that a request still runs, and holds this many bytes more from now on."""
         held = self._held.get(arrival)
         if held is None or (not more_bytes and now < held.exhausted):
             return

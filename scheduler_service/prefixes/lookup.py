@@ -30,7 +30,7 @@ _MOST_SOURCES = 8
 class PrefixQuery:
     """A sequence, and the stores and layouts in which to look for its prefix."""
 
-    # Of the tenant's keys, for the numerics of the workers that would use the prefix.
+    # Salt of the tenant's keys, for the numerics of the workers that would use the prefix.
     tenant_salt: bytes
     # From the first token on.
     token_ids: Sequence[int]

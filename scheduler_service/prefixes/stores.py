@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 # Those behind an arena, by their numbers on the wire; a newer store may have others.
 _TIERS = {int(tier_to_proto(tier)): tier for tier in Tier if tier is not Tier.ARENA}
-# A longer sequence gets so much more time, in seconds: far less than computing it takes.
+# Further seconds for each token of a longer sequence: far less than computing it takes.
 _SECONDS_PER_TOKEN = 2e-6
 _PIECE_TOKENS = 32_768
 

@@ -1,7 +1,8 @@
 """What each tenant has, and what it waits for: for the status and the metrics.
 
-Metrics call tenants by pseudonyms, since a monitoring system must not learn their names, and only
-so many of them, since each label is a series for ever. The status, for admins, has both names.
+Metrics call tenants by pseudonyms, since a monitoring system must not learn their names, and name
+a bounded number of them, since each label is a series for ever. The status, for admins, has both
+names.
 """
 
 from __future__ import annotations

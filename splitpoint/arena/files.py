@@ -142,7 +142,7 @@ def _limits(folder: Path) -> tuple[int, int, int | None, str]:
 
 
 def check_room(folder: Path, size_bytes: int) -> None:
-    """Raise ResourceExhausted unless so much memory is free.
+    """Raise ResourceExhausted unless this much memory is free.
 
     Allocating more than that brings the OOM killer, not ENOSPC.
     """

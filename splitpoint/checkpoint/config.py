@@ -96,7 +96,7 @@ def model_name(folder: Path) -> str:
 
 
 def with_context(shape: ModelShape, max_model_len: int | None) -> ModelShape:
-    """Return a shape whose context is lowered to so many tokens; None: as it is.
+    """Return a shape whose context is lowered to this many tokens; None: as it is.
 
     Raises InvalidArgument if the model's context is shorter.
     """

@@ -200,7 +200,7 @@ class TextStream:
     begins in them. All results of `push` and `finish` together are the decoded sequence, or
     its part before the match.
 
-    Of several matching stop strings the one that ends first counts, and of those the longest,
+    Among several matching stop strings the one that ends first counts, then the longest,
     independent of token borders and of how tokens were grouped into pushes.
 
     SentencePiece vocabularies spell rare characters as runs of byte tokens. The library turns

@@ -247,7 +247,7 @@ class _Connection:
     ) -> None:
         given = address if isinstance(address, str) else ",".join(address or ())
         self._timeout = timeout
-        # Of a client for one caller: its token; and its channels are another client's.
+        # The token of a client for one caller, whose channels are another client's.
         self._metadata: Metadata = ()
         self._is_shared = False
         self.identity = identity or client_identity(
@@ -268,7 +268,7 @@ class _Connection:
 
     @property
     def away(self) -> dict[str, str]:
-        """Of several addresses, those that did not answer when they were last asked, with why.
+        """Addresses, of several, that did not answer when they were last asked, with why.
 
         Calls other than generations count; they went on at the next address.
         """

@@ -225,7 +225,7 @@ class GenerateOptions(TypedDict, total=False):
     # Texts that the answer does not have.
     bad_words: Iterable[str] | None
     logprobs: int | None
-    # Of each token of the prompt, and of this many of the likeliest: Completion.prompt_logprobs.
+    # For each token of the prompt, and this many of the likeliest: Completion.prompt_logprobs.
     prompt_logprobs: int | None
     # Without max_tokens: generate until the context is full.
     fills_context: bool | None
@@ -239,7 +239,7 @@ class GenerateOptions(TypedDict, total=False):
     choice: Iterable[str] | None
     # Tokenize a text without the model's special tokens around it.
     omits_special_tokens: bool | None
-    # Keep only so many of the prompt's last tokens; -1: as many as fit.
+    # Keep only this many of the prompt's last tokens; -1: as many as fit.
     truncate_prompt_tokens: int | None
     # Served model; needed only when there are several.
     model: str | None

@@ -60,7 +60,7 @@ class Schedulers:
         # The message of its last call's error by address, of those that did not answer it.
         self.away: dict[str, str] = {}
         self._is_closed = False
-        # Of several, one that hangs is left within 3 s.
+        # With several addresses, one that hangs is left within 3 s.
         has_others = len(self.addresses) > 1
         self._channels = [
             open_channel(each, identity, is_watched=has_others) for each in self.addresses
@@ -159,7 +159,7 @@ _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 1.0
 # How often a single address that has not answered yet is asked again.
 _FIRST_REPEATS = 2
-# After so many rounds a pause is the longest.
+# After this many rounds a pause is the longest.
 _DOUBLINGS = 10
 # The reason of an UNAVAILABLE that no scheduler sent.
 _NO_ANSWER = Unavailable("").reason
@@ -168,7 +168,7 @@ _FINAL_REASONS = frozenset({"TOO_MANY_MOVES"})
 
 
 def pause_after(rounds: int, hint_seconds: float = 0.0) -> float:
-    """Return the seconds to wait after so many rounds over all addresses.
+    """Return the seconds to wait after this many rounds over all addresses.
 
     Random, so that clients of one scheduler do not come back together. `hint_seconds`: of a
     scheduler that is full.
@@ -332,7 +332,7 @@ class Tries:
         rounds, place = divmod(self._failures + 1, len(self._schedulers.addresses))
         if place or not rounds:
             return 0.0
-        # Of several, the hint of one that is away says nothing of when another is back.
+        # With several, the hint of one that is away does not say when another is back.
         is_heeded = not isinstance(error, Unavailable) or len(self._schedulers.addresses) == 1
         return pause_after(rounds, (error.retry_after_seconds or 0.0) if is_heeded else 0.0)
 

@@ -48,7 +48,7 @@ class SourceRate:
         return f"{self.bytes_per_second / 1e9:.3g} GB/s{note}"
 
     def seconds(self, size: int) -> float:
-        """Return the seconds of copying so many bytes."""
+        """Return the seconds of copying this many bytes."""
         return ROUND_TRIP_SECONDS + size / self.bytes_per_second
 
 
@@ -125,7 +125,7 @@ class TierEnds:
     block_tokens: int = 0
 
     def compute_seconds(self, chunks: int) -> float:
-        """Return the seconds to prefill the first so many of the missing chunks."""
+        """Return the seconds to prefill the first `chunks` of the missing chunks."""
         if not chunks:
             return 0.0
         tokens, first = chunks * self.chunk_tokens, self.own_chunks * self.chunk_tokens
@@ -134,7 +134,7 @@ class TierEnds:
         return self.profile.prefill_seconds(flops, pieces)
 
     def load_seconds(self, chunks: int) -> float:
-        """Return the seconds to load so many chunks."""
+        """Return the seconds to load this many chunks."""
         return chunks * self.chunk_bytes / self.bytes_per_second
 
     def meeting_point(self) -> MeetingPoint | None:

@@ -34,15 +34,15 @@ class Profile:
     remote_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     # Keys of these whose rate has aged: it was doubled since it was measured.
     aged_sources: Sequence[str] = ()
-    # Of one piece of a prefill, besides its FLOP.
+    # Seconds of one piece of a prefill, besides its FLOP.
     prefill_overhead_seconds: float = 0.0
-    # Of one decode step without its cache traffic. 0: not measured.
+    # Seconds of one decode step without its cache traffic. 0: not measured.
     step_compute_seconds: float = 0.0
     # Weights on the host, which cross the link in each step or piece of a prefill, and the
     # part of them for W_K and W_V. 0: all weights are on the device.
     host_weight_bytes: int = 0
     host_kv_weight_bytes: int = 0
-    # Of a restore, besides its copies and products: once, and for laying out each of them
+    # Seconds of a restore, besides its copies and products: once, and for laying out each of them
     # and handing it to its lane. 0: not measured.
     restore_overhead_seconds: float = 0.0
     operation_overhead_seconds: float = 0.0
@@ -70,7 +70,7 @@ class Profile:
         object.__setattr__(self, "aged_sources", list(map(str, self.aged_sources)))
 
     def prefill_seconds(self, flops: float, pieces: int = 1) -> float:
-        """Return the seconds of a prefill in so many pieces, each of which reads all weights."""
+        """Return the seconds of a prefill in this many pieces, each of which reads all weights."""
         overhead = pieces * self.prefill_overhead_seconds
         computes = overhead + flops / self.prefill_flops_per_second
         return max(computes, pieces * self.weight_seconds)

@@ -41,7 +41,7 @@ class SplitLine:
         return cls(0.0, float(split_tokens), split_tokens)
 
     def at(self, tokens: int, quantum: int) -> int:
-        """Return the split of so many tokens: a multiple of the quantum, or all of them."""
+        """Return the split of this many tokens: a multiple of the quantum, or all of them."""
         wanted = min(max(self.slope * tokens + self.intercept, 0.0), float(self.cap))
         if wanted >= tokens:
             return tokens
@@ -196,7 +196,7 @@ class ForcedRestore:
     """How a client wants its cached prefix to come back, in place of the planner's choice.
 
     Attributes:
-        split_tokens: cached tokens to rebuild from activations, as far as there are so many; the
+        split_tokens: cached tokens to rebuild from activations, as far as there are as many; the
             others are loaded. None: they are recomputed from their ids.
     """
 

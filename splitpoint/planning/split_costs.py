@@ -85,7 +85,7 @@ class PipelineOptions:
             arrive while the layer before computes.
         extra_operations: RESTORE: copies of X of one chunk that every split needs, for a
             partial last chunk.
-        chunk_tokens: RESTORE, SHARED_RESTORE: copies are whole chunks of so many tokens.
+        chunk_tokens: RESTORE, SHARED_RESTORE: copies are whole chunks of this many tokens.
     """
 
     schedule: Schedule
@@ -266,11 +266,11 @@ class SplitCosts:
         return rebuilds + embeds + loads + (self.sending_layers * pieces if sends else 0)
 
     def send_seconds(self, tokens: int) -> float:
-        """Return one copy of X of so many tokens in one layer."""
+        """Return one copy of X of this many tokens in one layer."""
         return self.copy_overhead + self.activation * tokens
 
     def overhead_seconds(self, operations: float) -> float:
-        """Return what a restore with so many operations takes besides the operations themselves."""
+        """Return what a restore with this many operations takes besides the operations."""
         return self.fixed + self.operation * operations if operations else 0.0
 
     def seconds(self, split: int, cached: int, options: PipelineOptions) -> float:
@@ -372,7 +372,7 @@ class SplitCosts:
         return self.layer_count * (pieces * self.rebuild_overhead + self.rebuild * split)
 
     def _load(self, tokens: int, pieces: int) -> float:
-        """Return P for so many tokens, in as many pieces as there are tiles."""
+        """Return P for this many tokens, in as many pieces as there are tiles."""
         if not tokens:
             return 0.0
         return self.layer_count * (max(1, pieces) * self.copy_overhead + self.load * tokens)
@@ -382,7 +382,7 @@ class SplitCosts:
 
 
 def tiles_of(tokens: int, tile_tokens: int) -> int:
-    """Return the tiles that hold so many tokens; a tile size of 0 means one tile."""
+    """Return the tiles that hold this many tokens; a tile size of 0 means one tile."""
     if tile_tokens <= 0:
         return min(tokens, 1)
     return -(-tokens // tile_tokens)

@@ -60,7 +60,7 @@ class TokenRecompute:
         return self.profile.prefill_seconds(self.shape.fill_flops(last - first, first))
 
     def load_seconds(self, tokens: int) -> float:
-        """Return the seconds to load K and V of so many tokens in every layer, as one piece."""
+        """Return the seconds to load K and V of this many tokens in every layer, as one piece."""
         return self.costs.layer_count * (self.costs.copy_overhead + self.costs.load * tokens)
 
     def expected_point(self) -> int:

@@ -39,7 +39,7 @@ WEIGHT_SLOTS = 2
 # pieces, two of which are held at once.
 HEAD_PIECE_BYTES = 32 << 20
 HEAD_PIECES = 8
-# Prompt tokens of a step grow to at most so many times their usual number.
+# Prompt tokens of a step grow to at most this many times their usual number.
 MOST_GROWTH = 8
 
 
@@ -165,7 +165,7 @@ class StepRates:
         )
 
     def step_seconds(self, streamed_bytes: int, tokens: float) -> float:
-        """Return the seconds of a step that brings so many bytes and computes so many tokens."""
+        """Return the seconds of a step with this many bytes on the link and this many tokens."""
         return max(streamed_bytes / self.link, self.base + tokens * self.token)
 
     def prefill_budget(self, streamed_bytes: int, tokens: int) -> int:

@@ -74,7 +74,7 @@ class IterationSeconds:
     ) -> float:
         """Return a step in which `count` sequences of `tokens` tokens together decode.
 
-        It computes `pieces` of prefills of so many FLOP besides: the weights are read once.
+        It computes `pieces` of prefills of this many FLOP besides: the weights are read once.
         """
         products = count * self.row + pieces * self.piece + prefill_flops * self.flop
         return max(max(self.alone, products) + tokens * self.read, self.weights)
@@ -139,11 +139,11 @@ class PieceSeconds:
         return max(prefill, pieces * self.restore(load.cached_tokens))
 
     def restore(self, tokens: int) -> float:
-        """Return a restore of so many tokens by the way that the planner chooses; 0 for none."""
+        """Return a restore of this many tokens by the way that the planner chooses; 0 for none."""
         return self.restore_plan(tokens).predicted_restore_seconds if tokens > 0 else 0.0
 
     def restore_plan(self, tokens: int) -> Plan:
-        """Return the plan of a resident prefix of so many tokens."""
+        """Return the plan of a resident prefix of this many tokens."""
         room = self.room
         return plan_request(
             self.shape,

@@ -34,7 +34,7 @@ from splitpoint.shapes import Encoding, ModelShape, chunks_of
 
 # Tokens of one page of Quest's bounds.
 QUEST_TOKENS = 16
-# Of the scale of an int8 row.
+# Bytes of the scale of an int8 row.
 SCALE_BYTES = 2
 # Tokens of a cluster on average, and of the segments within which tokens are clustered.
 CLUSTER_TOKENS = 32
@@ -77,7 +77,7 @@ def wanted_rows(selection: Selection, stored_tokens: int) -> int:
 def selection_pages(
     shape: ModelShape, selection: Selection, stored_tokens: int, chunk_tokens: int
 ) -> SelectionPages:
-    """Return the pages for a request of whose tokens so many are in the store at last.
+    """Return the pages for a request with this many tokens in the store at its end.
 
     Records that are larger than a plane of a page could not be kept: their screens count as
     large as the tokens, so that none selects.
@@ -102,7 +102,7 @@ def selection_pages(
 def pages_at_last(
     shape: ModelShape, selection: Selection, final_tokens: int, chunk_tokens: int
 ) -> SelectionPages:
-    """Return the pages for a streamed request of so many tokens at last.
+    """Return the pages for a streamed request of this many tokens at its end.
 
     All full chunks count as stored, also those that stay on the device: they may have to leave
     it. No pages if they would be no fewer than those chunks: then everything is read.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FIELD = "sampling.structured_output"
 MOST_BYTES = 64 * 1024
 MOST_CHOICES = 1024
-# Of one answer; each takes 1 to 2 KiB.
+# States of one answer; each takes 1 to 2 KiB.
 MOST_LEXER_STATES = 50_000
 # Work on a lexer before its first mask; 1024 choices of 60 characters take less than half of it.
 MOST_LEXER_FUEL = 100_000

@@ -105,7 +105,7 @@ class Caller:
     name: str = ""
     role: Role | None = None
     tenant: str = ""
-    # Of the tenant: its share of the devices is in proportion, while others want more, too.
+    # The tenant's share of the devices is in proportion to it, while others want more, too.
     weight: float = 1.0
 
 

@@ -101,7 +101,7 @@ def _options_for(address: str, identity: Identity, *, is_watched: bool) -> Optio
     is_encrypted = _is_encrypted(address, identity)
     if identity.token:
         check_token_stays_safe(address, identity)
-    # Of an option that is given twice gRPC takes the first.
+    # gRPC takes the first of an option that is given twice.
     options = list({**dict(_CHANNEL_OPTIONS), **dict(_WATCH_OPTIONS if is_watched else ())}.items())
     if is_encrypted and identity.server_name:
         options.append(("grpc.ssl_target_name_override", identity.server_name))

@@ -19,7 +19,7 @@ _ANSWER_SECONDS = 0.5
 
 
 def scheduler_addresses(listen: str, count: int) -> tuple[str, ...]:
-    """Return the addresses of so many schedulers: `listen`, and the ports or paths after it.
+    """Return the addresses of this many schedulers: `listen`, and the ports or paths after it.
 
     Port 0 stays 0: each scheduler takes a free one. Raises InvalidArgument for a port above 65535.
     """

@@ -43,7 +43,7 @@ def _installed() -> Finding:
 
 
 def _exposure(interface: str, *, has_tokens: bool) -> Finding:
-    """Say who can read what."""
+    """Say which processes can read what."""
     address = address_of(interface)
     tenants = "of all tenants, whatever tokens they have" if has_tokens else "of this store"
     open_to = (

@@ -75,7 +75,7 @@ class _Tally:
     screens: Screens
     loss: float = 0.0
     tokens: int = 0
-    # Of each text, its losses minus those of `full`.
+    # The losses of each text minus those of `full`.
     differences: list[npt.NDArray[np.float64]] = field(default_factory=list)
     agreeing: int = 0
     far_right: int = 0

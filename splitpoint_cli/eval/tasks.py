@@ -21,7 +21,7 @@ _WORDS = (
     *("kernel", "label", "matrix", "number", "object", "packet", "query", "record", "signal"),
     *("token", "update", "vector", "window", "zone"),
 )
-# Of a table's tokens, those of its records; the questions have the rest.
+# Share of a table's tokens in its records; the questions have the rest.
 _TABLE_SHARE = 0.6
 _VALUES = range(100_000, 1_000_000)
 

@@ -34,7 +34,7 @@ from splitpoint_cli.planning.options import SizeOptions
 from splitpoint_cli.planning.sizing import Load, Node, Sizing, host_memory_of, size_up
 from splitpoint_cli.top.bars import amount
 
-# Of a card with 80 GB, after the driver and CUDA.
+# Free bytes of a card with 80 GB, after the driver and CUDA.
 DEVICE_MEMORY = 72 << 30
 # Time to read 15 GiB of weights from memory of 3.35 TB/s, and for the launches.
 _STEP_SECONDS = 6e-3

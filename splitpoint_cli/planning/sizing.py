@@ -253,7 +253,7 @@ class _Ask:
         )
 
     def step(self, count: int, token_count: int) -> float:
-        """Seconds of a decode step of so many streamed requests."""
+        """Seconds of a decode step of this many streamed requests."""
         return plan_batch(
             self.shape,
             self.profile,
@@ -273,6 +273,6 @@ HEADROOM = 0.1
 
 
 def host_memory_of(sizing: Sizing, *, streamed_count: int, prefix_count: int) -> int:
-    """Bytes of arena for so many streamed requests and cached prefixes, with headroom."""
+    """Bytes of arena for this many streamed requests and cached prefixes, with headroom."""
     needed = streamed_count * sizing.host_request_bytes + prefix_count * sizing.prefix_bytes
     return int(needed * (1 + HEADROOM))

@@ -20,7 +20,7 @@ from worker_service.device.memory import STAGING_PAGES
 
 CHUNK_TOKENS = 64
 NEW_TOKENS = 64
-# Of one piece of a prefill: the workers' default.
+# Tokens of one piece of a prefill: the workers' default.
 PREFILL_TOKENS = 512
 # Whole chunks; with the new tokens they fit contexts of 2,048, 8,192 and 32,768.
 CACHED_TOKENS = (512, 1920, 7936, 31744)

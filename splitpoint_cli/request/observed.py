@@ -181,7 +181,7 @@ class Status:
     given_up: Mapping[str, GivenUpWorker] = field(default_factory=dict)
     # Of `splitpoint up --http`; known on its host only.
     gateways: tuple[Gateway, ...] = ()
-    # Of several schedulers that were named, those that did not answer, with the message of why.
+    # Named schedulers that did not answer, with the message of why.
     # The one at `address` did.
     away: Mapping[str, str] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 
 _NAMES = {types_pb2.TIER_DISK: "disk", types_pb2.TIER_MOONCAKE: "mooncake"}
-# Of the chunks that should have gone down to a tier: a larger share of dropped ones is a finding.
+# Share of the chunks bound for a tier: a larger share of dropped ones is a finding.
 _DROPPED_SHARE = 0.1
 _LEAST_DROPPED = 100
 

@@ -71,7 +71,7 @@ class Cell:
         self._residency = None if streams else Residency.RESIDENT
         self._request_seconds = request_seconds
         self._follows_steps = settings.policy is not Policy.FIFO
-        # Footprints by worker, of requests of so many chunks.
+        # Footprints by worker, of requests of this many chunks.
         self._verdicts: dict[int, dict[str, Fits | NeverFits]] = {}
         # Those that wait or run.
         self._requests: dict[int, SimulatedRequest] = {}

@@ -106,11 +106,11 @@ class DeviceCosts:
         return self._iteration.seconds(count, tokens, flops, pieces) + overheads
 
     def decodes(self, steps: int, count: int, tokens: float) -> Run:
-        """Return at most so many steps of `count` sequences, which grow by a token in each."""
+        """Return at most this many steps of `count` sequences, which grow by a token in each."""
         return self._run(steps, count, tokens, 0, 0)
 
     def prefills(self, steps: int, count: int, tokens: float, piece: int, context: int) -> Run:
-        """Return at most so many such steps, each with another piece of one prefill besides."""
+        """Return at most this many such steps, each with another piece of one prefill besides."""
         return self._run(steps, count, tokens, piece, context)
 
     def _run(self, steps: int, count: int, tokens: float, piece: int, context: int) -> Run:
@@ -144,7 +144,7 @@ class DeviceCosts:
         return found + self.overheads.step + (count + resident_count) * self.overheads.row
 
     def restore(self, tokens: int) -> Plan:
-        """Return the planner's plan of a restore of so many tokens, at least 1."""
+        """Return the planner's plan of a restore of this many tokens, at least 1."""
         found = self._restores.get(tokens)
         if found is None:
             found = self._restores[tokens] = self.pieces.restore_plan(tokens)

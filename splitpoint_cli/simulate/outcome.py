@@ -175,7 +175,7 @@ def jain(values: Sequence[float]) -> float:
 
 
 def water_filled(total: float, wanted: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Return the weighted max-min fair shares of `total` among those that want so much."""
+    """Return the weighted max-min fair shares of `total` by what each wants."""
     found = [0.0] * len(wanted)
     left = total
     order = sorted(range(len(wanted)), key=lambda index: wanted[index] / weights[index])

@@ -24,7 +24,7 @@ from splitpoint_cli.simulate.outcome import Outcome
 from splitpoint_cli.traces.arrival import Arrival, Trace, limited, scaled
 from splitpoint_cli.traces.formats import load_trace
 
-# A cell gets no more of a conversation once it has so much more than the mean of the tokens.
+# A cell gets no more of a conversation once it has this much more than the mean of the tokens.
 _OVERLOAD = 1.15
 # Tokens before which a cell is not taken for overloaded.
 _LEAST_TOKENS = 200_000

@@ -69,7 +69,7 @@ def scaled(trace: Trace, *, rate: float = 1.0, length: float = 1.0, output: floa
 
 
 def limited(trace: Trace, *, count: int | None = None, seconds: float | None = None) -> Trace:
-    """Return the first requests of a trace: so many at most, and none that arrive later."""
+    """Return the first requests of a trace: this many at most, and none that arrive later."""
     found = trace.arrivals[:count]
     if seconds is not None:
         found = tuple(each for each in found if each.seconds <= seconds)

@@ -89,7 +89,7 @@ def generate(name: str, *, seed: int = 0, count: int | None = None, tenants: int
         name: a key of PUBLISHED.
         seed: another seed gives another trace with the same statistics.
         count: requests; None: as many as were published.
-        tenants: the conversations are dealt to so many tenants; 1: the trace names none.
+        tenants: the conversations are dealt to this many tenants; 1: the trace names none.
 
     Raises:
         InvalidArgument: an unknown name, or a number below 1.

@@ -321,7 +321,7 @@ def divide(
 
 
 def collected_bytes(shape: ModelShape, tokens: int) -> int:
-    """Return the bytes of K of so many tokens in one layer: what building their screen collects."""
+    """Return the bytes of K of this many tokens in one layer, from which their screen is built."""
     return tokens * shape.kv_width * shape.data_type.size
 
 
@@ -411,9 +411,9 @@ def _padding_bytes(shape: ModelShape, layout: ArenaLayout) -> int:
 
 
 def parts_bytes(shape: ModelShape, chunk_tokens: int, query_count: int, most: int) -> int:
-    """Return the bytes of at most `most` parts of a CPU's attention, for so many queries.
+    """Return the bytes of at most `most` parts of a CPU's attention, for this many queries.
 
-    Of each query at least one part is kept, and at most one of each unit of its context.
+    At least one part of each query is kept, and at most one of each unit of its context.
     """
     units = chunks_of(shape.context_length, chunk_tokens) * chunks_of(chunk_tokens, UNIT_ROWS)
     count = min(max(most, query_count), query_count * units)

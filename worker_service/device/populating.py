@@ -76,7 +76,7 @@ class PagedMemory:
         return min(self._wanted_count(2), start + most)
 
     def _wanted_count(self, halves: int) -> int:
-        """Return the pages in use, and so many halves of those ahead."""
+        """Return the pages in use, and this many halves of those ahead."""
         used = self._used_count * self.page_bytes
         ahead = min(max(used, LEAST_AHEAD_BYTES), MOST_AHEAD_BYTES)
         return min(self.page_count, self._used_count - (-ahead * halves // 2 // self.page_bytes))

@@ -63,7 +63,7 @@ class _Recorder:
 
 Item = TypeVar("Item")
 
-# Of the passages, those that training does not see: one in so many.
+# One passage in this many is not seen by training.
 _UNSEEN = 8
 LEAST_PASSAGES = 2
 

@@ -1,1 +1,1 @@
-"""Guesses of the next tokens that a step verifies: who guesses, and how many."""
+"""Guesses of the next tokens that a step verifies: which drafter guesses, and how many."""

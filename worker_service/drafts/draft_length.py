@@ -27,13 +27,13 @@ _LEAST_CHANCE = 0.02
 # a plain step.
 _ROW_SHARE = 0.05
 _TOKEN_SHARE = 0.25
-# Plain steps are measured again after so many others, and so many at first.
+# Plain steps are measured again after this many others, and this many at first.
 _PLAIN_INTERVAL = 64
 _FIRST_PLAIN_STEPS = 2
 # Mixes of sequences, and kinds of drafts, whose costs are kept: those that were met last.
 _MOST_MIXES = 64
 _MOST_KINDS = 64
-# A request that does not draft tries again after so many drafts that were possible; twice as
+# A request that does not draft tries again after this many drafts that were possible; twice as
 # many after each failure, but more seldom if its trials would take more than this share of time.
 LEAST_WAIT = 16
 MOST_WAIT = 256
@@ -127,7 +127,7 @@ class StepCosts:
         self._mixes: OrderedDict[Hashable, _Mix] = OrderedDict()
 
     def observe(self, mix: Hashable, draft_tokens: int, seconds: float) -> None:
-        """Learn from a step that verified so many drafted tokens."""
+        """Learn from a step that verified this many drafted tokens."""
         known = self._mix(mix)
         if not draft_tokens:
             known.plain.append(seconds)
@@ -154,7 +154,7 @@ class StepCosts:
         return median(plain) if plain else None
 
     def ratio(self, mix: Hashable, draft_tokens: int) -> float:
-        """Return the time of a step with so many drafted tokens, over that of a plain one.
+        """Return the time of a step with this many drafted tokens, over that of a plain one.
 
         Between measurements it is linear, and beyond them as steep as up to the last one.
         """
@@ -189,7 +189,7 @@ class TokenCosts:
         self._seconds: OrderedDict[Hashable, deque[float]] = OrderedDict()
 
     def observe(self, kind: Hashable, longest: int, seconds: float) -> None:
-        """Learn from a call whose longest draft has so many tokens."""
+        """Learn from a call whose longest draft has this many tokens."""
         if longest:
             self._seconds.setdefault(kind, deque(maxlen=7)).append(seconds / longest)
             self._seconds.move_to_end(kind)
@@ -211,7 +211,7 @@ class Candidate:
     Attributes:
         chance: that its next drafted token is right.
         most: tokens that it may draft.
-        method: who drafts; calls of one method are shared by its candidates.
+        method: what drafts; calls of one method are shared by its candidates.
         token_share: what a token of the draft costs; 0 if it is there already.
     """
 
@@ -259,7 +259,7 @@ def best_lengths(
 
     Args:
         sequence_count: all that the step decodes, those that do not draft included.
-        ratio: time of a step with so many drafted tokens over that of a plain one.
+        ratio: time of a step with this many drafted tokens over that of a plain one.
         budget: drafted tokens at most.
     """
     counts = [0] * len(candidates)

@@ -34,7 +34,7 @@ _MOST_SELECTIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class Drafted(Generic[Target]):
-    """Drafted tokens of a sequence, at least one, and who drafted them."""
+    """Drafted tokens of a sequence, at least one, and their method."""
 
     target: Target
     method: DraftMethod
@@ -88,8 +88,8 @@ class _Plan(Generic[Target]):
 
     Attributes:
         most: tokens that it may draft.
-        methods: who may draft for it, besides SUFFIX, which was asked first.
-        is_fixed: the request says how many tokens, and who drafts them.
+        methods: what may draft for it, besides SUFFIX, which was asked first.
+        is_fixed: the request says how many tokens, and by which method.
         found: what SUFFIX drafts; None if it may not.
     """
 
@@ -149,7 +149,7 @@ class Speculator(Generic[Target]):
         sequence_count: int,
         budget: int,
     ) -> list[Drafted[Target]]:
-        """Return drafts for sequences that have room for so many tokens.
+        """Return drafts for sequences that have room for this many tokens.
 
         Args:
             mix: which other steps take as long as this one without drafts.

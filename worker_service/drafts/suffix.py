@@ -130,7 +130,7 @@ TOKENS_AT_ONCE = 512
 ANSWERS_SHARE = 0.25
 # Newest tokens of a prompt that are read in. A token that was read takes about 0.4 KB.
 MOST_PROMPT_TOKENS = 16_384
-# A text that has grown to so many tokens is begun anew with so many of its newest ones.
+# A text that has grown to this many tokens is begun anew with this many of its newest ones.
 MOST_TEXT_TOKENS = 24_576
 KEPT_TEXT_TOKENS = 8_192
 # Tokens of a salt's answers in one part of its corpus; the older one of two parts is dropped.
@@ -271,7 +271,7 @@ class SuffixDrafter:
         return followed
 
     def _read_in(self, followed: _Followed, most: int) -> int:
-        """Read the tokens that are new, at most so many; return what is left of `most`."""
+        """Read the tokens that are new, at most this many; return what is left of `most`."""
         tokens = followed.target.tokens
         if len(followed.own.text) >= self._most_text_tokens:
             followed.begin_anew(max(0, len(tokens) - self._kept_text_tokens))

@@ -344,7 +344,7 @@ class Engine:
         for sequence in list(self.queues.running):
             meeting = sequence.meeting if sequence.stage is Stage.RUNNING else None
             if meeting is not None and meeting.has_met(sequence.computed):
-                # Of what the device held already, no step has told write-back.
+                # No step has told write-back of what the device held already.
                 self.queues.write_back(sequence)
                 self.queues.look_up_again(sequence)
 
@@ -462,7 +462,7 @@ class Engine:
         return output
 
     def _learn(self, speculator: Speculator[Sequence], result: StepResult, seconds: float) -> None:
-        """Let the choice of drafts learn from a step of so many seconds."""
+        """Let the choice of drafts learn from a step of this many seconds."""
         drafts, batch = self.queues.output.drafts, result.batch
         for event in drafts:
             speculator.observe_draft(event.key, event.method, event.drafted, event.accepted)

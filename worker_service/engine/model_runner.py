@@ -345,7 +345,7 @@ class ModelRunner:
         """Return what the choice depends on that follows the first `draft_count` drafts."""
         admission, mask = sequence.admission, None
         if sequence.matcher is not None:
-            # Of a row that has none, nothing will be chosen.
+            # Nothing will be chosen for a row that has none.
             mask = next(islice(masks.get(sequence.key, ()), draft_count, None), None)
         elif ids := admission.sampling.allowed_token_ids:
             if sequence.allowed is None:

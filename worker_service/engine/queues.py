@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 # A sequence that loses chunks more often is given up: its store is in trouble.
 MAX_LOSSES = 3
 # Spare pages that an admission leaves for the growth of those that run, for each of them;
-# and so many within a chunk's steps after a preemption, when all of them may grow.
+# and this many within a chunk's steps after a preemption, when all of them may grow.
 HEADROOM = 0.25
 HEADROOM_AFTER_PREEMPTION = 1.0
 # Lost chunks that are remembered, so that each is logged as a warning once.

@@ -359,13 +359,13 @@ class Restorer:
         return Claim(shape.fill_flops(restoring.wanted.cached_tokens) / flops - left, left)
 
     def _rebuild_seconds(self, tokens: int) -> float:
-        """Return the seconds to rebuild so many tokens times layers."""
+        """Return the seconds to rebuild this many tokens times layers."""
         costs = self._observers.costs
         rate = _FLOP_RATE if costs is None else costs.fits.rebuild_flops_per_second
         return tokens * self._model.shape.rebuild_flops_per_token_layer / rate
 
     def stepped(self, batch: Rows[Sequence], counts: Rows[int], seconds: float) -> None:
-        """Note a step of so many seconds, which may have computed fronts of restores."""
+        """Note a step of this many seconds, which may have computed fronts of restores."""
         for sequence, count in zip(batch, counts, strict=True):
             if sequence.restoring is not None:
                 sequence.restoring.front_seconds += seconds * count / sum(counts)

@@ -122,7 +122,7 @@ class SelectedStep:
     def of(
         cls, decodes: Iterable[Sequence], segments: Iterable[Segment], chunk: int, upload: Upload
     ) -> SelectedStep:
-        """Return the selections of a step that has these rows, of chunks of so many tokens."""
+        """Return the selections of a step that has these rows, of chunks of this many tokens."""
         readers: list[Reader] = []
         builds: list[Build] = []
         observed: list[_Observed] = []

@@ -90,7 +90,7 @@ class Admission:
 
     @property
     def scores_prompt(self) -> bool:
-        """True if it reports the prompt's log-probabilities: who has tokens has these, too."""
+        """True if it reports the prompt's log-probabilities, before the first token."""
         return self.sampling.prompt_logprobs is not None and not self.delivered
 
     @property
@@ -177,7 +177,7 @@ class Sequence:
     # Write-back holds a chain (and the lease) for it.
     chain_is_open: bool = field(init=False)
     claim: Claim = field(default_factory=Claim)
-    # Its place in the order of arrival, which decides who runs and who leaves.
+    # Its place in the order of arrival, which decides what runs and what leaves.
     arrival: int = 0
     # It left the device, and has computed nothing since then.
     is_back: bool = False
@@ -189,7 +189,7 @@ class Sequence:
     # Reads the arena that holds its stored chunks; another one after the store restarts.
     transfer: CacheTransfer | None = None
     computed: int = 0
-    # Guessed tokens that the step under way verifies, and who guessed them.
+    # Guessed tokens that the step under way verifies, and their method.
     drafts: list[int] = field(default_factory=list)
     drafted_by: DraftMethod = DraftMethod.OFF
     # A guess spoiled the last step: the next one computes nothing else but the newest token.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Of so many consecutive queries one is measured by its true weights, which need a sort.
+# One query in this many is measured by its true weights, which need a sort.
 _MEASURED_EVERY = 8
 
 

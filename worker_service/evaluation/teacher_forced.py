@@ -167,7 +167,7 @@ class TeacherForced:
     def kept_bytes(self, screens: Screens, dtype: torch.dtype) -> tuple[int, int]:
         """Return the bytes that the screens keep of the prompt, and those of its K and V.
 
-        Of the screened layers, where the model's rows are of this type.
+        Only screened layers count, with the model's rows in this type.
         """
         kept = whole = 0
         for index, prompt in enumerate(self._prompt):

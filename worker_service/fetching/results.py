@@ -59,7 +59,7 @@ class FetchResult:
     late_rate: float = 0.0
 
     def came(self, tokens: int, transfer: Transfer) -> None:
-        """Note that so many tokens have come from another store, the last of them by this."""
+        """Note that this many tokens have come from another store, the last of them by this."""
         if tokens > self.tokens and not self.came_by.endswith(transfer.value):
             self.came_by = f"{self.came_by}, {transfer.value}" if self.came_by else transfer.value
         self.tokens = tokens

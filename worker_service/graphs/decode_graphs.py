@@ -57,12 +57,12 @@ def row_bucket(count: int) -> int:
 
 
 def span_bucket(spans: int, rows: int) -> int:
-    """Return the spans of the smallest graph of `rows` for so many spans: a power of two."""
+    """Return the spans of the smallest graph of `rows` for this many spans: a power of two."""
     return 1 << (max(spans, _LEAST_SPANS_PER_ROW * rows, 1) - 1).bit_length()
 
 
 def span_count(lengths: Iterable[int], chunk_tokens: int) -> int:
-    """Return the spans of queries that see so many tokens each, in pages of `chunk_tokens`."""
+    """Return the spans of queries that see this many tokens each, in pages of `chunk_tokens`."""
     per_span = units_per_span(chunk_tokens)
     return sum(-(-unit_count(length, chunk_tokens) // per_span) for length in lengths)
 

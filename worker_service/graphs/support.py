@@ -42,7 +42,7 @@ _TEXTS = {
 }
 
 
-# Of the device-memory budget, and at most.
+# Share of the device-memory budget, and at most.
 GRAPH_SHARE = 0.02
 MOST_GRAPH_BYTES = 1 << 30
 

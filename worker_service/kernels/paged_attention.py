@@ -207,7 +207,7 @@ class UnitParts:
 
 
 class _Parts:
-    """Room for the parts of so many units of queries `[B, n_q, d]`."""
+    """Room for the parts of this many units of queries `[B, n_q, d]`."""
 
     def __init__(self, count: int, queries: torch.Tensor) -> None:
         _, heads, width = queries.shape

@@ -29,7 +29,7 @@ _limit = [ATTENTION_PARTS]
 
 
 def limit_parts(count: int) -> None:
-    """Keep at most so many parts at once in this process from now on: those that are planned."""
+    """Keep at most this many parts at once in this process from now on: those that are planned."""
     _limit[:] = [count]
 
 
@@ -63,7 +63,7 @@ def unit_count(tokens: int, page_rows: int) -> int:
 
 
 def may_wait(page_count: int, chunk_tokens: int, unit_count: int) -> bool:
-    """Return True if parts of so many pages and further units may wait until all are there."""
+    """Return True if parts of this many pages and further units may wait until all are there."""
     return page_count * chunks_of(chunk_tokens, UNIT_ROWS) + unit_count <= _most_parts()
 
 

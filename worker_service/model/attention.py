@@ -313,7 +313,7 @@ def _rows_first(attended: torch.Tensor) -> torch.Tensor:
 
 
 def _block_rows(count: int, columns: int, most_elements: int, least: int = _BLOCK) -> int:
-    """Return how many of `count` rows of so many columns are at most `most_elements`."""
+    """Return how many of `count` rows of this many columns are at most `most_elements`."""
     return min(count, max(least, most_elements // max(1, columns)))
 
 

@@ -310,7 +310,7 @@ def _merged(
 
 
 def _rooms(count: int, queries: torch.Tensor) -> list[torch.Tensor]:
-    """Return room for so many parts: sums `[N, n_q, d]`, peaks and totals `[N, n_q]`, in fp32."""
+    """Return room for this many parts: sums `[N, n_q, d]`, peaks and totals `[N, n_q]`, in fp32."""
     _, heads, width = queries.shape
     sizes = [(count, heads, width), (count, heads), (count, heads)]
     return [queries.new_empty(size, dtype=torch.float32) for size in sizes]

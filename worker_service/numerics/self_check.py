@@ -129,7 +129,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 _ATTENTION_SEED = 16
-# Calls of so many queries decode, as guesses do; those of more prefill.
+# Calls of this many queries decode, as guesses do; those of more prefill.
 _MOST_GUESSES = 8
 
 

@@ -250,7 +250,7 @@ class _FrontPrefill:
         self.computed_tokens = 0
 
     def work(self, count: int) -> Work:
-        """Return the prefill of so many tokens, which begin where the last ones ended."""
+        """Return the prefill of this many tokens, which begin where the last ones ended."""
         first = self.computed_tokens
         last = self.computed_tokens = first + count
 

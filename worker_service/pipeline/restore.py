@@ -36,7 +36,7 @@ from worker_service.pipeline.staging import InputSlots
 from worker_service.pipeline.transfer import CacheTransfer, Part
 from worker_service.store.arena_tensors import StoredChunk
 
-# A restore that wants nothing of its owner still calls it after so many seconds: for the link's
+# A restore that wants nothing of its owner still calls it after this many seconds: for the link's
 # counters and claims.
 _QUIET_SECONDS = 0.01
 # Bytes of K and V that one piece brings at most: a step's copies wait for no more of them.

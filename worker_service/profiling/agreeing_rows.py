@@ -82,8 +82,8 @@ def _measured(shapes: Collection[Shape], dtype: torch.dtype) -> dict[Shape, tupl
 def agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the counts at which a random matrix's products agree, ascending.
 
-    Of several such classes that with the largest count, unless its least count is too large for a
-    decode step.
+    Among several such classes that with the largest count, unless its least count is too large for
+    a decode step.
     """
     generator = torch.Generator().manual_seed(_SEED)
     weight = torch.randn(out_features, in_features, generator=generator) / in_features**0.5
@@ -109,7 +109,7 @@ def agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype) -> 
 
 
 def _computed(product: Callable[[slice], torch.Tensor], count: int) -> torch.Tensor:
-    """Return the results of the first rows, computed so many at once, in as many calls as it takes.
+    """Return the results of the first rows, computed this many at once, in several calls.
 
     Rounding to a half-precision type hides most differences, so one row would not do.
     """

@@ -126,6 +126,6 @@ def _as_rows(plane: torch.Tensor) -> npt.NDArray[np.void]:
 
 
 def _word_of(row_bytes: int) -> torch.dtype:
-    """Return the largest type that rows of so many bytes consist of."""
+    """Return the largest type that rows of this many bytes consist of."""
     words = (torch.int64, torch.int32, torch.int16)
     return next(word for word in words if row_bytes % word.itemsize == 0)

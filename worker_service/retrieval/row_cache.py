@@ -42,7 +42,7 @@ class RowCache:
         return self.tokens.shape[1]
 
     def grow(self, row_count: int) -> None:
-        """Have so many rows, the new ones empty."""
+        """Have this many rows, the new ones empty."""
         more = (len(self.tokens), row_count - self.row_count)
         self.tokens = torch.cat((self.tokens, self.tokens.new_full(more, -1)), 1)
         self._used = torch.cat((self._used, self._used.new_full(more, -1)), 1)

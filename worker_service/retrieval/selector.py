@@ -168,7 +168,7 @@ class Selector:
     def plan(
         self, selection: Selection, final_tokens: int, split: StepSplit, *, is_streamed: bool
     ) -> SelectionPlan:
-        """Return what a request of so many tokens at last gets, by the present costs.
+        """Return what a request of this many tokens at last gets, by the present costs.
 
         `split`: by which its steps would read everything.
         """

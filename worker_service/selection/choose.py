@@ -107,7 +107,7 @@ def choose_rows(
     Args:
         scores: fp32 `[1, n_q, blocks]`, as for `choose`.
         tokens: S, the cached tokens that may be read; at least `most`.
-        first, newest: so many tokens at either end come before all others; may be negative.
+        first, newest: this many tokens at either end come before all others; may be negative.
         alpha: as in `Selection`: fewer tokens are wanted where few are near the largest score.
     """
     first, newest = max(0, min(first, tokens)), max(0, min(newest, tokens))

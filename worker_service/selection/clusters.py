@@ -20,7 +20,7 @@ from worker_service.selection.choose import visible_tokens
 from worker_service.selection.kept_rows import Records
 from worker_service.selection.screen import AttentionShape, to_logits
 
-# Of a segment.
+# Clusters of a segment.
 CLUSTERS = SEGMENT_TOKENS // CLUSTER_TOKENS
 _ROUNDS = 4
 _COUNT_BYTES = 4
@@ -111,7 +111,7 @@ def attend_clusters(
     values: torch.Tensor,
     shape: AttentionShape,
 ) -> PartialAttention:
-    """Attend clusters as so many tokens with their mean key and value; those of none weigh 0.
+    """Attend clusters as this many tokens with their mean key and value; those of none weigh 0.
 
     Args:
         queries: `[T, n_q, d]`.

@@ -37,7 +37,7 @@ class HeavyHitterScreen:
         self._shape = shape
         self._selection = selection
         self._keys = torch.empty(0)
-        # Of the m tokens that are left: positions, ascending, and attention received so far,
+        # Of m tokens that are left: positions, ascending, and attention received so far,
         # both `[n_kv, m]`.
         self._left = torch.empty((shape.kv_heads, 0), dtype=torch.int64)
         self._received = torch.empty((shape.kv_heads, 0))

@@ -91,7 +91,7 @@ class DraftPasses:
         token_ids = upload.table(
             [token for piece in ordered for token in _span(piece.drafted.tokens, piece.positions)]
         )
-        # Of the pieces as they were given.
+        # In the order in which the pieces were given.
         last_rows = upload.table((ends - 1)[np.argsort([*few, *many])])
         places = upload.table(positions)
         upload.send()

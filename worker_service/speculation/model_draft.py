@@ -260,7 +260,7 @@ class ModelDrafter:
         return kept
 
     def _has_pages(self, kept: _Kept, token_count: int, present: set[TargetKey]) -> bool:
-        """Allocate pages for so many tokens; False if only sequences in use could give some."""
+        """Allocate pages for this many tokens; False if only sequences in use could give some."""
         pages = self.cache.pages
         for _ in range(len(kept.pages), chunks_of(token_count, self._chunk)):
             while not pages.free_count:

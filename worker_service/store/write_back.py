@@ -154,7 +154,7 @@ class _Chain:
     is_private: bool = False
 
     def pop_jobs(self, most: int) -> list[WriteJob]:
-        """Return the next jobs, at most so many: all are exact, or none is."""
+        """Return the next jobs, at most this many: all are exact, or none is."""
         if not self.jobs[0].is_exact and not self.is_private:
             self.salt = private_salt(self.salt, *self.key, self.parent_key)
             self.parent_key, self.is_private = b"", True

@@ -23,7 +23,7 @@ class GrammarMatcher:
     Attributes:
         ends: ids that end the answer where it is complete: the model's end of sequence and the
             request's stop tokens. They are no part of its text.
-        min_tokens: before so many tokens it does not end where it can go on.
+        min_tokens: before this many tokens it does not end where it can go on.
         not_first: ids that may not begin it.
         count: tokens of the answer so far.
         ahead: the masks behind the present answer, or their computation; None: not begun.

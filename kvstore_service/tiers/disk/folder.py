@@ -187,7 +187,7 @@ def _segments_in(folder: os.DirEntry[str]) -> Iterator[FoundSegment]:
 
 
 def _name_holder(fd: int) -> None:
-    """Write for the next one who finds the lock taken. A full disk is no reason to fail."""
+    """Write for the next process that finds the lock taken. A full disk is no reason to fail."""
     with suppress(OSError):
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

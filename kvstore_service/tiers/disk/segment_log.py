@@ -372,7 +372,7 @@ class SegmentLog:
     # -- the bound ------------------------------------------------------------------------
 
     def _make_room(self, size_bytes: int) -> None:
-        """Remove segments until so many more bytes are within the bound. Raises OSError."""
+        """Remove segments until this many more bytes are within the bound. Raises OSError."""
         bound = self._squeezed.bound if self._is_squeezed else self._size_bytes
         while self._reserved_bytes + size_bytes > bound:
             if not self._remove_oldest():

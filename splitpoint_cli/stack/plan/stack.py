@@ -90,7 +90,7 @@ class Stack:
     api_key: ApiKey | None = None
     # Format of log lines of services and of `up`.
     log_format: LogFormat = LogFormat.TEXT
-    # Of the served model; a draft model's are native.
+    # Format of the served model's weights; a draft model's are native.
     weights: WeightFormat = WeightFormat.NATIVE
 
 

@@ -33,7 +33,7 @@ def running(name: str, command: Sequence[str], logs: Path) -> Iterator[subproces
 
 
 def free_ports(count: int) -> int:
-    """Return the first of so many neighbouring ports of this host that are free now."""
+    """Return the first of this many neighbouring ports of this host that are free now."""
     for _ in range(_TRIES):
         with ExitStack() as held:
             first = _bound(held, 0)

@@ -35,7 +35,7 @@ class Trial:
     """The running processes, served and scraped."""
 
     address: str
-    # Of the gateway: http://HOST:PORT.
+    # Address of the gateway: http://HOST:PORT.
     url: str
     up: subprocess.Popen[bytes]
     redis: RedisServer
