@@ -6,41 +6,28 @@ A stack of this instance that is running already is checked, too: whether it ser
 from __future__ import annotations
 
 import os
+import re
 import resource
-import sys
-from argparse import Namespace
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from splitpoint import config
+from splitpoint.arena import presence
 from splitpoint.client import INFERENCE_SERVICE
 from splitpoint.config import reachable_address, runtime_path
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.extras import need
-from splitpoint.host.memory import available_cores, default_host_memory, memory_facts
-from splitpoint.host.processor import compiler, instruction_sets
+from splitpoint.host.memory import default_host_memory, memory_facts
 from splitpoint.options import store
 from splitpoint.options.speculation import read_speculative_config
 from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import ArenaLayout, ModelShape, WeightFormat
 from splitpoint.transport.tls import read_identity, trusting_own_server
-from splitpoint_cli.checks import (
-    disk,
-    gpu,
-    kernel,
-    memory,
-    model,
-    ports,
-    power,
-    processors,
-    redis,
-    security,
-    software,
-)
+from splitpoint_cli.checks import disk, gpu, memory, model, ports, redis, security
 from splitpoint_cli.checks.finding import Check, Finding, Verdict, attempt, run_check
-from splitpoint_cli.doctor import arenas, mooncake
 from splitpoint_cli.doctor.command import DoctorOptions
 from splitpoint_cli.request.probe import obstacle_of
 from splitpoint_cli.stack.instance import running_process
@@ -48,13 +35,14 @@ from splitpoint_cli.stack.plan.devices import choose_devices, visible_gpu_count
 from splitpoint_cli.stack.plan.places import arena_bytes, instance_of
 
 _ANSWER_SECONDS = 3.0
+# The first Linux with open file description locks.
+_LEAST_KERNEL = (3, 15)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnStack:
     """A healthy stack of the instance, which itself uses the ports and the arena."""
 
-    instance: str
     process_id: int
     address: str
 
@@ -77,17 +65,69 @@ def find_own_stack(
         )
     except SplitpointError:  # wrong options, which are findings of other checks
         return None
-    return OwnStack(instance, process_id, address) if obstacle is None else None
+    return OwnStack(process_id, address) if obstacle is None else None
 
 
-def check_own_stack(stack: OwnStack) -> Finding:
+def check_instance(instance: str, own: OwnStack | None) -> Finding:
+    """Check whether a stack of this name runs already."""
+    beside = "splitpoint up with another --listen port or --instance"
+    if own is not None:
+        return Finding(
+            "instance",
+            Verdict.OK,
+            f"a stack of this instance is running: {instance}, process {own.process_id}, "
+            f"serves at {own.address}",
+            f"To start it anew: splitpoint down first; beside it: {beside}",
+        )
+    if running_process(runtime_path(instance), seconds=0) is None:
+        return Finding("instance", Verdict.OK, f"no stack named {instance} is running")
     return Finding(
         "instance",
-        Verdict.OK,
-        f"a stack of this instance is running: {stack.instance}, process {stack.process_id}, "
-        f"serves at {stack.address}",
-        "To start it anew: splitpoint down first; beside it: splitpoint up with another --listen "
-        "port or --instance",
+        Verdict.PROBLEM,
+        f"a stack named {instance} is running",
+        f"Stop it: splitpoint down --instance {instance}; or start another one beside it: {beside}",
+    )
+
+
+def check_kernel(system: os.uname_result) -> Finding:
+    """Check that the kernel has the locks by which a store knows that a worker is gone."""
+    # The part after the first dash is the distributor's.
+    release = system.release.partition("-")[0]
+    found = f"{system.sysname} {release} on {system.machine}"
+    numbers = tuple(int(digits) for digits in re.findall(r"\d+", release)[:2])
+    if system.sysname != "Linux" or numbers < _LEAST_KERNEL:
+        least = ".".join(map(str, _LEAST_KERNEL))
+        return Finding("kernel", Verdict.PROBLEM, found, f"Linux {least} or newer is needed.")
+    if system.machine != "x86_64":
+        return Finding(
+            "kernel",
+            Verdict.WARNING,
+            f"{found}: the arena's order of writes is only proven on x86-64",
+            'Use an x86-64 host, or see docs/arena-format.md, "Order of writes".',
+        )
+    return Finding("kernel", Verdict.OK, found)
+
+
+def check_locks(folder: Path) -> Finding:
+    """Check in the folder of arenas that an open file sees the lock of another one."""
+    name, session = "file locks", b"doctor\0\0"
+    why = "one open file does not see the lock of another"
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="splitpoint-doctor-") as file:
+        other = os.open(file.name, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            presence.hold(file.fileno(), session)
+            if presence.is_held(other, session):
+                return Finding(name, Verdict.OK, f"open file description locks work in {folder}")
+        except OSError as error:
+            why = error.strerror or str(error)
+        finally:
+            os.close(other)
+    return Finding(
+        name,
+        Verdict.PROBLEM,
+        f"open file description locks do not work in {folder}: {why}",
+        "Run on the host's own kernel (in a container: the default runtime, not a user-space "
+        "kernel), or no store can tell whether a worker is alive.",
     )
 
 
@@ -111,25 +151,8 @@ def _own_stack(options: DoctorOptions) -> OwnStack | None:
 
 
 def _machine(options: DoctorOptions) -> Iterator[Check]:
-    places = options.places
-    named = os.uname()
-    yield Check("kernel", lambda: kernel.check_kernel(named.sysname, named.release, named.machine))
-    yield Check("file locks", lambda: kernel.check_locks(places.shm))
-    yield Check("Python", lambda: software.check_python(sys.version_info[:3]))
-    yield Check(
-        "packages",
-        lambda: software.check_packages(software.own_requirements(), software.installed_version),
-    )
-    yield Check(
-        "cores",
-        lambda: processors.check_cores(
-            available_cores(), _cpu_workers(options), places, flags=instruction_sets()
-        ),
-    )
-    if _cpu_workers(options):
-        yield Check("C++ compiler", lambda: processors.check_compiler(" ".join(compiler() or ())))
-    yield Check("NUMA", lambda: processors.check_numa(options.numa_node, places))
-    yield Check("CPU energy", lambda: power.check_rapl(places))
+    yield Check("kernel", lambda: check_kernel(os.uname()))
+    yield Check("file locks", lambda: check_locks(options.places.shm))
     yield Check("open files", lambda: memory.check_open_files(*_limit(resource.RLIMIT_NOFILE)))
 
 
@@ -173,15 +196,7 @@ def _stack(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
                 None if shape is None else _layout(shape),
             ),
         )
-    yield Check("Mooncake", lambda: mooncake.check_mooncake(_mooncake_options(options)))
     yield Check("huge pages", lambda: memory.check_huge_pages(options.huge_pages, options.places))
-    yield Check(
-        "arenas",
-        lambda: arenas.check_arenas(
-            arenas.find_arenas(options.places.shm, os.getuid()),
-            None if own is not None else _instance(options),
-        ),
-    )
 
 
 def _layout(shape: ModelShape) -> ArenaLayout:
@@ -191,15 +206,6 @@ def _layout(shape: ModelShape) -> ArenaLayout:
         chunk_tokens=store.CHUNK_TOKENS.default,
         has_activations=shape.activations_can_pay,
     )
-
-
-def _mooncake_options(options: DoctorOptions) -> Namespace:
-    """Return the options of a store that are about Mooncake."""
-    names = (
-        *("transfer", "transfer_interface", "trusted_network", "tokens"),
-        *("tier_mooncake", "tier_mooncake_memory", "tier_mooncake_replicas"),
-    )
-    return Namespace(**{name: getattr(options, name) for name in names})
 
 
 def _checkpoint(folder: Path, shape: ModelShape | None) -> Iterator[Check]:
@@ -301,10 +307,8 @@ def _http(address: str, options: DoctorOptions) -> Finding:
 
 def _network(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
     has_tls, has_tokens = options.tls_cert is not None, options.tokens is not None
-    if own is not None:  # it uses the ports itself
-        running = own
-        yield Check("instance", lambda: check_own_stack(running))
-    else:
+    yield Check("instance", lambda: check_instance(_instance(options), own))
+    if own is None:  # else it uses the ports itself
         yield Check("listen", lambda: _listen(options, has_tls=has_tls, has_tokens=has_tokens))
     if options.http is not None and own is None:
         http = options.http
@@ -334,10 +338,6 @@ def _devices(options: DoctorOptions) -> tuple[str, ...]:
     if options.device == "cuda" and not visible_gpu_count():
         return ("cuda:0",) * (options.workers or 1)
     return choose_devices(options.device, options.workers)
-
-
-def _cpu_workers(options: DoctorOptions) -> int:
-    return _devices(options).count("cpu")
 
 
 def _instance(options: DoctorOptions) -> str:

@@ -132,7 +132,7 @@ def problems(address: str, stats: pb.GetStatsResponse) -> Iterator[tuple[str, st
             f"store {address} cannot transfer by Mooncake",
             stats.transfer.message,
             "nothing fails: chunks come by gRPC until it is back, which it tries by itself; "
-            "`splitpoint doctor` with the store's options says what is missing",
+            "the store's log says what is missing",
         )
 
 

@@ -25,7 +25,7 @@ from test_e2e_cli import assert_nothing_left
 from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
-from splitpoint.config import arena_path, runtime_path
+from splitpoint.config import arena_path
 from splitpoint.errors import Internal, Retryable, SplitpointError
 from splitpoint.planning.plan import Residency
 from splitpoint_cli.request.observed import Status, read_status
@@ -154,14 +154,9 @@ def empty_arena(stack: Up) -> None:
     os.truncate(arena_path(stack.instance), 0)
 
 
-def remove_runtime(stack: Up) -> None:
-    shutil.rmtree(runtime_path(stack.instance))
-
-
 HARMS: dict[Callable[[Up], None], str] = {
     remove_arena: "removed",
     halve_arena: "truncated",
-    remove_runtime: "",
     remove_arena_folder: "removed",
     empty_arena: "truncated",
 }
@@ -198,7 +193,7 @@ def stack() -> Iterator[Up]:
         yield running
 
 
-@pytest.mark.parametrize("harm", [remove_arena, halve_arena, remove_runtime])
+@pytest.mark.parametrize("harm", [remove_arena, halve_arena])
 def test_requests_survive_what_is_done_to_files_in_use(
     harm: Callable[[Up], None], stack: Up
 ) -> None:

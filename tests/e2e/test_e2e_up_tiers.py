@@ -7,12 +7,10 @@ lies beside the chunks.
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,30 +100,3 @@ def test_a_kept_arena_is_found_when_a_disk_tier_comes_and_goes(tmp_path: Path) -
         assert found.usage.cached_tokens >= 512
     finally:
         remove_tree(arena_path(INSTANCE).parent)
-
-
-def test_a_folder_that_was_removed_gets_its_secret_back(tmp_path: Path) -> None:
-    folder = tmp_path / "tier"
-    key = folder / "server.key"
-    with stack(folder) as (client, _):
-        text = ask(client, PROMPTS[0]).text
-        secret = key.read_bytes()
-        shutil.rmtree(folder)
-        # The store finds out as it writes what leaves the arena, and makes the folder again.
-        until = time.monotonic() + SECONDS
-        while not key.exists():
-            assert time.monotonic() < until, "no secret"
-            for prompt in PROMPTS:
-                ask(client, prompt)
-            time.sleep(0.2)
-        assert (key.read_bytes(), stat.S_IMODE(key.stat().st_mode)) == (secret, 0o600)
-        while not any(folder.glob("*/*.segment")):
-            assert time.monotonic() < until, "no chunks"
-            for number, prompt in enumerate(PROMPTS):
-                ask(client, f"{number} {prompt}")
-        for prompt in PROMPTS:
-            ask(client, prompt)
-    with stack(folder) as (client, _):
-        found = [ask(client, prompt) for prompt in PROMPTS]
-        assert found[0].text == text
-        assert "disk" in {each.plan.fetch_source for each in found if each.plan is not None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import shutil
 from collections.abc import Callable
@@ -11,14 +10,12 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from own_names import instance_name
 
 from splitpoint.checkpoint.decoder import read_shape
-from splitpoint.config import make_runtime, remove_tree, runtime_path
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import MemoryFacts
 from splitpoint.shapes import ArenaLayout
-from splitpoint_cli.checks import disk, gpu, kernel, memory, power, processors, redis, security
+from splitpoint_cli.checks import disk, gpu, memory, redis, security
 from splitpoint_cli.checks.finding import Check, Finding, Places, Verdict, run_check
 from splitpoint_cli.checks.gpu import (
     Driver,
@@ -26,12 +23,9 @@ from splitpoint_cli.checks.gpu import (
     Link,
     TorchBuild,
     ask_torch,
-    pci_gpu_count,
     read_driver,
 )
-from splitpoint_cli.checks.software import check_packages, check_python, own_requirements
-from splitpoint_cli.doctor.arenas import check_arenas, find_arenas
-from splitpoint_cli.stack.instance import exclusive
+from splitpoint_cli.doctor.checklist import check_kernel, check_locks
 
 GIB = 1 << 30
 
@@ -58,50 +52,6 @@ def test_an_error_of_a_check_is_a_finding() -> None:
     assert (found.verdict, found.found) == (Verdict.PROBLEM, "not a size")
 
 
-@pytest.mark.parametrize(
-    ("release", "machine", "verdict"),
-    [
-        ("6.1.0-18-amd64", "x86_64", "ok"),
-        ("5.10.0", "x86_64", "note"),
-        ("3.10.0-1160.el7", "x86_64", "problem"),
-        ("6.8.0", "aarch64", "warning"),
-    ],
-)
-def test_kernels(release: str, machine: str, verdict: str) -> None:
-    assert kernel.check_kernel("Linux", release, machine).verdict == verdict
-    assert kernel.check_kernel("Darwin", "23.1.0", "arm64").verdict == "problem"
-
-
-def test_locks_where_nothing_can_be_made(tmp_path: Path) -> None:
-    assert kernel.check_locks(tmp_path).verdict == "ok"
-    assert list(tmp_path.iterdir()) == []
-    (found,) = run_check(Check("file locks", lambda: kernel.check_locks(tmp_path / "none")))
-    assert found.verdict == "warning"
-
-
-def test_versions() -> None:
-    assert check_python((3, 11, 0)).verdict == "ok"
-    assert check_python((3, 10, 9)).verdict == "problem"
-    needed = ["torch>=2.11", "grpcio>=1.70,<2", "redis[hiredis]>=5.2", "pytest>=8; extra == 'dev'"]
-    good = {"torch": "2.13.0+cpu", "grpcio": "1.76.0", "redis": "5.2"}
-    assert check_packages(needed, good.get).verdict == "ok"
-    found = check_packages(needed, {**good, "grpcio": "2.0.1"}.get)
-    assert found.verdict == "problem"
-    assert "grpcio is 2.0.1" in found.found
-    found = check_packages(needed, {"torch": "2.9.1", "grpcio": "1.70"}.get)
-    assert "torch is 2.9.1" in found.found
-    assert "redis is not installed" in found.found
-    assert found.advice.endswith("pip install 'torch>=2.11' 'redis[hiredis]>=5.2'")
-
-
-def test_a_stack_needs_what_its_services_extras_bring() -> None:
-    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in own_requirements()}
-    assert names >= {"grpcio", "torch", "redis", "tokenizers", "numpy"}
-    # Neither what is optional or for development, nor this project's own extras.
-    assert not names & {"matplotlib", "opentelemetry-sdk", "pytest", "splitpoint"}
-    assert all(";" not in requirement for requirement in own_requirements())
-
-
 def test_shared_memory_that_is_too_small(tmp_path: Path) -> None:
     found = memory.check_shared_memory(tmp_path, 1 << 60, is_chosen=False)
     assert found.verdict == "problem"
@@ -126,6 +76,27 @@ def test_memory_by_the_cgroup_and_by_the_machine() -> None:
     assert "--host-memory 5529MiB" in full.advice
     bare = MemoryFacts(64 * GIB, 50 * GIB, None, None)
     assert "docker" not in memory.check_memory(bare, 51 * GIB, 0).advice
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "machine", "verdict"),
+    [
+        ("Linux", "6.1.0-18-amd64", "x86_64", "ok"),
+        ("Linux", "3.10.0-1160.el7", "x86_64", "problem"),
+        ("Linux", "6.8.0", "aarch64", "warning"),
+        ("Darwin", "23.1.0", "arm64", "problem"),
+    ],
+)
+def test_kernels(system: str, release: str, machine: str, verdict: str) -> None:
+    named = os.uname_result((system, "host", release, "#1", machine))
+    assert check_kernel(named).verdict == verdict
+
+
+def test_locks_where_nothing_can_be_made(tmp_path: Path) -> None:
+    assert check_locks(tmp_path).verdict == "ok"
+    assert list(tmp_path.iterdir()) == []
+    (found,) = run_check(Check("file locks", lambda: check_locks(tmp_path / "none")))
+    assert found.verdict == "warning"
 
 
 MOUNTS = "25 1 0:22 / {path} rw - tmpfs tmpfs rw,size=1g{options}\n"
@@ -162,83 +133,6 @@ def test_limits() -> None:
     low = memory.check_open_files(256, 256)
     assert low.verdict == "warning"
     assert "as root" in low.advice
-
-
-def machine(tmp_path: Path, nodes: str, gpus: dict[str, int], smt: str = "0") -> Places:
-    """A sys folder with these NUMA nodes, and GPUs on nodes."""
-    sys = tmp_path / "sys"
-    write(sys, devices__system__node__has_memory=nodes, devices__system__cpu__online="0-63")
-    write(sys, devices__system__cpu__smt__active=smt)
-    for address, node in gpus.items():
-        device = sys / "bus/pci/devices" / address
-        write(device, vendor="0x10de\n", numa_node=f"{node}\n")
-        (device / "class").write_text("0x030200\n")
-    return Places(sys=sys)
-
-
-def test_cores(tmp_path: Path) -> None:
-    places = machine(tmp_path, "0", {})
-    assert processors.check_cores(16, 2, places).found == (
-        "16 to use of 64; 8 threads for each CPU worker"
-    )
-    own = processors.check_cores(16, 2, places, flags=["amx_bf16"])
-    assert own.found.endswith(
-        "8 threads for each CPU worker, each with a core of its own: "
-        "they spin as long as OpenMP does by default"
-    )
-    assert processors.check_cores(2, 4, places).verdict == "warning"
-    assert processors.check_cores(1, 0, places).verdict == "warning"
-    note = processors.check_cores(64, 1, machine(tmp_path, "0", {}, smt="1"))
-    assert (note.verdict, "--threads 32" in note.advice) == ("note", True)
-
-
-def test_numa_nodes_and_where_the_gpus_are(tmp_path: Path) -> None:
-    one = machine(tmp_path / "one", "0", {"0": 0})
-    assert processors.check_numa("auto", one).verdict == "ok"
-    assert processors.check_numa("1", one).verdict == "problem"
-    two = machine(tmp_path / "two", "0-1", {"0": 1, "1": 1})
-    assert "the arena on 1, beside the GPUs" in processors.check_numa("auto", two).found
-    assert processors.check_numa("0", two).verdict == "warning"
-    both = machine(tmp_path / "both", "0-1", {"0": 0, "1": 1})
-    assert processors.check_numa("auto", both).verdict == "note"
-    assert pci_gpu_count(both) == 2
-    silent = Places(sys=tmp_path / "none")
-    assert processors.check_numa("auto", silent).verdict == "problem"
-    assert processors.check_numa("none", silent).verdict == "ok"
-
-
-def test_energy_of_the_cpu(tmp_path: Path) -> None:
-    assert power.check_rapl(Places(sys=tmp_path)).verdict == "note"
-    zone = tmp_path / "class/powercap/intel-rapl:0"
-    write(zone, name="package-0\n", max_energy_range_uj="262143328850\n")
-    closed = power.check_rapl(Places(sys=tmp_path))
-    assert (closed.verdict, "chmod a+r" in closed.advice) == ("note", True)
-    write(zone, energy_uj="1\n")
-    assert power.check_rapl(Places(sys=tmp_path)).verdict == "ok"
-
-
-def test_an_arena_whose_store_is_started_again_is_not_left_behind(tmp_path: Path) -> None:
-    name = instance_name("between")
-    arena = tmp_path / f"splitpoint-{os.getuid()}-{name}" / "arena"
-    arena.parent.mkdir()
-    arena.write_bytes(bytes(8192))
-    runtime = runtime_path(name)
-    make_runtime(runtime)
-    try:
-        with exclusive(runtime, name):  # as `up` holds it for as long as it lives
-            (found,) = find_arenas(tmp_path, os.getuid())
-            assert found.is_used
-        (found,) = find_arenas(tmp_path, os.getuid())
-        assert (found.instance, found.is_used, found.is_kept) == (name, False, False)
-        (told,) = check_arenas([found], "another")
-        assert (told.verdict, f"arena rm {name}" in told.advice) == ("warning", True)
-        (arena.parent / "key").touch()
-        (told,) = check_arenas(find_arenas(tmp_path, os.getuid()), "another")
-        assert told.verdict == "note"
-    finally:
-        remove_tree(runtime)
-    arena.write_bytes(b"")
-    assert find_arenas(tmp_path, os.getuid()) == []
 
 
 # -- GPUs -------------------------------------------------------------------------------------
