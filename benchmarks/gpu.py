@@ -67,7 +67,7 @@ class Part:
 
 
 def selecting(shape: str, lengths: Sequence[int], *, is_tiny: bool) -> tuple[str, ...]:
-    """Return the benchmark of decode steps that read a tenth of so many cached tokens."""
+    """Return the benchmark of decode steps that read a tenth of this many cached tokens."""
     more: tuple[str, ...] = ("--dtype", "bfloat16", "--new", "16")
     if is_tiny:
         shape, lengths = "smollm2-135m", (400,)

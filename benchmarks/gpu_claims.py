@@ -179,7 +179,7 @@ def over_full_load(report: Mapping[str, Any] | None) -> float | None:
 
 
 def over_peer(report: Mapping[str, Any] | None, new_tokens: int) -> float | None:
-    """Return our decode latency of so many tokens over transformers'; None if not measured."""
+    """Return our decode latency of this many tokens over transformers'; None if not measured."""
     if report is None:
         return None
     contenders = report["contenders"]

@@ -39,7 +39,7 @@ from splitpoint_cli.bench.shared.report import commit, hardware
 
 WAYS = (FULL_LOAD, KVPR, PIPELINED)
 CHUNK_TOKENS = 64
-# X of so many tokens fits the staging memory that a worker takes on such a GPU.
+# X of this many tokens fits the staging memory that a worker takes on such a GPU.
 STAGING_TOKENS = 48 * CHUNK_TOKENS
 
 # The paper's card has 40 GB, with slower memory than the built-in profile's of 80 GB (1.94 TB/s).

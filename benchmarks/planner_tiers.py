@@ -79,7 +79,7 @@ CHUNK_TOKENS, STEP_TOKENS = 64, 512
 # Loads by which the worker measures the tier.
 LOADS = 3
 MEMORY = "512MiB"
-# The device has room for so many tokens, and so many requests of so many tokens empty it.
+# Tokens that the device has room for; requests, and the tokens of each, that empty it.
 DEVICE_TOKENS, FLUSHES, FLUSH_TOKENS = 2048, 2, 2040
 SECONDS = 60.0
 DISK = FetchSource("", 0, Tier.DISK)
@@ -87,7 +87,7 @@ DISK = FetchSource("", 0, Tier.DISK)
 
 @dataclass(slots=True)
 class Way:
-    """One choice: the tier holds so many tokens that are used (0: none), restored by this plan.
+    """One choice: the tier holds this many tokens that are used (0: none), restored by this plan.
 
     `meeting_tokens`: those that are computed while the rest is loaded; 0: all are loaded first.
     """
@@ -155,7 +155,7 @@ class Served:
         return chunks * self.facts.chunk_tokens
 
     async def until_on_disk(self, tokens: int) -> None:
-        """Wait until the tier holds so many tokens."""
+        """Wait until the tier holds this many tokens."""
         async with asyncio.timeout(SECONDS):
             while True:
                 if await self.tokens_on_disk() >= tokens:
@@ -272,7 +272,7 @@ def recompute(facts: WorkerFacts, tokens: int) -> Way:
 
 
 def chosen_way(facts: WorkerFacts, tokens: int, on_disk: int) -> Way:
-    """Return the planner's choice for a prompt of so many tokens."""
+    """Return the planner's choice for a prompt of this many tokens."""
     source = replace(DISK, cached_tokens=on_disk)
     planned = plan_attempt(
         facts, grant_of(facts), token_count=tokens, cached_tokens=0, sources=[source]

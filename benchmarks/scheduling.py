@@ -54,7 +54,7 @@ QUESTION_TOKENS = 16
 DOCUMENT_ANSWER_TOKENS = 4
 SHORT_TOKENS = (32, 96)
 SHORT_ANSWER_TOKENS = (8, 24)
-# One request in so many is about a document.
+# One request in this many is about a document.
 DOCUMENT_EVERY = 4
 # Workers report their counters about once a second.
 _TELEMETRY_SECONDS = 1.5
@@ -63,7 +63,7 @@ LEAST_GAIN = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: when, from whom, what. `is_document`: its prompt begins with a document."""
+    """A request: its time, tenant and prompt. `is_document`: the prompt begins with a document."""
 
     seconds: float
     tenant: str

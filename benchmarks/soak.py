@@ -261,7 +261,7 @@ def descriptors_of(pids: Mapping[int, str]) -> dict[str, int]:
 
 
 async def cancel_many(client: AsyncClient) -> None:
-    """Cancel so many requests, each after its first message."""
+    """Cancel this many requests, each after its first message."""
     rng = random.Random(1)
     places = asyncio.Semaphore(CANCELS_AT_ONCE)
 

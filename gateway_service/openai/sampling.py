@@ -201,7 +201,7 @@ PRIORITY = _extra(
 _EXTENSIONS = (
     _extra("top_k", integer(-1), "Sample from the k likeliest tokens; 0 and -1: all.", 0),
     _extra("min_p", number(0, 1), "Drop tokens below this share of the likeliest.", 0.0),
-    _extra("repetition_penalty", number(0.01, 100), "1 is none.", 1.0),
+    _extra("repetition_penalty", number(0.01, 100), "1 has no effect.", 1.0),
     _extra("stop_token_ids", array(integer(0), most=64), "Tokens that end the answer."),
     _extra("ignore_eos", BOOLEAN, "Go on after the end of the text.", False),
     _extra("min_tokens", integer(0), "Fewest tokens before the answer may end.", 0),
@@ -238,7 +238,7 @@ _EXTENSIONS = (
     _extra(
         "truncate_prompt_tokens",
         integer(-1),
-        "Keep only so many of the prompt's last tokens; -1: as many as leave room for the answer.",
+        "Keep only this many of the prompt's last tokens; -1: what leaves room for the answer.",
     ),
     _extra(
         "allowed_token_ids",

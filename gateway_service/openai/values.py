@@ -111,7 +111,7 @@ TEXT = Kind(read_text, {"type": "string"})
 
 
 def text_of(*, least: int = 0, most: int | None = None) -> Kind:
-    """A string of so many bytes in UTF-8; its schema bounds the characters."""
+    """A string of this many bytes in UTF-8; its schema bounds the characters."""
     schema: dict[str, Any] = {"type": "string"}
     if least:
         schema["minLength"] = least
@@ -176,7 +176,7 @@ def _read_token_ids(name: str, value: Any) -> list[int]:
         raise wrong(name, "must not be empty")
     if len(value) > MOST_TOKENS:
         raise wrong(name, f"has {counted(len(value), 'token id')}, at most {MOST_TOKENS:,}")
-    # No step of Python for each of so many ids. A boolean is an int, but has another type.
+    # No step of Python for each id. A boolean is an int, but has another type.
     if {*map(type, value)} != {int}:
         index = next(i for i, kind in enumerate(map(type, value)) if kind is not int)
         raise wrong_type(f"{name}[{index}]", value[index], "a token id")

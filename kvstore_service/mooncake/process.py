@@ -38,12 +38,12 @@ QUESTION_SECONDS = 5.0
 
 
 def pool_seconds_for(size_bytes: int) -> float:
-    """Return the time limit of a call of the pool that moves so many bytes."""
+    """Return the time limit of a call of the pool that moves this many bytes."""
     return min(_LONGEST_SECONDS, _POOL_SECONDS + size_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 
 def seconds_for(size_bytes: int) -> float:
-    """Return the time limit of a call that moves so many bytes."""
+    """Return the time limit of a call that moves this many bytes."""
     return min(_LONGEST_SECONDS, _ROUND_TRIP_SECONDS + size_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 

@@ -95,7 +95,7 @@ _KvHeads = Annotated[
     int | None,
     typer.Option(
         help="--speculate, --select: average the checkpoint's KV heads to this many, for grouped "
-        "queries; a built-in shape has so many.",
+        "queries; of a built-in shape: its number of KV heads.",
         min=1,
     ),
 ]
@@ -111,7 +111,7 @@ _Lengths = Annotated[
     list[int],
     typer.Option(
         "--length",
-        help="--select: prompts of so many tokens; may be repeated. Absent: --prompt.",
+        help="--select: prompts of this many tokens; may be repeated. Absent: --prompt.",
         min=1,
     ),
 ]

@@ -27,7 +27,7 @@ SWEEP_POINTS = 16
 
 _Prompt = Annotated[int, typer.Option(help="Cached tokens of each sequence.", min=CHUNK_TOKENS)]
 _Batch = Annotated[int, typer.Option(help="Sequences, one after the other.", min=1)]
-_Layers = Annotated[int, typer.Option(help="Only so many layers of the shape; 0: all.", min=0)]
+_Layers = Annotated[int, typer.Option(help="Only this many layers of the shape; 0: all.", min=0)]
 _Balance = Annotated[
     bool,
     typer.Option(
