@@ -2,7 +2,7 @@
 
 Every call may fail. Errors are sorted into three kinds: the GPU or its driver is gone,
 it never answers this question, or it did not answer this time. This module knows no
-metrics and no threads; calls take microseconds to seconds. docs/lab/gpu.md lists them.
+metrics and no threads; calls take microseconds to seconds. docs/lab/gpu.md lists the fields.
 """
 
 from __future__ import annotations
