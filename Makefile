@@ -24,7 +24,7 @@ LOCKS  := requirements/control.lock requirements/worker.lock requirements/dev.lo
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test package-test lock chaos check proto bench bench-store bench-restore bench-offload bench-streams bench-gateway chart gpu up down \
+.PHONY: help setup demo test test-shipped package-test lock chaos check proto bench bench-store bench-restore bench-offload bench-streams bench-gateway chart gpu up down \
 	compose-up compose-down compose-access compose-test pin-images monitoring-test clean
 # Targets build on each other; the tests spread over the cores by themselves.
 .NOTPARALLEL:
@@ -67,8 +67,14 @@ proto: setup $(VENV)/.proto  ## Generate the gRPC stubs from proto/
 demo: proto  ## Two CPU workers on one store: cold and warm, then everything stops
 	@$(BIN)/python -m splitpoint_cli.demo
 
-test: proto  ## Run the tests
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+# What is shipped beside the services: `.ci/run` tests it, and so does whoever changes it.
+SHIPPED_TESTS := tests/deploy tests/monitoring tests/packaging tests/gateway/test_page.py tests/gateway/test_page_files.py
+
+test: proto  ## Run the tests of the services; `make test-shipped` has the rest
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(SHIPPED_TESTS)) $(ARGS)
+
+test-shipped: proto  ## Test the chart, the packages, the dashboards, and the page in a browser
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(SHIPPED_TESTS) $(ARGS)
 
 package-test: proto  ## Install the wheel with each extra into a clean environment
 	$(BIN)/python -m tools.package_check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
