@@ -64,8 +64,7 @@ def _prefixes(store: KvStore) -> Iterator[Reading]:
     yield Reading(m.STORE_DUPLICATE_CHUNKS, counters.duplicates)
     kept_out = store.admission.kept_out_total if store.admission is not None else 0
     yield Reading(m.STORE_UNADMITTED_CHUNKS, kept_out)
-    yield Reading(m.STORE_REMOTE_BYTES, counters.remote_read_bytes, ("read",))
-    yield Reading(m.STORE_REMOTE_BYTES, counters.remote_written_bytes, ("written",))
+    yield Reading(m.STORE_REMOTE_BYTES, counters.remote_read_bytes)
 
 
 def _evictions(servicer: KvStoreServicer) -> Iterator[Reading]:

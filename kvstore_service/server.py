@@ -23,8 +23,7 @@ from kvstore_service.maintenance import Maintenance
 from kvstore_service.matcher import Matcher
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.pool.slot_grants import GrantedRun, Preparation
-from kvstore_service.remote.reader import ChunkReader, StreamTurns
-from kvstore_service.remote.writer import ChunkWriter
+from kvstore_service.reader import ChunkReader
 from kvstore_service.session_calls import SessionCalls
 from kvstore_service.stats import StoreInfo, stats_response
 from kvstore_service.store import KvStore
@@ -83,9 +82,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             store, self.maintenance, self._reserver, self._sealer, self.tiers, transfer
         )
         self._filler = SlotFiller(store, self.tiers, self._threads)
-        turns = StreamTurns(store, self._stopping)
-        self._reader = ChunkReader(store, turns)
-        self._writer = ChunkWriter(store, turns, self._sealer, self._calls, self._reserver)
+        self._reader = ChunkReader(store, self._stopping)
 
     def stop(self) -> None:
         """End the KeepAlive streams, which would not end within the grace period."""
@@ -222,12 +219,6 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             chunks=sealed_chunks(outcome), lease_id=outcome.lease_id, epoch=self.store.epoch
         )
 
-    async def WriteChunks(
-        self, requests: AsyncIterator[pb.WriteChunksRequest], context: _Context
-    ) -> pb.WriteChunksResponse:
-        self.maintenance.called()
-        return await self._writer.write(requests)
-
     async def LoadChunks(self, request: pb.LoadChunksRequest, context: _Context) -> None:
         self.maintenance.called()
         async with aclosing(self._loader.load(request)) as answers:
@@ -245,7 +236,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         """Raise FailedPrecondition for a remote session: Reserve and Seal need a mapped arena."""
         if self.store.sessions.live(session_id).is_remote:
             raise FailedPrecondition(
-                "a remote session writes with WriteChunks", reason="REMOTE_SESSION"
+                "a remote session has no arena to write to", reason="REMOTE_SESSION"
             )
 
     async def Release(self, request: pb.ReleaseRequest, context: _Context) -> pb.ReleaseResponse:

@@ -176,8 +176,7 @@ class SessionManager:
         writers live on, and a store that adopts the arena has to check for them."""
         for session in self:
             self.end(session.session_id)
-        for session in self:
-            self._remove(session)
+        self._sessions.clear()
 
     def _orphan(self, session: Session) -> None:
         """Keep what the session holds until its client touches nothing any more.
@@ -201,11 +200,7 @@ class SessionManager:
             self.free(session, slot)
         for lease_id in list(session.lease_ids):
             self.release_lease(session, lease_id)
-        self._remove(session)
-
-    def _remove(self, session: Session) -> None:
         del self._sessions[session.session_id]
-        session.ended.set()
 
     # -- grants and leases ---------------------------------------------------------------
 
@@ -224,9 +219,7 @@ class SessionManager:
         lease_count = sum(self.release_lease(session, lease_id) for lease_id in lease_ids)
         slot_count = 0
         for slot, generation in slots:
-            # The slots of a remote session are being filled by its WriteChunks calls: only
-            # these know when a slot is out of use.
-            if session.granted.get(slot) == generation and not session.is_remote:
+            if session.granted.get(slot) == generation:
                 self.free(session, slot)
                 slot_count += 1
         if session.is_orphaned and session.holds_nothing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 from kvstore_service.idempotency import AnswerCache
@@ -29,7 +28,6 @@ class Session:
         is_orphaned: the session may start nothing more, but what it holds stays protected
             until its client provably touches nothing any more.
         granted: unsealed slots and their generations.
-        ended: set when the session is removed.
     """
 
     session_id: bytes
@@ -41,7 +39,6 @@ class Session:
     granted: dict[int, int] = field(default_factory=dict)
     lease_ids: set[int] = field(default_factory=set)
     answers: AnswerCache = field(default_factory=AnswerCache)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_remote(self) -> bool:

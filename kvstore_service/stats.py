@@ -137,7 +137,6 @@ def stats_response(
         memory_description=info.memory_description,
         page_reason=info.page_reason,
         remote_read_bytes=counters.remote_read_bytes,
-        remote_written_bytes=counters.remote_written_bytes,
         integrity_violations=maintenance.violations,
         adopted_chunk_count=len(recovered.chunks),
         refused_chunk_count=len(recovered.damages),

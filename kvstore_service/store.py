@@ -23,7 +23,7 @@ from kvstore_service.pool.chunk_pool import (
 from kvstore_service.pool.prefix_index import Entry, PrefixMatch
 from kvstore_service.pool.slot_grants import GrantedRun, Preparation
 from kvstore_service.pool.slot_table import MetadataWriter
-from kvstore_service.recovery.scan import RecoveredChunks, damage_of, read_arena
+from kvstore_service.recovery import RecoveredChunks, damage_of, read_arena
 from kvstore_service.session_manager import SessionManager
 from kvstore_service.sessions import Session
 from splitpoint.arena import presence
@@ -82,7 +82,6 @@ class Counters:
     duplicates: int = 0
     checksum_failures: int = 0
     remote_read_bytes: int = 0
-    remote_written_bytes: int = 0
     refused_reservations: int = 0
     evicted_on_request: int = 0
 

@@ -115,20 +115,11 @@ async def worker_on(
     address: str,
     arena: Path,
     process: ForkedService,
-    *,
-    mirror_memory_bytes: int | None = None,
 ) -> AsyncIterator[Host]:
-    """A worker of the store at `address`, which it maps unless it has a mirror."""
+    """A worker of the store at `address`, which it maps."""
     async with AsyncExitStack() as cleanup:
         worker, _ = await cleanup.enter_async_context(
-            serving_worker(
-                folder,
-                name,
-                f"unix:{sockets}/w{name}",
-                address,
-                SHAPE,
-                mirror_memory_bytes=mirror_memory_bytes,
-            )
+            serving_worker(folder, name, f"unix:{sockets}/w{name}", address, SHAPE)
         )
         store = await cleanup.enter_async_context(open_channel(address))
         channel = await cleanup.enter_async_context(open_channel(f"unix:{sockets}/w{name}"))

@@ -57,8 +57,6 @@ class StackShape:
     speculation: SpeculativeConfig | None = None
     # The workers copy and compute in turn.
     is_serial: bool = False
-    # The workers take their store for one on another host.
-    mirror_memory_bytes: int | None = None
 
 
 @dataclass
@@ -134,14 +132,7 @@ async def local_stack(
 
         serving = [
             await cleanup.enter_async_context(
-                serving_worker(
-                    folder,
-                    str(index),
-                    f"unix:{sockets}/w{index}",
-                    address,
-                    shape,
-                    mirror_memory_bytes=shape.mirror_memory_bytes,
-                )
+                serving_worker(folder, str(index), f"unix:{sockets}/w{index}", address, shape)
             )
             for index in range(shape.workers)
         ]
@@ -207,8 +198,6 @@ async def serving_worker(
     address: str,
     store_address: str,
     shape: StackShape,
-    *,
-    mirror_memory_bytes: int | None = None,
 ) -> AsyncIterator[tuple[LoadedWorker, grpc.aio.Server]]:
     servicer = WorkerServicer()
     server = create_server()
@@ -230,8 +219,6 @@ async def serving_worker(
                 shares_prefixes=shape.shares_prefixes,
                 is_serial=shape.is_serial,
                 speculation=shape.speculation,
-                kvstore_is_remote=mirror_memory_bytes is not None,
-                mirror_memory_bytes=mirror_memory_bytes,
             )
         )
         try:

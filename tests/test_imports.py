@@ -291,7 +291,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "store",
         "maintenance",
         "calls",
-        "remote",
+        "reader",
         "tiers.tier",
         "mooncake",
         "tiers.disk",

@@ -62,7 +62,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOptions:
     memory, pin = arguments.device_memory, arguments.pin_limit
-    mirror, rate = arguments.mirror_memory, arguments.link_rate
+    rate = arguments.link_rate
     return WorkerOptions(
         worker_id=arguments.worker_id,
         model_folder=arguments.model,
@@ -82,8 +82,6 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         pin_limit_bytes=None if pin is None else parse_size(pin, field="pin-limit"),
         verify_rate=arguments.verify_rate,
         identity=identity,
-        kvstore_is_remote=arguments.kvstore_remote,
-        mirror_memory_bytes=None if mirror is None else parse_size(mirror, field="mirror-memory"),
         shares_prefixes=not arguments.no_device_prefix_cache,
         is_serial=arguments.serial,
         is_eager=arguments.enforce_eager,

@@ -27,7 +27,6 @@ from worker_service.fetching.results import FetchResult
 from worker_service.fetching.tier_loader import TierLoader
 from worker_service.lanes.spans import WriteBackSpans
 from worker_service.store.client import Match, StoreClient
-from worker_service.store.remote_client import RemoteStoreClient
 from worker_service.store.write_back import SequenceKey, WriteBack
 
 log = logging.getLogger(__name__)
@@ -61,16 +60,14 @@ class RequestPrefixes:
         )
         self._store = store
         self._engine = engine
-        self._loader: TierLoader | None = None
-        if not isinstance(store, RemoteStoreClient):  # else the slots are those of a mirror
-            self._loader = TierLoader(
-                store,
-                engine.cache.layout,
-                block_tokens=engine.max_batched_tokens,
-                in_turn=not engine.lanes.overlapping,
-                on_change=lambda: engine.post(Wake()),
-                measured=self.fetcher.measured,
-            )
+        self._loader = TierLoader(
+            store,
+            engine.cache.layout,
+            block_tokens=engine.max_batched_tokens,
+            in_turn=not engine.lanes.overlapping,
+            on_change=lambda: engine.post(Wake()),
+            measured=self.fetcher.measured,
+        )
         # Fetches under way, and results that are not reported yet.
         self._fetches: dict[SequenceKey, asyncio.Task[Any]] = {}
         self._fetched: dict[SequenceKey, FetchResult] = {}
@@ -79,8 +76,7 @@ class RequestPrefixes:
     async def close(self) -> None:
         """Finish write-back, and release what fetches hold. No request may run any more."""
         await self.write_back.close()
-        if self._loader is not None:
-            await self._loader.close(CLOSE_SECONDS)
+        await self._loader.close(CLOSE_SECONDS)
         await self.fetcher.close()
 
     # -- one request --------------------------------------------------------------------
@@ -95,9 +91,8 @@ class RequestPrefixes:
         """
         key, tokens, source = admission.key, admission.tokens, admission.source
         streamed = admission.residency is Residency.STREAMED
-        loader = self._loader
-        if source is None or not source.meeting_tokens or streamed or admission.scores_prompt:
-            loader = None
+        meets = source is not None and source.meeting_tokens
+        loader = self._loader if meets and not streamed and not admission.scores_prompt else None
         if loader is None and not admission.scores_prompt:
             await self._fetch(admission, tokens, span)
         elif loader is not None:
@@ -147,8 +142,7 @@ class RequestPrefixes:
     def ended(self, key: SequenceKey) -> None:
         """Forget a request that ended."""
         self._fetched.pop(key, None)
-        if self._loader is not None:
-            self._loader.drop(key)
+        self._loader.drop(key)
 
     def with_fetch(self, event: RestoreEvent) -> RestoreEvent:
         """Return the report of a restore, with what was fetched for it."""
@@ -201,9 +195,6 @@ class RequestPrefixes:
     @asynccontextmanager
     async def _brought(self, key: SequenceKey) -> AsyncIterator[None]:
         """Have what a tier brought for a request in the store, so that it is matched."""
-        if self._loader is None:
-            yield
-            return
         async with self._loader.sealed(key) as fetched:
             if fetched is not None:
                 self._fetched[key] = fetched

@@ -47,23 +47,22 @@ def sealed_chunks(outcome: SealOutcome) -> list[pb.SealedChunk]:
 
 
 async def next_message(
-    messages: AsyncIterator[Message], timeout: float, *ends: asyncio.Event
+    messages: AsyncIterator[Message], timeout: float, end: asyncio.Event
 ) -> Message | None:
     """Return the next message of a stream. None at the end of the stream.
 
-    Raises TimeoutError if it does not come within `timeout` seconds, or before one of `ends`
-    is set.
+    Raises TimeoutError if it does not come within `timeout` seconds, or before `end` is set.
     """
     message = asyncio.ensure_future(_anext(messages))
-    ended = [asyncio.ensure_future(event.wait()) for event in ends]
+    ended = asyncio.ensure_future(end.wait())
     try:
-        await asyncio.wait({message, *ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({message, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if message.done():
             return message.result()
         raise TimeoutError
     finally:
-        for task in (message, *ended):
-            task.cancel()
+        message.cancel()
+        ended.cancel()
         # Retrieve its error, too: no other task does.
         await asyncio.gather(message, return_exceptions=True)
 
@@ -74,7 +73,7 @@ async def _anext(messages: AsyncIterator[Message]) -> Message | None:
 
 NAME_LIMIT = 64
 REQUEST_ID_LIMIT = 64
-# Chunks of one ReadChunks, ReportChunks or WriteChunks.
+# Chunks of one ReadChunks, ReportChunks or FillSlots.
 STREAM_CHUNK_LIMIT = 4096
 
 
@@ -180,33 +179,13 @@ def check_read(request: pb.ReadChunksRequest, slot_count: int) -> list[tuple[int
 
 def check_handles(chunks: Sequence[types_pb2.SlotHandle], slot_count: int) -> list[tuple[int, int]]:
     """Return the slots of the field `chunks`, with their generations."""
-    _check_chunk_count(len(chunks))
+    if not 1 <= len(chunks) <= STREAM_CHUNK_LIMIT:
+        raise InvalidArgument(
+            f"{len(chunks)} chunks; 1 to {STREAM_CHUNK_LIMIT} are allowed", field="chunks"
+        )
     for index, handle in enumerate(chunks):
         _check_slot(handle.slot, handle.generation, slot_count, f"chunks[{index}]")
     return [(handle.slot, handle.generation) for handle in chunks]
-
-
-def check_write(header: pb.WriteChunksHeader, chunk_tokens: int) -> list[WrittenChunk]:
-    """Return the chunks to store, which have no slots yet."""
-    check_session(header.session_id, header.request_id)
-    _check_length(header.tenant_salt, 0, SALT_LIMIT, "header.tenant_salt")
-    _check_not_negative([header.lease_id], "header.lease_id")
-    _check_chunk_count(len(header.chunks))
-    chunks = []
-    for index, chunk in enumerate(header.chunks):
-        path = f"header.chunks[{index}]"
-        for field in ("slot", "generation"):
-            if getattr(chunk, field):
-                raise InvalidArgument("the store chooses the slots", field=f"{path}.{field}")
-        chunks.append(_check_chunk(chunk, chunk_tokens, path))
-    return chunks
-
-
-def _check_chunk_count(count: int) -> None:
-    if not 1 <= count <= STREAM_CHUNK_LIMIT:
-        raise InvalidArgument(
-            f"{count} chunks; 1 to {STREAM_CHUNK_LIMIT} are allowed", field="chunks"
-        )
 
 
 def _check_chunk(chunk: pb.SealChunk, chunk_tokens: int, path: str) -> WrittenChunk:

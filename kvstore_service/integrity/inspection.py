@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore_service.pool.chunk_pool import ChunkPool
 from kvstore_service.pool.prefix_index import Entry, unpack
-from kvstore_service.recovery.scan import damage_of
+from kvstore_service.recovery import damage_of
 from splitpoint.arena.format import ArenaFormatError
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.records import (

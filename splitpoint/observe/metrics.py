@@ -240,9 +240,7 @@ STORE_FORMER_ARENA_LOST = _store.gauge(
     "loss",
 )
 STORE_REMOTE_BYTES = _store.counter(
-    "store_remote_bytes_total",
-    "Payload bytes read and written over gRPC by other hosts.",
-    "direction",
+    "store_remote_bytes_total", "Payload bytes that other hosts read over gRPC."
 )
 
 # -- the store: tiers behind the arena, and transfers by Mooncake -----------------------------

@@ -22,14 +22,6 @@ KVSTORE: Option[str | None] = Option(
     "Address of the store; absent: prefixes are not reused.",
     unit="ADDRESS",
 )
-KVSTORE_REMOTE = Option("kvstore-remote", bool, False, "The store is on another host.")
-MIRROR_MEMORY: Option[str | None] = Option(
-    "mirror-memory",
-    str,
-    None,
-    "Host memory in bytes for chunks of a remote store; the sequences that run at once must fit.",
-    unit=SIZE,
-)
 # Of a GPU's free memory; workers leave the rest to the driver, libraries and fragmentation.
 GPU_MEMORY_SHARE = 0.9
 # Of the memory available on a host, beside the weights, for a CPU worker.
@@ -212,7 +204,7 @@ SECTIONS = (
         "batches",
         (MAX_BATCH, MAX_BATCHED_TOKENS, CHUNK_TOKENS, NO_DEVICE_PREFIX_CACHE, WEIGHT_OBJECTIVE),
     ),
-    Section("store", (KVSTORE, KVSTORE_REMOTE, MIRROR_MEMORY, PIN_LIMIT, VERIFY_RATE)),
+    Section("store", (KVSTORE, PIN_LIMIT, VERIFY_RATE)),
     Section("speculation (docs/speculation.md)", (SPECULATIVE_CONFIG, DRAFT_MODEL)),
     Section("selection (docs/selection.md)", (ARTIFACTS,)),
     Section("lanes (docs/pipeline.md)", (SERIAL, LINK_RATE, TRACE)),

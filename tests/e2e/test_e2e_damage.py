@@ -18,7 +18,6 @@ from tiny_models import build_tiny, clear_prompt, write_tiny
 from splitpoint.client.answers import Completion
 from splitpoint.planning.plan import Residency
 from splitpoint.v1 import kvstore_pb2
-from worker_service.store.remote_client import RemoteStoreClient
 
 NEW_TOKENS = 24
 # Nothing but what a worker reads and reports is ever read back.
@@ -207,28 +206,6 @@ async def test_an_encoded_chunk_is_compared_as_it_is_stored(
         arena.damage("V row", arena.sealed()[0].slot)
         assert (await check(stack, case)).usage.cached_tokens == 0
         assert (await stack.store_stats()).damaged_chunk_count == 1
-
-
-async def test_a_worker_compares_its_mirror_of_a_remote_store(
-    folder: Path, tmp_path: Path, cases: list[Case]
-) -> None:
-    case = cases[1]
-    shape = replace(SHAPE, verify_rate=1.0, mirror_memory_bytes=16 << 20)
-    async with local_stack(folder, tmp_path, shape) as stack:
-        store = stack.workers[0].store
-        assert isinstance(store, RemoteStoreClient)
-        assert store.mirror is not None
-        for residency in (Residency.RESIDENT, Residency.STREAMED):
-            await check(stack, case)
-            await check(stack, case, residency)
-            arena, before = store.mirror.arena, verified(stack)[1]
-            for slot in range(arena.slot_count):
-                arena.plane(0, "V")[slot, 3] ^= 0x40
-            # The store has the chunks whole: they are read again, and nothing is computed.
-            assert (await check(stack, case, residency)).usage.cached_tokens > 64
-            assert verified(stack)[1] > before
-        assert (await stack.store_stats()).damaged_chunk_count == 0
-        await stack.assert_clean()
 
 
 async def test_an_idle_store_finds_what_nobody_reads(

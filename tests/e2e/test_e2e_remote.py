@@ -1,16 +1,15 @@
-"""Two hosts: a prefix travels from store to store, and workers use a store they cannot map."""
+"""Two hosts: a prefix travels from store to store."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_service import ForkedService
-from host_pair import NEW_TOKENS, SHAPE, Host, host, worker_on
+from host_pair import NEW_TOKENS, SHAPE, Host, host
 from local_stack import serving_worker, start_store, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
@@ -217,133 +216,11 @@ async def test_rates_are_measured_and_told(hosts: tuple[Host, Host]) -> None:
     assert results.profile.remote_bytes_per_second[first.store_address] > 0
 
 
-# -- workers of a remote store ----------------------------------------------------------
-
-
-@pytest.fixture
-async def store(
-    folder: Path, tmp_path: Path, shm_folder: Path
-) -> AsyncIterator[tuple[str, Path, ForkedService]]:
+async def test_an_arena_that_is_not_here_is_said(
+    folder: Path, tmp_path: Path, shm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     address, arena = f"unix:{tmp_path}/kv", shm_folder / "s" / "arena"
     process = await start_store(folder, address, arena, SHAPE)
-    yield address, arena, process
-    if process.returncode is None:
-        await stop_process(process)
-
-
-STREAMED = types_pb2.Plan(
-    residency=types_pb2.RESIDENCY_STREAMED, method=types_pb2.RESTORE_METHOD_LOAD
-)
-
-
-async def test_two_workers_share_a_remote_store(
-    folder: Path, tmp_path: Path, store: tuple[str, Path, ForkedService]
-) -> None:
-    async with (
-        worker_on(folder, tmp_path, "a", *store, mirror_memory_bytes=8 << 20) as first,
-        worker_on(folder, tmp_path, "b", *store, mirror_memory_bytes=8 << 20) as second,
-    ):
-        tokens, restore = await first.generate(PROMPT)
-        assert (tokens, restore.cached_tokens) == (ANSWER, 0)
-        for plan in (types_pb2.Plan(**RESIDENT), STREAMED):
-            tokens, restore = await second.generate(PROMPT, plan=plan)
-            assert (tokens, restore.cached_tokens) == (ANSWER, len(PROMPT) - 1)
-        # Rebuilt in part from the mirror's activations.
-        tokens, restore = await second.generate(PROMPT, forced_split_tokens=70)
-        assert (tokens, restore.split_tokens) == (ANSWER, 70)
-        stats = await second.stats()
-        chunk_bytes = second.worker.engine.cache.layout.chunk_bytes
-        assert stats.remote_written_bytes > 0
-        # Full chunks came once, whatever was asked for later.
-        assert stats.remote_read_bytes < 14 * chunk_bytes
-        for each in (first, second):
-            await each.assert_clean()
-            mirror = each.worker.store.mirror  # type: ignore[union-attr]
-            assert mirror.free_count == mirror.slot_count
-
-
-async def test_a_streamed_sequence_must_fit_the_mirror(
-    folder: Path,
-    tmp_path: Path,
-    store: tuple[str, Path, ForkedService],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("worker_service.store.write_back.RESERVE_SECONDS", 0.0)
-    async with worker_on(folder, tmp_path, "a", *store, mirror_memory_bytes=8 << 20) as host:
-        mirror = host.worker.store.mirror  # type: ignore[union-attr]
-        taken = mirror.grant(mirror.free_count - 5)  # others' sequences
-        long = types_pb2.SamplingParams(max_tokens=300, ignore_eos=True)
-        name = await host.admit(PROMPT, plan=STREAMED, sampling=long)
-        results = await host.results(name)
-        assert results.finishes[name].error_code == 8, results.finishes[name]
-        # A resident one only loses reuse.
-        assert (await host.generate(PROMPT))[0] == ANSWER
-        mirror.give_back(taken)
-        assert (await host.generate(PROMPT, plan=STREAMED))[0] == ANSWER
-        await host.assert_clean()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
-async def until_stored(host: Host, prompt: list[int]) -> None:
-    """Wait until the store has all of a prompt: a worker writes behind its answers."""
-    async with asyncio.timeout(60):
-        while (await host.match(prompt)).cached_tokens < len(prompt):
-            await asyncio.sleep(0.02)
-
-
-async def test_the_remote_store_dies_and_comes_back(
-    folder: Path, tmp_path: Path, store: tuple[str, Path, ForkedService]
-) -> None:
-    address, arena, process = store
-    async with worker_on(
-        folder, tmp_path, "a", address, arena, process, mirror_memory_bytes=8 << 20
-    ) as host:
-        client = host.worker.store
-        assert client is not None
-        await host.generate(PROMPT)
-        await until_stored(host, PROMPT)
-        process.kill()
-        await process.wait()
-        await until(lambda: client.connection is None)
-        assert (await host.generate(PROMPT))[0] == ANSWER  # recomputed
-        again = await start_store(folder, address, arena, SHAPE)
-        try:
-            await until(lambda: client.connection is not None)
-            tokens, restore = await host.generate(PROMPT)
-            assert (tokens, restore.cached_tokens) == (ANSWER, len(PROMPT) - 1)
-            await host.assert_clean()
-        finally:
-            again.terminate()
-            await again.wait()
-
-
-async def test_a_flipped_byte_in_the_remote_store_is_recomputed(
-    folder: Path, tmp_path: Path, store: tuple[str, Path, ForkedService]
-) -> None:
-    async with (
-        worker_on(folder, tmp_path, "a", *store) as mapped,
-        worker_on(folder, tmp_path, "b", *store, mirror_memory_bytes=8 << 20) as remote,
-    ):
-        await mapped.generate(PROMPT)
-        found = await mapped.match(PROMPT)
-        planes = mapped.worker.store.connection.tensors.arena  # type: ignore[union-attr]
-        planes.plane(1, "K")[found.chunks[4].slot, 7] ^= 1
-        assert (await remote.generate(PROMPT))[0] == ANSWER
-        await remote.assert_clean()
-
-
-async def test_an_arena_that_is_not_here_is_said(
-    folder: Path,
-    tmp_path: Path,
-    store: tuple[str, Path, ForkedService],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    address, arena, _ = store
     attach = StoreClient.start
 
     async def attach_without_arena(client: StoreClient, layout: ArenaLayout) -> None:
@@ -353,8 +230,9 @@ async def test_an_arena_that_is_not_here_is_said(
 
     monkeypatch.setattr(StoreClient, "start", attach_without_arena)
     try:
-        with pytest.raises(FailedPrecondition, match="--kvstore-remote"):
+        with pytest.raises(FailedPrecondition, match="a store on its own host"):
             async with serving_worker(folder, "a", f"unix:{tmp_path}/w", address, SHAPE):
                 pass
     finally:
         arena.with_name("elsewhere").rename(arena)
+        await stop_process(process)

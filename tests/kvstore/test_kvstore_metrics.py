@@ -92,7 +92,7 @@ async def test_all_label_values_are_there_at_0(service: Service) -> None:
     assert found[m.STORE_RECOVERED_CHUNKS] == {
         (each,): 0 for each in ("adopted", "refused", "quarantined")
     }
-    assert found[m.STORE_REMOTE_BYTES] == {("read",): 0, ("written",): 0}
+    assert found[m.STORE_REMOTE_BYTES] == {(): 0}
 
 
 async def test_they_agree_with_get_stats(service: Service) -> None:

@@ -269,6 +269,24 @@ async def test_a_refused_seal_is_refused_again(service: Service) -> None:
     assert (stats.checksum_failure_count, stats.free_slot_count) == (1, SLOTS)
 
 
+async def test_wrong_bytes_and_rows_past_the_tokens_are_not_sealed(service: Service) -> None:
+    chunks = await service.written((1, 2, 3, 4), (5, 6, 7, 8), (9,))
+    service.bench.arena.plane(1, "K")[chunks[1].slot, 5] ^= 1
+    with pytest.raises(DataLoss):
+        await service.seal(chunks)
+    assert (await service.stats()).sealed_slot_count == 1  # those before it stay
+    await service.release(
+        slots=[types_pb2.SlotHandle(slot=c.slot, generation=c.generation) for c in chunks]
+    )
+    [chunk] = await service.written((1, 2))
+    chunk.checksum = write_payload(service.bench.arena, chunk.slot, 9, LAYOUT.chunk_tokens)
+    with pytest.raises(DataLoss) as caught:
+        await service.seal([chunk])
+    assert caught.value.reason == "ROWS_NOT_ZERO"
+    stats = await service.stats()
+    assert (stats.sealed_slot_count, stats.writing_slot_count) == (1, 0)
+
+
 async def test_a_full_arena_may_be_asked_again(service: Service) -> None:
     first = await service.reserve(SLOTS)
     request = pb.ReserveRequest(session_id=service.session, request_id=b"again", slot_count=1)

@@ -6,9 +6,11 @@ import time
 from dataclasses import dataclass
 
 from splitpoint.tiers import ChunkSource, Transfer
-from worker_service.store.chunk_streams import BATCH_BYTES
 
 LONGEST_SECONDS = 30.0
+# Bytes per call of a stream: enough for a link's full speed, few enough that not all is lost if
+# the peer dies.
+BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)

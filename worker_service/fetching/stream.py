@@ -5,27 +5,34 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import xxhash
 
 from splitpoint.arena.mapping import Payload
-from splitpoint.errors import DataLoss, Unavailable
+from splitpoint.errors import DataLoss, Internal, Unavailable
 from splitpoint.observe import tracing
 from splitpoint.observe.tracing import NO_SPAN
 from splitpoint.shapes import ArenaLayout
 from splitpoint.tiers import Transfer
+from splitpoint.transport.statuses import error_of
 from splitpoint.transport.store_session import RemoteSession, remote_session
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
-from worker_service.fetching.results import FetchResult, FetchSource
+from worker_service.fetching.results import BATCH_BYTES, FetchResult, FetchSource
 from worker_service.lanes.cpu import passed
 from worker_service.lanes.spans import TRACED_BATCHES
 from worker_service.store.arena_tensors import ArenaTensors
-from worker_service.store.chunk_streams import BATCH_BYTES, ReadTarget, read_chunks
 from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import Match, StoreClient, written_chunks
 from worker_service.store.session import Connection
+
+# Time limit between two pieces of a stream.
+SILENCE_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -150,8 +157,8 @@ class StreamFetcher:
         connection, session = fetch.connection, fetch.session
         began = time.monotonic()
         payload = Payload(connection.tensors.arena)
-        target = ReadTarget(payload, slots, self._lane, lambda: self._check_session(connection))
-        await read_chunks(session.stub, session.session_id, handles, target)
+        target = _ReadTarget(payload, slots, self._lane, lambda: self._check_session(connection))
+        await _read_chunks(session.stub, session.session_id, handles, target)
         size = len(slots) * payload.size_bytes
         fetch.seconds += time.monotonic() - began
         fetch.bytes += size
@@ -174,6 +181,82 @@ class StreamFetcher:
     def _check_session(self, connection: Connection) -> None:
         if self._store.connection is not connection:
             raise Unavailable("the own store's session changed", reason="STORE_LOST")
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadTarget:
+    """Where read chunks go.
+
+    Attributes:
+        lane: single thread that copies.
+        check: raises if the slots may not be written any more. Nothing awaits between a
+            check and a copy's place in the lane.
+    """
+
+    payload: Payload
+    slots: Sequence[int]
+    lane: ThreadPoolExecutor
+    check: Callable[[], None]
+
+
+async def _read_chunks(
+    stub: Any,
+    session_id: bytes,
+    handles: Sequence[types_pb2.SlotHandle],
+    target: _ReadTarget,
+) -> None:
+    """Fill `target.slots[i]` with the chunk of `handles[i]`, and compare its checksum.
+
+    When this returns or raises, the lane may hold one last copy: wait for the lane before you
+    give the slots up.
+
+    Raises DataLoss if a payload differs from its handle's checksum, Internal if the store
+    sends other pieces, and what the store answers.
+    """
+    loop = asyncio.get_running_loop()
+    payload, slots = target.payload, target.slots
+    call = stub.ReadChunks(pb.ReadChunksRequest(session_id=session_id, chunks=handles))
+    index = offset = 0
+    digest = xxhash.xxh3_64()
+    copying: asyncio.Future[None] | None = None
+
+    def copy(slot: int, start: int, data: bytes) -> None:
+        digest.update(data)
+        payload.scatter(slot, start, data)
+
+    try:
+        while True:
+            async with asyncio.timeout(SILENCE_SECONDS):
+                response = await call.read()
+            # One copy at a time, while the next piece arrives.
+            if copying is not None:
+                await copying
+            if offset == payload.size_bytes:
+                if digest.intdigest() != handles[index].checksum:
+                    raise DataLoss("a chunk came with other bytes than its checksum says")
+                index, offset = index + 1, 0
+                digest.reset()
+            if response is grpc.aio.EOF:
+                break
+            data = response.data
+            end = offset + len(data)
+            if (
+                index == len(slots)
+                or (response.chunk_index, response.offset) != (index, offset)
+                or not offset < end <= payload.size_bytes
+            ):
+                raise Internal("the store sent other pieces than were asked for")
+            target.check()
+            copying = loop.run_in_executor(target.lane, copy, slots[index], offset, data)
+            offset = end
+        if index < len(slots):
+            raise Unavailable(f"the stream ended in chunk {index} of {len(slots)}")
+    except TimeoutError:
+        raise Unavailable(f"no piece came for {SILENCE_SECONDS:g} s", reason="STALLED") from None
+    except grpc.RpcError as error:
+        raise error_of(error) from error
+    finally:
+        call.cancel()
 
 
 def cut_tail(tensors: ArenaTensors, slot: int, token_count: int) -> int:

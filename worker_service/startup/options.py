@@ -40,8 +40,6 @@ class WorkerOptions:
     pin_limit_bytes: int | None = None
     verify_rate: float = options.VERIFY_RATE.default
     identity: Identity = PLAIN
-    kvstore_is_remote: bool = False
-    mirror_memory_bytes: int | None = None
     shares_prefixes: bool = True
     is_serial: bool = False
     is_eager: bool = False
@@ -53,12 +51,6 @@ class WorkerOptions:
     on_loading: Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.kvstore_is_remote != (self.mirror_memory_bytes is not None):
-            raise InvalidArgument(
-                "--kvstore-remote and --mirror-memory go together", field="mirror_memory"
-            )
-        if self.kvstore_is_remote and self.kvstore_address is None:
-            raise InvalidArgument("--kvstore-remote needs --kvstore", field="kvstore")
         for name in ("max_batch_size", "max_batched_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} must be at least 1", field=name)

@@ -44,7 +44,6 @@ from worker_service.startup.kernels import (
 )
 from worker_service.startup.options import WorkerOptions
 from worker_service.store.client import StoreClient
-from worker_service.store.remote_client import RemoteStoreClient
 from worker_service.structured.compiler import GrammarCompiler
 from worker_service.weights.lock import WeightLock
 
@@ -65,20 +64,12 @@ def store_client(
             limit_bytes=options.pin_limit_bytes,
             progress_seconds=options.progress_seconds,
         )
-    if options.mirror_memory_bytes is None:
-        return StoreClient(
-            options.kvstore_address,
-            name,
-            identity=options.identity,
-            pinning=pinning,
-            populator=populator,
-        )
-    return RemoteStoreClient(
+    return StoreClient(
         options.kvstore_address,
         name,
         identity=options.identity,
-        mirror_bytes=options.mirror_memory_bytes,
         pinning=pinning,
+        populator=populator,
     )
 
 

@@ -25,7 +25,7 @@ from worker_service.device.pinning import Pinning
 from worker_service.device.populating import Populator
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.cleanups import Cleanups
-from worker_service.store.session import ArenaAccess, Connection, MappedArena, StoreSession
+from worker_service.store.session import Connection, MappedArena, StoreSession
 
 # Chunks of one ReportChunks call: a few GiB, which a store reads back within a second.
 REPORT_CHUNKS = 256
@@ -89,13 +89,10 @@ class StoreClient:
         self.client_name = client_name
         self.identity = identity
         self.pinning = pinning
-        self._populator = populator
-        self._session = StoreSession(address, client_name, self._arena_access(), identity)
+        arena = MappedArena(pinning, populator)
+        self._session = StoreSession(address, client_name, arena, identity)
         self._request_numbers = itertools.count(1)
         self._cleanups = Cleanups()
-
-    def _arena_access(self) -> ArenaAccess:
-        return MappedArena(self.pinning, self._populator)
 
     # -- the session ------------------------------------------------------------
 
@@ -150,19 +147,6 @@ class StoreClient:
         answer is late, or another one is: computing is faster then.
         """
         connection = self._session.require()
-        answer = await self._match(connection, salt, token_ids, is_patient=is_patient)
-        chunks = tuple(
-            _stored(handle, key)
-            for handle, key in zip(answer.chunks, answer.chunk_keys, strict=True)
-        )
-        connection.tensors.note_use(chunk.slot for chunk in chunks)
-        return Match(
-            connection, answer.cached_tokens, chunks, answer.lease_id, storable_tokens(answer)
-        )
-
-    async def _match(
-        self, connection: Connection, salt: bytes, token_ids: Sequence[int], *, is_patient: bool
-    ) -> pb.MatchResponse:
         self._check_answers(is_patient)
         request = pb.MatchRequest(
             session_id=connection.session_id,
@@ -171,11 +155,18 @@ class StoreClient:
             token_ids=token_ids,
         )
         seconds = ANSWER_SECONDS + len(token_ids) * ANSWER_SECONDS_PER_TOKEN
-        return await self._cleanups.obtain(
+        answer = await self._cleanups.obtain(
             self._session.call(connection, self._session.stub.Match, request),
             lambda answer: self.release(connection, lease_ids=[answer.lease_id]),
             within=None if is_patient else seconds,
         )
+        chunks = tuple(
+            _stored(handle, key)
+            for handle, key in zip(answer.chunks, answer.chunk_keys, strict=True)
+        )
+        connection.tensors.note_use(chunk.slot for chunk in chunks)
+        storable = answer.storable_tokens if answer.HasField("storable_tokens") else None
+        return Match(connection, answer.cached_tokens, chunks, answer.lease_id, storable)
 
     def _check_answers(self, is_patient: bool) -> None:
         """Raise Unavailable if the caller does not wait for a silent store."""
@@ -342,11 +333,6 @@ def written_chunks(
         chunks.append(WrittenChunk(slot, generation, parent_key, tokens, checksum))
         parent_key = chunk_key(layout_hash, salt, parent_key, tokens)
     return chunks, parent_key
-
-
-def storable_tokens(answer: pb.MatchResponse) -> int | None:
-    """Return the number of leading tokens that the store accepts. None: all."""
-    return answer.storable_tokens if answer.HasField("storable_tokens") else None
 
 
 def _granted(answer: pb.ReserveResponse) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import grpc
 
@@ -69,16 +69,6 @@ class Connection:
     loads_from_stores: bool = False
 
 
-class ArenaAccess(Protocol):
-    """How a session's chunks are read and written: in the mapped arena, or in a mirror."""
-
-    def attach_request(
-        self, client_name: str, layout_hash: bytes, previous_session_id: bytes
-    ) -> pb.AttachRequest: ...
-
-    def tensors(self, answer: pb.AttachResponse) -> ArenaTensors: ...
-
-
 class MappedArena:
     """The store's arena on this host.
 
@@ -129,7 +119,7 @@ class StoreSession:
     """
 
     def __init__(
-        self, address: str, client_name: str, arena: ArenaAccess, identity: Identity
+        self, address: str, client_name: str, arena: MappedArena, identity: Identity
     ) -> None:
         self.address = address
         self.connection: Connection | None = None
@@ -175,8 +165,7 @@ class StoreSession:
         except (NotFound, ArenaFormatError) as error:
             raise FailedPrecondition(
                 f"the arena of the KV store at {self.address} cannot be mapped here: "
-                f"{error.message}. If the store runs on another host, start the worker with "
-                "--kvstore-remote",
+                f"{error.message}. A worker needs a store on its own host",
                 reason="ARENA_NOT_HERE",
             ) from error
         self._connected.set()
@@ -337,12 +326,6 @@ class StoreSession:
         method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
         request: Request,
     ) -> Response:
-        """Call the store; see `retried`."""
-        return await self.retried(connection, lambda: call_once(method, request))
-
-    async def retried(
-        self, connection: Connection, call: Callable[[], Awaitable[Response]]
-    ) -> Response:
         """Make a call, and repeat it once if no answer came.
 
         Every request has an id, so the store does nothing twice, and the answer tells what a
@@ -350,10 +333,10 @@ class StoreSession:
         what it holds is free when the next one begins.
         """
         try:
-            return await call()
+            return await call_once(method, request)
         except (DeadlineExceeded, Unavailable):
             try:
-                return await call()
+                return await call_once(method, request)
             except (DeadlineExceeded, Unavailable):
                 self._give_up(connection)
                 raise

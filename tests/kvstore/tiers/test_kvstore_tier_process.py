@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import signal
 import time
@@ -14,11 +15,11 @@ from typing import Any
 
 import grpc
 import pytest
-import xxhash
 from kvstore_helpers import LAYOUT as SMALL
-from kvstore_helpers import payload_of
+from kvstore_helpers import payload_of, read_payload, write_payload
 from test_kvstore_process import StoreProcess
 
+from splitpoint.arena.mapping import Arena
 from splitpoint.errors import Unavailable
 from splitpoint.keys import chunk_key
 from splitpoint.transport.channels import open_channel
@@ -35,7 +36,7 @@ STORED = 30  # about twice the arena
 
 
 class Client:
-    """A client on "another host", which streams payloads."""
+    """A client that maps the arena, as a worker does."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
@@ -44,10 +45,20 @@ class Client:
         self._requests = 0
 
     async def attach(self) -> Client:
-        answer = await self.stub.Attach(pb.AttachRequest(client_name="far", is_remote=True))
+        answer = await self.stub.Attach(
+            pb.AttachRequest(client_name="test", process_id=os.getpid())
+        )
         assert list(answer.tiers) == [types_pb2.TIER_DISK]
         assert not answer.loads_from_stores
         self.session = answer.session_id
+        self.arena = Arena.attach(
+            Path(answer.arena_path),
+            layout=LAYOUT,
+            slot_count=answer.slot_count,
+            instance_id=answer.instance_id,
+            epoch=answer.epoch,
+            session_id=answer.session_id,
+        )
         self._keeper = self.stub.KeepAlive()
         await self._keeper.write(pb.KeepAliveRequest(session_id=self.session))
         await self._keeper.read()
@@ -63,25 +74,35 @@ class Client:
         self._beats.cancel()
         await asyncio.gather(self._beats, return_exceptions=True)
         await self._channel.close()
+        self.arena.close()
 
     def _ids(self) -> dict[str, Any]:
         self._requests += 1
         return {"session_id": self.session, "request_id": b"%d" % self._requests}
 
     async def write(self, tokens: list[int]) -> None:
-        header = pb.WriteChunksHeader(**self._ids())
-        parts = [pb.WriteChunksRequest(header=header)]
+        reserved = await self.stub.Reserve(
+            pb.ReserveRequest(slot_count=CHUNKS, **self._ids()), timeout=10
+        )
+        granted = [
+            (run.first_slot + offset, generation)
+            for run in reserved.runs
+            for offset, generation in enumerate(run.generations)
+        ]
+        request = pb.SealRequest(**self._ids())
         parent = b""
-        for index in range(CHUNKS):
+        for index, (slot, generation) in enumerate(granted):
             piece = tokens[index * SIZE : (index + 1) * SIZE]
-            payload = expected_payload(tokens, index)
-            checksum = xxhash.xxh3_64_intdigest(payload)
-            header.chunks.add(parent_key=parent, token_ids=piece, checksum=checksum)
+            checksum = write_payload(self.arena, slot, tokens[0] + index, SIZE)
+            request.chunks.add(
+                slot=slot,
+                generation=generation,
+                parent_key=parent,
+                token_ids=piece,
+                checksum=checksum,
+            )
             parent = chunk_key(LAYOUT.layout_hash, b"", parent, piece)
-            chunk = pb.ChunkPiece(chunk_index=index, offset=0, data=payload)
-            parts.append(pb.WriteChunksRequest(piece=chunk))
-        parts[0] = pb.WriteChunksRequest(header=header)
-        await self.stub.WriteChunks(iter(parts), timeout=10)
+        await self.stub.Seal(request, timeout=10)
 
     async def load(self, tokens: list[int]) -> int:
         """Load a sequence, compare what the arena has then, and return its chunks."""
@@ -89,13 +110,9 @@ class Client:
         answers = [answer async for answer in self.stub.LoadChunks(request, timeout=20)]
         match = await self.stub.Match(pb.MatchRequest(token_ids=tokens, **self._ids()))
         assert match.cached_tokens >= answers[-1].cached_tokens
-        if match.chunks:
-            read = pb.ReadChunksRequest(session_id=self.session, chunks=match.chunks)
-            payloads = [bytearray() for _ in match.chunks]
-            async for piece in self.stub.ReadChunks(read, timeout=20):
-                payloads[piece.chunk_index] += piece.data
-            for index, payload in enumerate(payloads):
-                assert bytes(payload) == expected_payload(tokens, index)
+        for index, handle in enumerate(match.chunks):
+            payload = read_payload(self.arena, handle.slot)
+            assert payload == payload_of(LAYOUT, tokens[0] + index, SIZE)
         leases = [answers[-1].lease_id, match.lease_id]
         await self.stub.Release(pb.ReleaseRequest(lease_ids=leases, **self._ids()))
         return len(match.chunks)
@@ -106,10 +123,6 @@ class Client:
         )
         assert list(answer.integrity_violations) == []
         return answer
-
-
-def expected_payload(tokens: list[int], index: int) -> bytes:
-    return b"".join(payload_of(LAYOUT, tokens[0] + index, SIZE).values())
 
 
 Start = Callable[..., StoreProcess]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from store_runner import store_runner
 from tiny_models import write_tiny
 
+from kvstore_service.calls.slots import places
+from kvstore_service.pool.chunk_pool import WrittenChunk
 from splitpoint.arena.records import RowsNotZero
+from splitpoint.keys import chunk_key
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.shapes import ArenaLayout, DataType, Encoding
 from worker_service.device.cache import DeviceCache
@@ -23,8 +28,7 @@ from worker_service.pipeline.chunk_loader import ChunkLoader
 from worker_service.pipeline.restore import Prefix, restore
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.transfer import CacheTransfer, Part
-from worker_service.store.arena_tensors import StoredChunk
-from worker_service.store.mirror_cache import MirrorCache, name_of
+from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.quantization import Unencodable, decode, encode
 from worker_service.store.write_back import WriteJob, copy_chunks
 
@@ -42,7 +46,7 @@ class Written:
 
     model: Decoder
     cache: DeviceCache
-    mirror: MirrorCache
+    tensors: ArenaTensors
     pages: list[int]
     chunks: tuple[StoredChunk, ...]
     checksums: list[int]
@@ -67,7 +71,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("qwen3", tmp_path_factory.mktemp("model"))  # heads of 24, X of 64
 
 
-def written(folder: Path, encoding: Encoding, dtype: torch.dtype) -> Written:
+@contextmanager
+def written(
+    folder: Path, arena_folder: Path, encoding: Encoding, dtype: torch.dtype
+) -> Iterator[Written]:
     model = Decoder.load(folder, CPU, dtype)
     layout = ArenaLayout.of(
         model.shape, chunk_tokens=CHUNK, has_activations=True, encoding=encoding
@@ -89,19 +96,29 @@ def written(folder: Path, encoding: Encoding, dtype: torch.dtype) -> Written:
         WriteJob(index, page, page, tuple(IDS[index * CHUNK : (index + 1) * CHUNK]))
         for index, page in enumerate(pages)
     ]
-    mirror = MirrorCache(layout, 16 << 20)
-    for plane in (*mirror.tensors.keys, *mirror.tensors.values, *mirror.tensors.inputs):
-        plane.fill_(7)  # bytes of an earlier use
-    places = [place for index in range(2 * CHUNKS) for place in mirror.grant(1) if index % 3]
-    places = places[:CHUNKS]
     # Rows past the tokens may hold anything at all, and it must not get out.
     cache.values[1][pages[-1], :, TOKENS % CHUNK :] = float("nan")
-    checksums = copy_chunks(cache, mirror.tensors, jobs, [slot for slot, _ in places])
-    chunks = []
-    for job, place, checksum in zip(jobs, places, checksums, strict=True):
-        key = hashlib.sha256(str(job.chunk_index).encode()).digest()
-        chunks.append(mirror.publish(place, name_of(key, checksum), key, len(job.token_ids)))
-    return Written(model, cache, mirror, pages, tuple(chunks), checksums)
+    with store_runner(layout, arena_folder, 2 * CHUNKS) as runner:
+        store, session = runner.store, runner.connection.session_id
+        tensors = runner.connection.tensors
+        for plane in (*tensors.keys, *tensors.values, *tensors.inputs):
+            plane.fill_(7)  # bytes of an earlier use
+        granted = [
+            place
+            for index, place in enumerate(places(store.reserve(session, 2 * CHUNKS)))
+            if index % 3
+        ][:CHUNKS]
+        checksums = copy_chunks(cache, tensors, jobs, [slot for slot, _ in granted])
+        parent, chunks = b"", []
+        for job, (slot, generation), checksum in zip(jobs, granted, checksums, strict=True):
+            chunks.append(WrittenChunk(slot, generation, parent, job.token_ids, checksum))
+            parent = chunk_key(layout.layout_hash, b"", parent, job.token_ids)
+        sealed = store.seal(session, b"", chunks, store.verify(chunks), keep_leased=True)
+        stored = tuple(
+            StoredChunk(each.slot, each.generation, each.token_count, each.key, each.checksum)
+            for each in (chunk.entry for chunk in sealed.chunks)
+        )
+        yield Written(model, cache, tensors, pages, stored, checksums)
 
 
 @pytest.fixture(
@@ -115,12 +132,15 @@ def written(folder: Path, encoding: Encoding, dtype: torch.dtype) -> Written:
     ],
     ids=lambda value: f"{value[0].value}-{value[1]}",
 )
-def stored(request: pytest.FixtureRequest, folder: Path) -> Written:
-    return written(folder, *request.param)
+def stored(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Written]:
+    with written(folder, tmp_path_factory.mktemp("arena"), *request.param) as stored:
+        yield stored
 
 
 def test_slots_hold_the_documented_bytes(stored: Written) -> None:
-    layout, arena = stored.layout, stored.mirror.arena
+    layout, arena = stored.layout, stored.tensors.arena
     size = 2 if layout.data_type is not DataType.FLOAT32 else 4
     # By hand, for heads of 24 and X of 64; 2 heads, 3 layers.
     row = {
@@ -155,7 +175,7 @@ def test_a_restore_brings_back_what_was_encoded(
     )
     lanes = SerialLanes(CPU) if schedule is Schedule.SERIAL else ThreadLanes(CPU)
     staging = Staging(layout, STAGING_PAGES, CPU)
-    transfer = CacheTransfer(stored.model, stored.mirror.tensors, staging)
+    transfer = CacheTransfer(stored.model, stored.tensors, staging)
     prefix = Prefix(stored.chunks, 0, targets, IDS, TOKENS, split)
     spans = restore(transfer, lanes, prefix, keys, values, schedule=schedule, tile_tokens=4 * CHUNK)
     lanes.close()
@@ -191,7 +211,7 @@ def test_a_restore_brings_back_what_was_encoded(
 def test_a_streamed_tile_and_an_input_page_are_decoded_too(stored: Written) -> None:
     layout, cache = stored.layout, stored.cache
     lanes, staging = SerialLanes(CPU), Staging(layout, STAGING_PAGES, CPU)
-    transfer = CacheTransfer(stored.model, stored.mirror.tensors, staging)
+    transfer = CacheTransfer(stored.model, stored.tensors, staging)
     part = Part(stored.chunks[4:9], range(5), 5 * CHUNK)
     lanes.run(Lane.LINK_IN, transfer.load(2, part, staging.keys, staging.values))
     wanted = stored.approximate(cache.values[2], stored.pages)[4:9]
@@ -205,28 +225,30 @@ def test_a_streamed_tile_and_an_input_page_are_decoded_too(stored: Written) -> N
 
 
 @pytest.mark.parametrize("encoding", [Encoding.INT8, Encoding.INT4])
-def test_a_chunk_is_cut_without_decoding_it(encoding: Encoding, folder: Path) -> None:
+def test_a_chunk_is_cut_without_decoding_it(
+    encoding: Encoding, folder: Path, tmp_path: Path
+) -> None:
     """A fetch that keeps a chunk's first tokens zeroes the other rows' bytes."""
-    stored = written(folder, encoding, torch.float32)
-    slot, arena = stored.chunks[3].slot, stored.mirror.arena
-    with pytest.raises(RowsNotZero):
-        arena.check_payload(slot, 5, stored.checksums[3])
-    before = stored.mirror.tensors.keys[1][slot].clone()
-    checksum = cut_tail(stored.mirror.tensors, slot, 5)
-    arena.check_payload(slot, 5, checksum)
-    assert torch.equal(stored.mirror.tensors.keys[1][slot][:, :5], before[:, :5])
+    with written(folder, tmp_path, encoding, torch.float32) as stored:
+        slot, arena = stored.chunks[3].slot, stored.tensors.arena
+        with pytest.raises(RowsNotZero):
+            arena.check_payload(slot, 5, stored.checksums[3])
+        before = stored.tensors.keys[1][slot].clone()
+        checksum = cut_tail(stored.tensors, slot, 5)
+        arena.check_payload(slot, 5, checksum)
+        assert torch.equal(stored.tensors.keys[1][slot][:, :5], before[:, :5])
 
 
 @pytest.mark.parametrize("encoding", [Encoding.INT8, Encoding.INT4])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_what_cannot_be_encoded_is_not_stored(
-    encoding: Encoding, value: float, folder: Path
+    encoding: Encoding, value: float, folder: Path, tmp_path: Path
 ) -> None:
-    stored = written(folder, encoding, torch.float32)
-    stored.cache.inputs[1][stored.pages[0], 2, 9] = value
-    job = WriteJob(0, stored.pages[0], stored.pages[0], tuple(IDS[:CHUNK]))
-    with pytest.raises(Unencodable):
-        copy_chunks(stored.cache, stored.mirror.tensors, [job], [stored.chunks[0].slot])
+    with written(folder, tmp_path, encoding, torch.float32) as stored:
+        stored.cache.inputs[1][stored.pages[0], 2, 9] = value
+        job = WriteJob(0, stored.pages[0], stored.pages[0], tuple(IDS[:CHUNK]))
+        with pytest.raises(Unencodable):
+            copy_chunks(stored.cache, stored.tensors, [job], [stored.chunks[0].slot])
 
 
 def test_a_worker_charges_its_budget_for_encoded_rooms(folder: Path) -> None:
@@ -251,38 +273,45 @@ def test_a_worker_charges_its_budget_for_encoded_rooms(folder: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("encoding", list(Encoding))
-def test_a_gpu_loads_and_writes_back_what_the_cpu_does(folder: Path, encoding: Encoding) -> None:
+def test_a_gpu_loads_and_writes_back_what_the_cpu_does(
+    encoding: Encoding, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Decoded beside copies, in parts of a small buffer; written in runs from spread pages."""
     device = torch.device("cuda:0")
-    given = written(folder, encoding, torch.float32)
-    cache = DeviceCache(given.layout, given.cache.plan, device)
-    for kind in ("keys", "values", "inputs"):
-        for target, source in zip(getattr(cache, kind), getattr(given.cache, kind), strict=True):
-            target.copy_(source)
-    slots = [chunk.slot for chunk in given.chunks]
-    loader = ChunkLoader(given.mirror.tensors, device, page_count=8)
-    shape = cache.keys[0].shape
-    for layer in range(given.layout.layer_count):
-        loaded = {kind: torch.zeros(shape, device=device) for kind in ("K", "V")}
-        loader.load(layer, loaded, slots, given.pages)
-        torch.cuda.current_stream(device).synchronize()
-        for kind, planes in (("K", given.cache.keys), ("V", given.cache.values)):
-            wanted = given.approximate(planes[layer], given.pages)
-            torch.testing.assert_close(loaded[kind][given.pages].cpu(), wanted)
-    jobs = [
-        WriteJob(index, page, page, tuple(IDS[index * CHUNK : (index + 1) * CHUNK]))
-        for index, page in enumerate(given.pages)
-    ]
-    other = MirrorCache(given.layout, 16 << 20)
-    # Slots in a row, pages that are not.
-    places = [place for _ in range(CHUNKS) for place in other.grant(1)]
-    copy_chunks(cache, other.tensors, jobs, [slot for slot, _ in places])
-    for layer in range(given.layout.layer_count):
-        for kind in ("K", "V", "X"):
-            stored = other.tensors.plane(layer, kind)[[slot for slot, _ in places]]
-            wanted = given.mirror.tensors.plane(layer, kind)[slots]
-            if encoding is Encoding.NATIVE:
-                assert torch.equal(stored, wanted)
-            else:
-                differing = (stored != wanted).float().mean()
-                assert differing < 0.01, "rounding alone may differ"
+    with (
+        written(folder, tmp_path_factory.mktemp("given"), encoding, torch.float32) as given,
+        store_runner(given.layout, tmp_path_factory.mktemp("other"), CHUNKS) as runner,
+    ):
+        other = runner.connection.tensors
+        cache = DeviceCache(given.layout, given.cache.plan, device)
+        for kind in ("keys", "values", "inputs"):
+            for target, source in zip(
+                getattr(cache, kind), getattr(given.cache, kind), strict=True
+            ):
+                target.copy_(source)
+        slots = [chunk.slot for chunk in given.chunks]
+        loader = ChunkLoader(given.tensors, device, page_count=8)
+        shape = cache.keys[0].shape
+        for layer in range(given.layout.layer_count):
+            loaded = {kind: torch.zeros(shape, device=device) for kind in ("K", "V")}
+            loader.load(layer, loaded, slots, given.pages)
+            torch.cuda.current_stream(device).synchronize()
+            for kind, planes in (("K", given.cache.keys), ("V", given.cache.values)):
+                wanted = given.approximate(planes[layer], given.pages)
+                torch.testing.assert_close(loaded[kind][given.pages].cpu(), wanted)
+        jobs = [
+            WriteJob(index, page, page, tuple(IDS[index * CHUNK : (index + 1) * CHUNK]))
+            for index, page in enumerate(given.pages)
+        ]
+        # Slots in a row, pages that are not.
+        row = list(range(CHUNKS))
+        copy_chunks(cache, other, jobs, row)
+        for layer in range(given.layout.layer_count):
+            for kind in ("K", "V", "X"):
+                stored = other.plane(layer, kind)[row]
+                wanted = given.tensors.plane(layer, kind)[slots]
+                if encoding is Encoding.NATIVE:
+                    assert torch.equal(stored, wanted)
+                else:
+                    differing = (stored != wanted).float().mean()
+                    assert differing < 0.01, "rounding alone may differ"

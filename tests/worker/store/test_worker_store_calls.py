@@ -23,7 +23,7 @@ from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.arena.records import SlotState
 from splitpoint.costs.profile import Profile
-from splitpoint.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from splitpoint.errors import DeadlineExceeded, Unavailable
 from splitpoint.shapes import ArenaLayout, DataType
 from splitpoint.transport.servers import create_server, listen
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -35,7 +35,6 @@ from worker_service.runtime import Runtime
 from worker_service.store.arena_tensors import ArenaTensors
 from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import StoreClient, WrittenChunk
-from worker_service.store.remote_client import RemoteStoreClient
 from worker_service.store.write_back import (
     Flushed,
     StoreLimitReached,
@@ -89,9 +88,6 @@ class Servicer(KvStoreServicer):
     async def Seal(self, request: Any, context: Any) -> Any:
         return await self._answered("seal", super().Seal(request, context))
 
-    async def WriteChunks(self, requests: Any, context: Any) -> Any:
-        return await self._answered("seal", super().WriteChunks(requests, context))
-
     async def Release(self, request: Any, context: Any) -> Any:
         return await self._answered("release", super().Release(request, context))
 
@@ -113,12 +109,8 @@ class Setup:
         await until(lambda: self.held() == (0, 0))
 
     @asynccontextmanager
-    async def client(self, *, remote: bool = False) -> AsyncIterator[StoreClient]:
-        client: StoreClient
-        if remote:
-            client = RemoteStoreClient(self.address, "worker", mirror_bytes=8 << 20)
-        else:
-            client = StoreClient(self.address, "worker")
+    async def client(self) -> AsyncIterator[StoreClient]:
+        client = StoreClient(self.address, "worker")
         await client.start(LAYOUT)
         yield client
         await client.close()
@@ -194,12 +186,11 @@ async def test_a_session_whose_grants_are_not_known_is_given_up(
         await store_one(client)
 
 
-@pytest.mark.parametrize("remote", [False, True])
 async def test_no_second_lookup_waits_for_a_store_that_is_silent(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch, remote: bool
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker_service.store.client.ANSWER_SECONDS", 0.2)
-    async with setup.client(remote=remote) as client:
+    async with setup.client() as client:
         await store_one(client)
         setup.servicer.held = {"match"}
         for _ in range(3):
@@ -369,11 +360,10 @@ def fill(_: Any, tensors: ArenaTensors, jobs: Any, slots: Any) -> list[int]:
     return [tensors.arena.checksum(slot) for slot in slots]
 
 
-@pytest.mark.parametrize("remote", [False, True])
 async def test_chunks_that_are_not_exact_are_stored_for_their_writer_alone(
-    setup: Setup, remote: bool
+    setup: Setup,
 ) -> None:
-    async with setup.client(remote=remote) as client:
+    async with setup.client() as client:
         posted: list[Any] = []
         write_back = WriteBack(client, CACHE, posted.append, SerialLanes(torch.device("cpu")))
         write_back.copy = fill
@@ -502,51 +492,11 @@ async def test_an_error_between_steps_is_its_callers(monkeypatch: pytest.MonkeyP
         await waiting
 
 
-# -- the mirror -----------------------------------------------------------------------
-
-
-async def test_slots_given_back_while_they_are_sent_are_not_published(setup: Setup) -> None:
-    async with setup.client(remote=True) as client:
-        assert isinstance(client, RemoteStoreClient)
-        assert client.connection is not None
-        assert client.mirror is not None
-        mirror = client.mirror
-        [chunk] = await written(client)
-        place = (chunk.slot, chunk.generation)
-        setup.servicer.held = {"seal"}
-        sealing = asyncio.create_task(client.seal(client.connection, SALT, [chunk], 0))
-        await setup.servicer.reached("seal")
-        assert setup.held() == (1, 0)
-        # As a cancelled fetch does. The slots may be granted again then.
-        await client.release(client.connection, slots=[place])
-        others = mirror.grant(mirror.free_count)
-        assert chunk.slot in dict(others)
-        setup.servicer.let_go.set()
-        with pytest.raises(FailedPrecondition):
-            await sealing
-        await setup.nothing_held()
-        assert mirror.free_count == 0
-        mirror.give_back(others)
-        assert mirror.free_count == mirror.slot_count
-
-
-async def test_the_mirror_names_the_bytes_that_it_has(setup: Setup) -> None:
-    """The store keeps the first of two payloads of a sequence. Their names differ."""
-    async with setup.client(remote=True) as client, setup.client() as writer:
-        assert client.connection is not None
-        await store_one(writer, seed=1)
-        await store_one(client, seed=2)
-        match = await client.match(SALT, [*FIRST, 5])
-        [chunk] = match.chunks
-        assert np.all(client.connection.tensors.arena.plane(1, "K")[chunk.slot] == 1)
-        await client.release(client.connection, lease_ids=[match.lease_id])
-
-
 async def test_equal_hashes_bring_no_bytes_of_another_tenant(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_index, "packed_chunk_key", lambda *_: b"k" * 32)
-    async with setup.client(remote=True) as reader, setup.client() as writer:
+    async with setup.client() as reader, setup.client() as writer:
         assert reader.connection is not None
         for salt, seed in ((b"A", 1), (b"B", 2)):
             await store_one(writer, salt=salt, seed=seed)

@@ -39,69 +39,26 @@ TURN_SECONDS = 10.0
 PIECE_SECONDS = 30.0
 
 
-class StreamTurns:
-    """All streams of one store. Setting `stopping` ends them."""
-
-    def __init__(self, store: KvStore, stopping: asyncio.Event) -> None:
-        self.stopping = stopping
-        self._store = store
-        self._turns = asyncio.Semaphore(STREAM_LIMIT)
-
-    def remote_session(self, session_id: bytes) -> Session:
-        """Return an open remote session. Raises FailedPrecondition for a session that maps."""
-        session = self._store.sessions.live(session_id)
-        if not session.is_remote:
-            raise FailedPrecondition(
-                "the session maps the arena: it needs no stream", reason="NOT_REMOTE"
-            )
-        return session
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn, and keep it inside the block. Raises ResourceExhausted."""
-        try:
-            async with asyncio.timeout(TURN_SECONDS):
-                await self._turns.acquire()
-        except TimeoutError:
-            raise ResourceExhausted(
-                f"{STREAM_LIMIT} streams are open already",
-                retry_after_seconds=1.0,
-                reason="TOO_MANY_STREAMS",
-            ) from None
-        try:
-            yield
-        finally:
-            self._turns.release()
-
-    def check_stopping(self) -> None:
-        """Raise Unavailable if the store is stopping."""
-        if self.stopping.is_set():
-            raise Unavailable("the store is stopping", reason="STOPPING")
-
-
-def stalled() -> DeadlineExceeded:
-    return DeadlineExceeded(f"no piece moved for {PIECE_SECONDS:g} s", reason="STALLED")
-
-
 # Time limit of the last piece when a stream fails.
 LAST_PIECE_SECONDS = 2.0
 
 
 class ChunkReader:
-    """Carries out the ReadChunks calls of one store."""
+    """Carries out the ReadChunks calls of one store. Setting `stopping` ends them."""
 
-    def __init__(self, store: KvStore, streams: StreamTurns) -> None:
+    def __init__(self, store: KvStore, stopping: asyncio.Event) -> None:
         self._store = store
-        self._streams = streams
+        self._stopping = stopping
+        self._turns = asyncio.Semaphore(STREAM_LIMIT)
         self._payload = Payload(store.arena)
 
     async def read(self, request: pb.ReadChunksRequest, context: Any) -> None:
         """Send every chunk's pieces to the context. See ReadChunks in kvstore.proto."""
         slots = validation.check_read(request, self._store.arena.slot_count)
-        session_id = self._streams.remote_session(request.session_id).session_id
+        session_id = self._remote_session(request.session_id).session_id
         for slot, generation in slots:
             self._store.leased_chunk(session_id, slot, generation)
-        async with self._streams.turn():
+        async with self._turn():
             sending: asyncio.Task[None] | None = None
             try:
                 for index, (slot, generation) in enumerate(slots):
@@ -121,13 +78,40 @@ class ChunkReader:
                 if sending is not None:
                     await _settled(sending)
 
+    def _remote_session(self, session_id: bytes) -> Session:
+        """Return an open remote session. Raises FailedPrecondition for a session that maps."""
+        session = self._store.sessions.live(session_id)
+        if not session.is_remote:
+            raise FailedPrecondition(
+                "the session maps the arena: it needs no stream", reason="NOT_REMOTE"
+            )
+        return session
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait for a turn, and keep it inside the block. Raises ResourceExhausted."""
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise ResourceExhausted(
+                f"{STREAM_LIMIT} streams are open already",
+                retry_after_seconds=1.0,
+                reason="TOO_MANY_STREAMS",
+            ) from None
+        try:
+            yield
+        finally:
+            self._turns.release()
+
     async def _sent(self, sending: asyncio.Task[None]) -> None:
         """Wait until the peer took a piece. Raises DeadlineExceeded and Unavailable."""
         await asyncio.wait({sending}, timeout=PIECE_SECONDS)
         if not sending.done():
-            raise stalled()
+            raise DeadlineExceeded(f"no piece moved for {PIECE_SECONDS:g} s", reason="STALLED")
         sending.result()
-        self._streams.check_stopping()
+        if self._stopping.is_set():
+            raise Unavailable("the store is stopping", reason="STOPPING")
 
     def _read_piece(
         self, entry: Entry, index: int, offset: int, size: int, digest: xxhash.xxh3_64

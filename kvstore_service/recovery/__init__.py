@@ -1,1 +1,0 @@
-"""Recovery after a restart: reads the arena, and verifies recovered chunks."""

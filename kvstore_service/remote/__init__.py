@@ -1,1 +1,0 @@
-"""Streams of chunk payloads to and from clients on other hosts."""
