@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 import xxhash
@@ -156,10 +155,8 @@ class StreamFetcher:
         """Read chunks into own slots. Return their checksums."""
         connection, session = fetch.connection, fetch.session
         began = time.monotonic()
-        payload = Payload(connection.tensors.arena)
-        target = _ReadTarget(payload, slots, self._lane, lambda: self._check_session(connection))
-        await _read_chunks(session.stub, session.session_id, handles, target)
-        size = len(slots) * payload.size_bytes
+        await self._read_chunks(session, handles, connection, slots)
+        size = len(slots) * self._layout.chunk_bytes
         fetch.seconds += time.monotonic() - began
         fetch.bytes += size
         fetch.result.bytes += size
@@ -173,6 +170,70 @@ class StreamFetcher:
             )
         return checksums
 
+    async def _read_chunks(
+        self,
+        session: RemoteSession,
+        handles: Sequence[types_pb2.SlotHandle],
+        connection: Connection,
+        slots: Sequence[int],
+    ) -> None:
+        """Fill `slots[i]` with the chunk of `handles[i]`, and compare its checksum.
+
+        When this returns or raises, the lane may hold one last copy: wait for the lane before
+        you give the slots up.
+
+        Raises DataLoss if a payload differs from its handle's checksum, Internal if the store
+        sends other pieces, Unavailable if a session ends, and what the store answers.
+        """
+        loop = asyncio.get_running_loop()
+        payload = Payload(connection.tensors.arena)
+        request = pb.ReadChunksRequest(session_id=session.session_id, chunks=handles)
+        call = session.stub.ReadChunks(request)
+        index = offset = 0
+        digest = xxhash.xxh3_64()
+        copying: asyncio.Future[None] | None = None
+
+        def copy(slot: int, start: int, data: bytes) -> None:
+            digest.update(data)
+            payload.scatter(slot, start, data)
+
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    response = await call.read()
+                # One copy at a time, while the next piece arrives.
+                if copying is not None:
+                    await copying
+                if offset == payload.size_bytes:
+                    if digest.intdigest() != handles[index].checksum:
+                        raise DataLoss("a chunk came with other bytes than its checksum says")
+                    index, offset = index + 1, 0
+                    digest.reset()
+                if response is grpc.aio.EOF:
+                    break
+                data = response.data
+                end = offset + len(data)
+                if (
+                    index == len(slots)
+                    or (response.chunk_index, response.offset) != (index, offset)
+                    or not offset < end <= payload.size_bytes
+                ):
+                    raise Internal("the store sent other pieces than were asked for")
+                # Nothing awaits between this check and the copy's place in the lane.
+                self._check_session(connection)
+                copying = loop.run_in_executor(self._lane, copy, slots[index], offset, data)
+                offset = end
+            if index < len(slots):
+                raise Unavailable(f"the stream ended in chunk {index} of {len(slots)}")
+        except TimeoutError:
+            raise Unavailable(
+                f"no piece came for {SILENCE_SECONDS:g} s", reason="STALLED"
+            ) from None
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
+
     async def _give_up(self, connection: Connection, slots: Sequence[tuple[int, int]]) -> None:
         await self.quiesce()  # a copy may still be writing
         # Sealed slots among them are no longer granted: releasing is idempotent.
@@ -181,82 +242,6 @@ class StreamFetcher:
     def _check_session(self, connection: Connection) -> None:
         if self._store.connection is not connection:
             raise Unavailable("the own store's session changed", reason="STORE_LOST")
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadTarget:
-    """Where read chunks go.
-
-    Attributes:
-        lane: single thread that copies.
-        check: raises if the slots may not be written any more. Nothing awaits between a
-            check and a copy's place in the lane.
-    """
-
-    payload: Payload
-    slots: Sequence[int]
-    lane: ThreadPoolExecutor
-    check: Callable[[], None]
-
-
-async def _read_chunks(
-    stub: Any,
-    session_id: bytes,
-    handles: Sequence[types_pb2.SlotHandle],
-    target: _ReadTarget,
-) -> None:
-    """Fill `target.slots[i]` with the chunk of `handles[i]`, and compare its checksum.
-
-    When this returns or raises, the lane may hold one last copy: wait for the lane before you
-    give the slots up.
-
-    Raises DataLoss if a payload differs from its handle's checksum, Internal if the store
-    sends other pieces, and what the store answers.
-    """
-    loop = asyncio.get_running_loop()
-    payload, slots = target.payload, target.slots
-    call = stub.ReadChunks(pb.ReadChunksRequest(session_id=session_id, chunks=handles))
-    index = offset = 0
-    digest = xxhash.xxh3_64()
-    copying: asyncio.Future[None] | None = None
-
-    def copy(slot: int, start: int, data: bytes) -> None:
-        digest.update(data)
-        payload.scatter(slot, start, data)
-
-    try:
-        while True:
-            async with asyncio.timeout(SILENCE_SECONDS):
-                response = await call.read()
-            # One copy at a time, while the next piece arrives.
-            if copying is not None:
-                await copying
-            if offset == payload.size_bytes:
-                if digest.intdigest() != handles[index].checksum:
-                    raise DataLoss("a chunk came with other bytes than its checksum says")
-                index, offset = index + 1, 0
-                digest.reset()
-            if response is grpc.aio.EOF:
-                break
-            data = response.data
-            end = offset + len(data)
-            if (
-                index == len(slots)
-                or (response.chunk_index, response.offset) != (index, offset)
-                or not offset < end <= payload.size_bytes
-            ):
-                raise Internal("the store sent other pieces than were asked for")
-            target.check()
-            copying = loop.run_in_executor(target.lane, copy, slots[index], offset, data)
-            offset = end
-        if index < len(slots):
-            raise Unavailable(f"the stream ended in chunk {index} of {len(slots)}")
-    except TimeoutError:
-        raise Unavailable(f"no piece came for {SILENCE_SECONDS:g} s", reason="STALLED") from None
-    except grpc.RpcError as error:
-        raise error_of(error) from error
-    finally:
-        call.cancel()
 
 
 def cut_tail(tensors: ArenaTensors, slot: int, token_count: int) -> int:
