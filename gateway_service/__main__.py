@@ -30,7 +30,7 @@ from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.metrics import Counts, readings
 from gateway_service.server import HttpServer, tls_context
 from gateway_service.settings import Limits
-from gateway_service.upstream.schedulers import Upstream
+from gateway_service.upstream import Upstream
 from splitpoint.config import (
     check_addresses,
     check_listen_address,

@@ -15,7 +15,7 @@ from gateway_service.http.exchange import Exchange
 from gateway_service.openai.chat_completions import CHAT_FIELDS, read_chat
 from gateway_service.openai.completions import COMPLETION_FIELDS, read_completion
 from gateway_service.openai.errors import HttpError, error_answer
-from gateway_service.openai.responses.job import RESPONSE_FIELDS, read_response
+from gateway_service.openai.responses import RESPONSE_FIELDS, read_response
 
 _INFERENCE = "/splitpoint.v1.InferenceService"
 _ADMIN = "/splitpoint.v1.AdminService"

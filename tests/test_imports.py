@@ -329,7 +329,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "http",
         "upstream",
         "batch",
-        "page",
         "endpoints",
     ),
     "splitpoint_cli": (

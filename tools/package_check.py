@@ -70,7 +70,7 @@ def build(folder: Path) -> Path:
     for wanted in (
         "splitpoint/bundled/stdlib-llama/model.safetensors",
         "splitpoint/py.typed",
-        "gateway_service/page/static/index.html",
+        "gateway_service/endpoints/page_files/index.html",
     ):
         expect(wanted in names, f"{wanted} is missing from the wheel")
     expect(any(name.endswith("worker_pb2_grpc.py") for name in names), "the wheel has no stubs")

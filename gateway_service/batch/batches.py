@@ -25,7 +25,7 @@ from gateway_service.batch.run import Batch, Order, Totals, unanswered
 from gateway_service.batch.source import Source
 from gateway_service.openai.errors import HttpError
 from gateway_service.settings import Limits
-from gateway_service.upstream.schedulers import Upstream
+from gateway_service.upstream import Upstream
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.errors import (
     Cancelled,

@@ -22,7 +22,7 @@ from gateway_service.endpoints.kept_responses import KeptResponses
 from gateway_service.http.exchange import ByteBudget, ClientGone, Exchange
 from gateway_service.openai.errors import error_answer
 from gateway_service.settings import Limits
-from gateway_service.upstream.schedulers import Models, Upstream
+from gateway_service.upstream import Models, Upstream
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.config import is_local_address
 from splitpoint.errors import (

@@ -13,8 +13,8 @@ from gateway_service.openai.answers import Answer, Asking, Job, ModelJob
 from gateway_service.openai.completions import CompletionJob
 from gateway_service.openai.errors import HttpError
 from gateway_service.openai.fields import Table
-from gateway_service.openai.responses.job import ResponseJob
-from gateway_service.upstream.schedulers import Take
+from gateway_service.openai.responses import ResponseJob
+from gateway_service.upstream import Take
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.tries import INFERENCE
 from splitpoint.tasks import run_all

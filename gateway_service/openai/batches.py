@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from gateway_service.openai.fields import Field, Table, Use
-from gateway_service.openai.responses.job import METADATA
+from gateway_service.openai.responses import METADATA
 from gateway_service.openai.values import one_of, text_of, wrong
 from splitpoint.errors import InvalidArgument
 

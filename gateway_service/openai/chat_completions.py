@@ -21,18 +21,8 @@ from gateway_service.openai.answers import (
     token_text,
     usage_of,
 )
-from gateway_service.openai.chat.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
-from gateway_service.openai.chat.tools import (
-    PARALLEL_TOOL_CALLS,
-    TOOL_CHOICE,
-    TOOLS,
-    CallingJob,
-    NamedFunction,
-    ToolUse,
-    call_id,
-    tool_use,
-)
 from gateway_service.openai.fields import Field, Table, Use
+from gateway_service.openai.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
 from gateway_service.openai.sampling import (
     MOST_LOGPROBS,
     TEXT_FIELDS,
@@ -41,6 +31,16 @@ from gateway_service.openai.sampling import (
     generate_request,
     has_running_usage,
     stream_options,
+)
+from gateway_service.openai.tools import (
+    PARALLEL_TOOL_CALLS,
+    TOOL_CHOICE,
+    TOOLS,
+    CallingJob,
+    NamedFunction,
+    ToolUse,
+    call_id,
+    tool_use,
 )
 from gateway_service.openai.values import BOOLEAN, integer, wrong
 from gateway_service.tool_calls.splitter import CallStart, Piece, ToolCallParser, parse

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gateway_service.openai.chat.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
-from gateway_service.openai.chat.tools import TOOLS
 from gateway_service.openai.fields import Field, Table
+from gateway_service.openai.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
+from gateway_service.openai.tools import TOOLS
 from gateway_service.openai.values import BOOLEAN, TOKEN_IDS, text_of, wrong
 from splitpoint.v1 import scheduler_pb2 as pb
 

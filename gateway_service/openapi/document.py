@@ -11,7 +11,7 @@ from gateway_service.openai.chat_completions import CHAT_FIELDS
 from gateway_service.openai.completions import COMPLETION_FIELDS
 from gateway_service.openai.embeddings import EMBEDDING_FIELDS
 from gateway_service.openai.fields import Table
-from gateway_service.openai.responses.job import RESPONSE_FIELDS
+from gateway_service.openai.responses import RESPONSE_FIELDS
 from gateway_service.openai.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from gateway_service.openapi import schemas
 from gateway_service.openapi.schemas import Schema, reference

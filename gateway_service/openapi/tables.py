@@ -14,7 +14,7 @@ from gateway_service.openai.chat_completions import CHAT_FIELDS
 from gateway_service.openai.completions import COMPLETION_FIELDS
 from gateway_service.openai.embeddings import EMBEDDING_FIELDS
 from gateway_service.openai.fields import Field, Table, Use
-from gateway_service.openai.responses.job import RESPONSE_FIELDS
+from gateway_service.openai.responses import RESPONSE_FIELDS
 from gateway_service.openai.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 
 TABLES: dict[str, Table] = {

@@ -293,7 +293,7 @@ async def _answer(
     run: Batch, positions: array[int], addresses: tuple[str, ...], identity: Identity
 ) -> None:
     from gateway_service.batch.jobs import Requests
-    from gateway_service.upstream.schedulers import Upstream
+    from gateway_service.upstream import Upstream
 
     upstream = Upstream(addresses, identity, call_seconds=_CALL_SECONDS)
     try:

@@ -16,7 +16,7 @@ from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.metrics import Counts, readings
 from gateway_service.server import HttpServer
 from gateway_service.settings import Limits
-from gateway_service.upstream.schedulers import Upstream
+from gateway_service.upstream import Upstream
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.transport.access import Access

@@ -16,10 +16,9 @@ from starlette.types import Message
 
 from gateway_service.app import App
 from gateway_service.endpoints.endpoint import Gateway
-from gateway_service.page.files import INDEX, POLICY, PageFile, read_files
-from gateway_service.page.readings import status_reading
+from gateway_service.endpoints.page import INDEX, POLICY, PageFile, read_files, status_reading
 from gateway_service.settings import Limits
-from gateway_service.upstream.schedulers import Upstream
+from gateway_service.upstream import Upstream
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.transport.tls import PLAIN

@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from gateway_service.openai.answers import Answer
-from gateway_service.openai.responses.job import RESPONSE_FIELDS, ResponseJob, read_response
+from gateway_service.openai.responses import RESPONSE_FIELDS, ResponseJob, read_response
 from splitpoint.errors import InvalidArgument
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2

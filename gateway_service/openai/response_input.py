@@ -6,15 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway_service.openai.chat.messages import MOST_MESSAGES, read_part
-from gateway_service.openai.chat.tools import (
+from gateway_service.openai.fields import Field, Table
+from gateway_service.openai.messages import MOST_MESSAGES, read_part
+from gateway_service.openai.tools import (
     FUNCTION_FIELDS,
     FUNCTION_NAME,
     TYPE_FUNCTION,
     NamedFunction,
     tool_choice_kind,
 )
-from gateway_service.openai.fields import Field, Table
 from gateway_service.openai.values import Kind, read_text, wrong, wrong_type
 
 # Parts of a message's content by their type, and the field that has the text.

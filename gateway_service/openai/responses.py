@@ -8,22 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway_service.openai.answers import Answer
-from gateway_service.openai.chat.messages import (
+from gateway_service.openai.fields import Field, Table, Use, nested
+from gateway_service.openai.messages import (
     CHAT_PROMPT_FIELDS,
     MOST_MESSAGES,
     as_json,
     chat_prompt,
 )
-from gateway_service.openai.chat.tools import (
-    MOST_TOOLS,
-    PARALLEL_TOOL_CALLS,
-    CallingJob,
-    ToolUse,
-    tool_use,
-)
-from gateway_service.openai.fields import Field, Table, Use, nested
-from gateway_service.openai.responses.answers import ResponseBuilder, ResponseStream
-from gateway_service.openai.responses.input import (
+from gateway_service.openai.response_answers import ResponseBuilder, ResponseStream
+from gateway_service.openai.response_input import (
     INPUT,
     TOOL,
     TOOL_CHOICE,
@@ -38,6 +31,13 @@ from gateway_service.openai.sampling import (
     MOST_LOGPROBS,
     generate_request,
     stream_options,
+)
+from gateway_service.openai.tools import (
+    MOST_TOOLS,
+    PARALLEL_TOOL_CALLS,
+    CallingJob,
+    ToolUse,
+    tool_use,
 )
 from gateway_service.openai.values import (
     BOOLEAN,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway_service.openai.answers import dumped, finish_reason_of, quoted
-from gateway_service.openai.chat.tools import ToolUse, call_id
 from gateway_service.openai.chat_completions import token_logprobs
+from gateway_service.openai.tools import ToolUse, call_id
 from gateway_service.plan_report import plan_report
 from gateway_service.tool_calls.splitter import CallStart, Piece
 from splitpoint.v1 import scheduler_pb2 as pb

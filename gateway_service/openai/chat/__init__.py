@@ -1,1 +1,0 @@
-"""/v1/chat/completions: messages, tools, the requests of a body, and its answers."""

@@ -1,1 +1,0 @@
-"""The schedulers behind the gateway: its connections to them, calls, and generations that go on."""
