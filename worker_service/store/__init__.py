@@ -1,1 +1,1 @@
-"""The worker's side of the KV store: sessions, streams of chunks, write-back, codecs."""
+"""The worker's side of the KV store: sessions, calls, write-back, codecs."""
