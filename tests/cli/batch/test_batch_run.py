@@ -32,8 +32,13 @@ URL = "/v1/completions"
 class Scripted:
     """Takes the place of the schedulers: answers each custom_id with what a script says."""
 
-    def __init__(self, script: Callable[[str, int], SplitpointError | None]) -> None:
+    def __init__(
+        self, script: Callable[[str, int], SplitpointError | None], *, awaited: int = 0
+    ) -> None:
+        """No answer comes before `awaited` requests are open at once."""
         self._script = script
+        self._awaited = awaited
+        self._are_open = asyncio.Event()
         self.asked: list[str] = []
         self.open_count = self.most_open = 0
 
@@ -41,6 +46,9 @@ class Scripted:
         self.asked.append(line.custom_id)
         self.open_count += 1
         self.most_open = max(self.most_open, self.open_count)
+        if self.open_count >= self._awaited:
+            self._are_open.set()
+        await self._are_open.wait()
         await asyncio.sleep(0)
         self.open_count -= 1
         error = self._script(line.custom_id, self.asked.count(line.custom_id))
@@ -85,7 +93,7 @@ def fine(custom_id: str, times: int) -> None:
 
 
 async def test_each_request_is_sent_once_and_so_many_are_open(tmp_path: Path) -> None:
-    requests = Scripted(fine)
+    requests = Scripted(fine, awaited=4)
     rows, totals = await run(tmp_path, requests, 50)
     assert sorted(requests.asked, key=int) == [str(n) for n in range(50)]
     assert requests.most_open == 4
