@@ -15,7 +15,6 @@ from scheduler_service.api.delivery import StallBound
 from scheduler_service.api.prompts import (
     Encode,
     Render,
-    check_tokens,
     encoded_prompt,
     prompt_exceeds,
 )
@@ -36,6 +35,7 @@ from splitpoint.errors import (
 from splitpoint.observe import tracing
 from splitpoint.observe.logs import set_request
 from splitpoint.observe.tracing import Span
+from splitpoint.sampling import check_token_ids
 from splitpoint.shapes import Encoding, Numerics, WeightFormat
 from splitpoint.transport.access import current_caller
 from splitpoint.transport.convert import (
@@ -243,7 +243,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 "detokenized",
                 field="token_ids",
             )
-        check_tokens(ids, "token_ids", self._shape)
+        check_token_ids(ids, "token_ids", self._shape.vocabulary_size)
         if self._tokenizer is None:
             raise FailedPrecondition("the model has no tokenizer", reason="NO_TOKENIZER")
         text = self._tokenizer.decode(ids, keeps_special_tokens=request.keeps_special_tokens)

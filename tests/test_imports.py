@@ -264,6 +264,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "config",
             "speculation",
             "selection",
+            "sampling",
             "tasks",
             "tiers",
         ),

@@ -8,6 +8,7 @@ from typing import Protocol
 from splitpoint.chat.messages import Chat
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.sampling import check_token_ids
 from splitpoint.shapes import ModelShape
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2
@@ -40,7 +41,7 @@ def prompt_of(
             raise prompt_exceeds(too_many, field, model.context_length)
         if not ids:
             raise InvalidArgument("the prompt is empty", field=field)
-        check_tokens(ids, field, model)
+        check_token_ids(ids, field, model.vocabulary_size)
         return tuple(ids if kept is None else ids[-kept:])
     field = "chat.messages" if request.HasField("chat") else "text"
     try:
@@ -115,15 +116,6 @@ def bad_word_tokens(texts: Sequence[str], encode: Encode | None) -> tuple[tuple[
         if spaced[:1] != alone[:1] and len(spaced) == len(alone):
             found.append(spaced)
     return tuple(dict.fromkeys(found))
-
-
-def check_tokens(ids: Sequence[int], field: str, model: ModelShape) -> None:
-    """Raise InvalidArgument for an id outside the vocabulary."""
-    for index, token_id in enumerate(ids):
-        if not 0 <= token_id < model.vocabulary_size:
-            raise InvalidArgument(
-                f"token ids must be in [0, {model.vocabulary_size})", field=f"{field}[{index}]"
-            )
 
 
 def prompt_exceeds(error: TooManyTokens, field: str, context_length: int) -> InvalidArgument:

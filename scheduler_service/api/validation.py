@@ -7,7 +7,6 @@ name, the split, memory) is decided later.
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from collections.abc import Sequence
 
@@ -15,7 +14,6 @@ from scheduler_service.api.prompts import (
     Encode,
     Render,
     bad_word_tokens,
-    check_tokens,
     prompt_of,
 )
 from scheduler_service.api.request import FROM_THE_START, Request, Resume
@@ -24,6 +22,8 @@ from splitpoint.config import counted
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.keys import SALT_LIMIT, request_seed
 from splitpoint.planning.plan import RECOMPUTED, ForcedRestore, Residency
+from splitpoint.sampling import check as check_sampling
+from splitpoint.sampling import check_token_ids
 from splitpoint.selection import check_speculation
 from splitpoint.shapes import ModelShape
 from splitpoint.speculation import PLAIN
@@ -37,14 +37,6 @@ from splitpoint.v1 import scheduler_pb2, types_pb2
 
 REQUEST_ID_LIMIT = 64
 DEFAULT_MAX_TOKENS = 128
-STOP_LIMIT = 16
-STOP_BYTES_LIMIT = 256
-STOP_TOKEN_LIMIT = 64
-BAD_WORD_LIMIT = 128
-LOGIT_BIAS_LIMIT = 1024
-LOGPROBS_LIMIT = 20
-# Beyond these logits may overflow.
-REPETITION_PENALTIES = (0.01, 100.0)
 
 
 def validate_generate(
@@ -191,83 +183,24 @@ def _resume_of(
             "to attach to a known request",
             field="resume.token_ids",
         )
-    check_tokens(ids, "resume.token_ids", model)
+    check_token_ids(ids, "resume.token_ids", model.vocabulary_size)
     return Resume(index, tuple(ids))
 
 
 def _check_sampling(
     sampling: types_pb2.SamplingParams, model: ModelShape, *, has_tokenizer: bool
 ) -> None:
-    _check_range(sampling, "temperature", 0, math.inf)
-    _check_range(sampling, "top_k", 0, math.inf)
-    _check_range(sampling, "top_p", 0, 1, above=True)
-    _check_range(sampling, "min_p", 0, 1)
-    _check_range(sampling, "presence_penalty", -2, 2)
-    _check_range(sampling, "frequency_penalty", -2, 2)
-    _check_range(sampling, "repetition_penalty", *REPETITION_PENALTIES)
-    _check_range(sampling, "max_tokens", 1, math.inf)
-    _check_range(sampling, "min_tokens", 0, math.inf)
-    _check_range(sampling, "logprobs", 0, LOGPROBS_LIMIT)
-    _check_range(sampling, "prompt_logprobs", 0, LOGPROBS_LIMIT)
+    check_sampling(sampling, model.vocabulary_size)
     if sampling.returns_hidden_state and sampling.max_tokens != 1:
         raise InvalidArgument("needs max_tokens 1", field="sampling.returns_hidden_state")
-    _check_count(len(sampling.logit_bias), "logit_bias", LOGIT_BIAS_LIMIT)
-    for token_id, bias in sampling.logit_bias.items():
-        if not 0 <= token_id < model.vocabulary_size:
-            raise InvalidArgument(
-                f"keys must be in [0, {model.vocabulary_size})",
-                field=f"sampling.logit_bias[{token_id}]",
-            )
-        if not -100 <= bias <= 100:
-            raise InvalidArgument(
-                "biases must be in [-100, 100]", field=f"sampling.logit_bias[{token_id}]"
-            )
-    for name, texts, limit in (
-        ("stop", sampling.stop, STOP_LIMIT),
-        ("bad_words", sampling.bad_words, BAD_WORD_LIMIT),
-    ):
-        _check_count(len(texts), name, limit)
-        for index, text in enumerate(texts):
-            if not 1 <= len(text.encode()) <= STOP_BYTES_LIMIT:
-                raise InvalidArgument(
-                    f"a text here has 1 to {STOP_BYTES_LIMIT} bytes",
-                    field=f"sampling.{name}[{index}]",
-                )
+    for name, texts in (("stop", sampling.stop), ("bad_words", sampling.bad_words)):
         if texts and not has_tokenizer:
             raise FailedPrecondition(
                 f"the model has no tokenizer: {name} cannot be found", reason="NO_TOKENIZER"
             )
-    _check_count(len(sampling.allowed_token_ids), "allowed_token_ids", model.vocabulary_size)
-    check_tokens(sampling.allowed_token_ids, "sampling.allowed_token_ids", model)
     if sampling.allowed_token_ids and sampling.HasField("structured_output"):
         raise InvalidArgument(
             "cannot come with structured_output", field="sampling.allowed_token_ids"
-        )
-    _check_count(len(sampling.stop_token_ids), "stop_token_ids", STOP_TOKEN_LIMIT)
-    check_tokens(sampling.stop_token_ids, "sampling.stop_token_ids", model)
-
-
-def _check_range(
-    sampling: types_pb2.SamplingParams, name: str, least: float, most: float, *, above: bool = False
-) -> None:
-    """Check a number. An absent optional field passes; NaN and infinity never do."""
-    field = sampling.DESCRIPTOR.fields_by_name[name]
-    if field.has_presence and not sampling.HasField(name):
-        return
-    value = getattr(sampling, name)
-    # An infinite `most` means no upper bound, not that infinity is allowed.
-    if math.isfinite(value) and value <= most and (value > least if above else value >= least):
-        return
-    kind = "an integer" if isinstance(value, int) else "finite and"
-    low = f"{'above' if above else 'at least'} {least:g}"
-    high = "" if math.isinf(most) else f" and at most {most:g}"
-    raise InvalidArgument(f"{name} must be {kind} {low}{high}", field=f"sampling.{name}")
-
-
-def _check_count(count: int, name: str, limit: int) -> None:
-    if count > limit:
-        raise InvalidArgument(
-            f"{counted(count, 'entry', 'entries')}, at most {limit}", field=f"sampling.{name}"
         )
 
 

@@ -22,6 +22,7 @@ from google.protobuf.message import Message
 from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.planning.plan import Objective, Residency, RestoreMethod
+from splitpoint.sampling import SamplingOptions
 from splitpoint.selection import Selection, check_served
 from splitpoint.speculation import DraftMethod
 from splitpoint.tiers import Tier
@@ -195,40 +196,12 @@ Prompt = str | Iterable[int]
 Messages = Iterable[Mapping[str, Any]]
 
 
-class GenerateOptions(TypedDict, total=False):
+class GenerateOptions(SamplingOptions, total=False):
     """Keyword arguments of `generate`; absent or None keeps the server's default.
 
-    SamplingParams and GenerateRequest in the proto files give ranges and meanings.
+    splitpoint/sampling.py and GenerateRequest in the proto files give ranges and meanings.
     """
 
-    max_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    seed: int | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    # One string or several.
-    stop: str | Iterable[str] | None
-    stop_token_ids: int | Iterable[int] | None
-    min_tokens: int | None
-    ignore_eos: bool | None
-    # Special tokens are part of the text.
-    keeps_special_tokens: bool | None
-    # What ended the answer, a stop string or a stop token, is part of the text.
-    include_stop_str_in_output: bool | None
-    # Only these tokens may be chosen.
-    allowed_token_ids: Iterable[int] | None
-    # Texts that the answer does not have.
-    bad_words: Iterable[str] | None
-    logprobs: int | None
-    # For each token of the prompt, and this many of the likeliest: Completion.prompt_logprobs.
-    prompt_logprobs: int | None
-    # Without max_tokens: generate until the context is full.
-    fills_context: bool | None
     # What the answer must look like, at most one of these (docs/openai-api.md): a JSON
     # object; a JSON schema, as a mapping or as text; a regular expression; a grammar; one text
     # of several.
