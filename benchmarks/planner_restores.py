@@ -20,14 +20,11 @@ from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Plan, PlanInput, RestoreMethod
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
-from splitpoint_cli.bench.restore.runs import Restorer
-from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
-from splitpoint_cli.bench.restore.workload import (
-    CHUNK_TOKENS,
-    MAX_BATCHED_TOKENS,
-    RestoreWorkload,
-)
-from splitpoint_cli.bench.shared.engine_memory import exact_memory
+from splitpoint_cli.bench.engine import exact_memory
+from splitpoint_cli.bench.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS
+from splitpoint_cli.bench.restore_report import RestoreWorkload
+from splitpoint_cli.bench.restore_runs import Restorer
+from splitpoint_cli.bench.stored_prefixes import Stored, stored_prefixes
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.engine.engine import Engine

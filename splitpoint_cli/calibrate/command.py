@@ -24,9 +24,8 @@ from splitpoint.extras import need
 from splitpoint.host.files import replace_file
 from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
 from splitpoint.shapes import ModelShape
-from splitpoint_cli.bench.shared import options
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hand_over_report, hardware, report_table
+from splitpoint_cli.bench import harness as options
+from splitpoint_cli.bench.harness import Progress, commit, hand_over_report, hardware, report_table
 from splitpoint_cli.models import parse_dtype
 from splitpoint_cli.output import AsJson, OutputFile, duration_text
 

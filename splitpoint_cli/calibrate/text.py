@@ -10,7 +10,7 @@ import random
 import sysconfig
 from pathlib import Path
 
-from splitpoint_cli.bench.shared.passages import beginnings
+from splitpoint_cli.bench.texts import beginnings
 
 # Held out when the bundled model was trained (models/README.md).
 HELD_OUT = frozenset({"asyncio", "unittest", "idlelib", "lib2to3", "tomllib", "wsgiref"})

@@ -11,10 +11,9 @@ from typing import Annotated
 import typer
 
 from splitpoint.extras import need_all
-from splitpoint_cli.bench.shared import options
-from splitpoint_cli.bench.shared.ending import ending_by_signals
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import hand_over_report
+from splitpoint_cli.bench import harness as options
+from splitpoint_cli.bench.ending import ending_by_signals
+from splitpoint_cli.bench.harness import Progress, hand_over_report
 from splitpoint_cli.eval.report import report_of, table_of
 from splitpoint_cli.eval.workload import EvalWorkload, default_selections, read_selections
 from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from splitpoint.config import counted
-from splitpoint_cli.bench.shared.report import commit, hardware, report_table
+from splitpoint_cli.bench.harness import commit, hardware, report_table
 from splitpoint_cli.eval.workload import EvalWorkload
 
 # Below this share of right answers, a task says nothing about the selections.

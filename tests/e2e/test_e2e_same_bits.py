@@ -21,7 +21,7 @@ from splitpoint.host.processor import compiler
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.shapes import Numerics
 from splitpoint.speculation import DraftMethod
-from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
+from splitpoint_cli.bench.texts import beginnings, held_back_files
 
 SECONDS = 120.0
 NEW_TOKENS = 48

@@ -16,11 +16,10 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
 from splitpoint.shapes import DataType, ModelShape, WeightFormat
 from splitpoint.speculation import ALIASES, MOST_SPECULATIVE_TOKENS, DraftMethod
+from splitpoint_cli.bench import harness as options
 from splitpoint_cli.bench.decode.peers.catalog import check_peers, parse_peers
 from splitpoint_cli.bench.decode.report import Workload, report_of, table_of
-from splitpoint_cli.bench.shared import options
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import hand_over_report
+from splitpoint_cli.bench.harness import Progress, hand_over_report
 from splitpoint_cli.models import find_shape
 from splitpoint_cli.output import AsJson, OutputFile
 

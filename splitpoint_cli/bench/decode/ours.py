@@ -12,15 +12,15 @@ from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.options.cpu_kernels import AUTO, with_panels
 from splitpoint.shapes import ArenaLayout, DataType, WeightFormat
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
-from splitpoint_cli.bench.decode.prompts import Prompts
 from splitpoint_cli.bench.decode.report import Run, Workload
-from splitpoint_cli.bench.shared.engine_memory import (
-    CHUNK_TOKENS,
-    MAX_BATCHED_TOKENS,
+from splitpoint_cli.bench.engine import (
+    admission_of,
     exact_memory,
+    outputs_until_idle,
+    use_worker_kernels,
 )
-from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
-from splitpoint_cli.bench.shared.kernels import use_worker_kernels
+from splitpoint_cli.bench.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS
+from splitpoint_cli.bench.texts import Prompts
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.choice import choose_device
 from worker_service.drafts.drafter import Drafter

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from splitpoint_cli.bench.decode.prompts import Prompts
+from splitpoint_cli.bench.texts import Prompts
 from worker_service.model.attention import prefill_alone
 from worker_service.model.decoder import Decoder
 from worker_service.model.forward import through_layers

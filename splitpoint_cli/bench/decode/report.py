@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from splitpoint.shapes import WeightFormat
-from splitpoint_cli.bench.shared.report import agreeing_share, commit, hardware, report_table
+from splitpoint_cli.bench.harness import agreeing_share, commit, hardware, report_table
 
 OURS = "splitpoint"
 OURS_INT8 = "splitpoint int8 weights"

@@ -23,7 +23,6 @@ from splitpoint_cli.bench.decode.peers.catalog import PEERS
 from splitpoint_cli.bench.decode.peers.messages import Load, Work
 from splitpoint_cli.bench.decode.peers.process import PeerProcess, interpreters_of, start_peer
 from splitpoint_cli.bench.decode.perplexity import perplexity
-from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts, text_prompts
 from splitpoint_cli.bench.decode.report import (
     LIMIT,
     OURS,
@@ -33,9 +32,9 @@ from splitpoint_cli.bench.decode.report import (
     Workload,
     too_slow,
 )
-from splitpoint_cli.bench.shared.memory_reads import MemoryReads
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.transformers_peer import random_model
+from splitpoint_cli.bench.harness import Progress
+from splitpoint_cli.bench.limits import MemoryReads, random_model
+from splitpoint_cli.bench.texts import Prompts, random_prompts, text_prompts
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.choice import choose_device
 from worker_service.model.decoder import Decoder

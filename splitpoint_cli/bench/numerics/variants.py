@@ -12,7 +12,7 @@ from enum import Enum
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.speculation import DraftMethod
-from splitpoint_cli.bench.shared.engine_memory import MAX_BATCHED_TOKENS
+from splitpoint_cli.bench.harness import MAX_BATCHED_TOKENS
 
 # Sequences at once where a prompt is not alone, and prompt tokens of a step in small pieces.
 BATCH = 16

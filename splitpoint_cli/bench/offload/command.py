@@ -19,6 +19,8 @@ from splitpoint.extras import need_all
 from splitpoint.selection import FULL, Selection, check_served, check_speculation
 from splitpoint.shapes import DataType, Encoding, ModelShape
 from splitpoint.speculation import ALIASES, DraftMethod, Speculation
+from splitpoint_cli.bench import harness as options
+from splitpoint_cli.bench.harness import Progress, hand_over_report
 from splitpoint_cli.bench.offload.drafts_report import (
     DraftWorkload,
     drafts_report_of,
@@ -31,9 +33,6 @@ from splitpoint_cli.bench.offload.selections_report import (
     select_report_of,
     select_table_of,
 )
-from splitpoint_cli.bench.shared import options
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import hand_over_report
 from splitpoint_cli.files import check_output
 from splitpoint_cli.models import find_named, find_shape
 from splitpoint_cli.output import AsJson, OutputFile

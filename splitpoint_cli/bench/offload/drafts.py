@@ -15,6 +15,8 @@ import torch
 from splitpoint.planning.plan import Residency
 from splitpoint.shapes import DataType, ModelShape
 from splitpoint.speculation import PLAIN, Speculation
+from splitpoint_cli.bench.engine import outputs_until_idle, use_worker_kernels
+from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.bench.offload.drafts_report import (
     PLAIN_STREAMING,
     DraftResults,
@@ -24,10 +26,7 @@ from splitpoint_cli.bench.offload.drafts_report import (
 from splitpoint_cli.bench.offload.engine import OffloadHost, Prompts, Way
 from splitpoint_cli.bench.offload.pooled import load_pooled
 from splitpoint_cli.bench.offload.report import RESIDENT
-from splitpoint_cli.bench.shared.engine_runs import outputs_until_idle
-from splitpoint_cli.bench.shared.kernels import use_worker_kernels
-from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
-from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.texts import beginnings, held_back_files
 from worker_service.device.choice import choose_device
 
 WARM_UP_TOKENS = 8

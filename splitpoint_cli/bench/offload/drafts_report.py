@@ -12,14 +12,14 @@ from rich.table import Table
 from splitpoint.config import format_size
 from splitpoint.selection import FULL, Selection
 from splitpoint.speculation import DraftMethod
-from splitpoint_cli.bench.offload.report import RESIDENT, OffloadWorkload
-from splitpoint_cli.bench.shared.report import (
+from splitpoint_cli.bench.harness import (
     agreeing_share,
     commit,
     hardware,
     ratio_lines,
     report_table,
 )
+from splitpoint_cli.bench.offload.report import RESIDENT, OffloadWorkload
 
 PLAIN_STREAMING = "plain streaming"
 

@@ -25,16 +25,16 @@ from splitpoint.planning.weight_schedule import WeightOrder
 from splitpoint.selection import FULL, Selection
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, chunks_of
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
+from splitpoint_cli.bench.ending import held
+from splitpoint_cli.bench.engine import (
+    admission_of,
+    exact_memory,
+    outputs_until_idle,
+)
+from splitpoint_cli.bench.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS
+from splitpoint_cli.bench.local_store import LocalStore
 from splitpoint_cli.bench.offload.costs import BatchCosts
 from splitpoint_cli.bench.offload.report import DecodeRun, OffloadWorkload, Step
-from splitpoint_cli.bench.shared.ending import held
-from splitpoint_cli.bench.shared.engine_memory import (
-    CHUNK_TOKENS,
-    MAX_BATCHED_TOKENS,
-    exact_memory,
-)
-from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
-from splitpoint_cli.bench.shared.local_store import LocalStore
 from worker_service.checkpoint.tensors import RandomTensors, TensorSource
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.choice import choose_device, describe_device

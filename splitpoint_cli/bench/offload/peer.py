@@ -11,13 +11,13 @@ import itertools
 import torch
 
 from splitpoint.shapes import ModelShape
-from splitpoint_cli.bench.offload.report import DecodeRun, Step
-from splitpoint_cli.bench.shared.transformers_peer import (
+from splitpoint_cli.bench.limits import (
     ATTENTIONS,
     TokenTimes,
     generate_greedy,
     random_model,
 )
+from splitpoint_cli.bench.offload.report import DecodeRun, Step
 
 
 class Peer:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
-from splitpoint_cli.bench.shared.report import (
+from splitpoint_cli.bench.harness import (
     agreeing_share,
     commit,
     hardware,

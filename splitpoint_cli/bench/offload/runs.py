@@ -18,6 +18,8 @@ from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_schedule import WeightOrder
 from splitpoint.shapes import DataType, Encoding, ModelShape
+from splitpoint_cli.bench.engine import use_worker_kernels
+from splitpoint_cli.bench.harness import CHUNK_TOKENS, Progress
 from splitpoint_cli.bench.offload.costs import BatchCosts
 from splitpoint_cli.bench.offload.engine import OffloadHost, Way, make_model
 from splitpoint_cli.bench.offload.peer import Peer
@@ -37,9 +39,6 @@ from splitpoint_cli.bench.offload.report import (
     OffloadWorkload,
     SweepPoint,
 )
-from splitpoint_cli.bench.shared.engine_memory import CHUNK_TOKENS
-from splitpoint_cli.bench.shared.kernels import use_worker_kernels
-from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.device.choice import choose_device
 
 WARM_UP_TOKENS = 4

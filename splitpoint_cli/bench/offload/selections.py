@@ -19,6 +19,8 @@ from splitpoint.errors import FailedPrecondition
 from splitpoint.planning.plan import Residency
 from splitpoint.residency.selecting import predict_step
 from splitpoint.shapes import DataType
+from splitpoint_cli.bench.engine import outputs_until_idle, use_worker_kernels
+from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.bench.offload.engine import OffloadHost, Prompts, Way, make_model
 from splitpoint_cli.bench.offload.pooled import load_pooled, pooled_shape
 from splitpoint_cli.bench.offload.report import FULL_LOAD, RESIDENT
@@ -31,10 +33,7 @@ from splitpoint_cli.bench.offload.selections_report import (
     SelectRun,
     SelectWorkload,
 )
-from splitpoint_cli.bench.shared.engine_runs import outputs_until_idle
-from splitpoint_cli.bench.shared.kernels import use_worker_kernels
-from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
-from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.texts import beginnings, held_back_files
 from splitpoint_cli.models import NamedModel
 from worker_service.device.choice import choose_device
 from worker_service.engine.engine import Engine

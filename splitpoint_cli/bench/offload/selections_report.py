@@ -13,8 +13,8 @@ from splitpoint.config import counted, format_size
 from splitpoint.residency.selecting import SelectedStep
 from splitpoint.selection import Selection
 from splitpoint.shapes import ModelShape
+from splitpoint_cli.bench.harness import agreeing_share, commit, hardware, report_table
 from splitpoint_cli.bench.offload.report import FULL_LOAD, RESIDENT, OffloadWorkload
-from splitpoint_cli.bench.shared.report import agreeing_share, commit, hardware, report_table
 
 SELECTED = "selected"
 # Rows that are on the device are forgotten after each step, and all are fetched anew.

@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splitpoint.errors import InvalidArgument
-from splitpoint_cli.bench.restore.report import BOTH_ENDS, LOAD, TOKENS
-from splitpoint_cli.bench.restore.workload import RestoreWorkload
+from splitpoint_cli.bench.restore_report import BOTH_ENDS, LOAD, TOKENS, RestoreWorkload
 from splitpoint_cli.main import app
 
 

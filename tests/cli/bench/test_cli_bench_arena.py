@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 from splitpoint.config import SHARED_MEMORY
-from splitpoint_cli.bench.shared.arena import bench_arena_path
+from splitpoint_cli.bench.ending import bench_arena_path
 
 HOLD = """
 import sys, time
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.shapes import ArenaLayout, BUILT_IN_SHAPES
-from splitpoint_cli.bench.shared.arena import bench_arena_path
+from splitpoint_cli.bench.ending import bench_arena_path
 shape = BUILT_IN_SHAPES["opt-125m"]
 layout = ArenaLayout.of(shape, chunk_tokens=16, has_activations=False)
 path = bench_arena_path()

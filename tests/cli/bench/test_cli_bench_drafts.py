@@ -27,7 +27,7 @@ from splitpoint_cli.bench.offload.drafts_report import (
 )
 from splitpoint_cli.bench.offload.pooled import PooledHeads, pooled_shape
 from splitpoint_cli.bench.offload.report import RESIDENT
-from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
+from splitpoint_cli.bench.texts import beginnings, held_back_files
 from worker_service.kernels.choice import in_use
 
 SHAPE = ModelShape("By hand", "llama", 1, 8, 4, 4, 2, 16, 128, 512, DataType.FLOAT32)

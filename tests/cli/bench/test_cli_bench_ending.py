@@ -170,7 +170,7 @@ with ended_by_signals():
 # A second signal comes when the loop has taken its handlers away.
 CLOSING = """
 import asyncio
-from splitpoint_cli.bench.shared.ending import run_until_signal
+from splitpoint_cli.bench.ending import run_until_signal
 
 close = asyncio.SelectorEventLoop.close
 
@@ -191,8 +191,8 @@ run_until_signal(work())
 """
 HEADER = """
 import collections, os, signal, threading, time
-from splitpoint_cli.bench.shared import ending
-from splitpoint_cli.bench.shared.ending import ended_by_signals, held
+from splitpoint_cli.bench import ending
+from splitpoint_cli.bench.ending import ended_by_signals, held
 """
 LANE_HEADER = """
 import torch

@@ -20,7 +20,7 @@ from splitpoint_cli.bench.growth.picture import picture_of
 from splitpoint_cli.bench.growth.report import Growth, PointResult, Run, report_of, table_of
 from splitpoint_cli.bench.growth.runs import Contender, bucket_costs, time_rounds
 from splitpoint_cli.bench.growth.workload import GrowthWorkload, Point, read_points
-from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.main import app
 from worker_service.kernels.choice import in_use
 from worker_service.profiling.calibration import prefers_one_order, use_kernels

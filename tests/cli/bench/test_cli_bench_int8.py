@@ -14,8 +14,8 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.host.processor import compiler
 from splitpoint_cli.bench.decode.command import decode
 from splitpoint_cli.bench.decode.perplexity import perplexity
-from splitpoint_cli.bench.decode.prompts import text_prompts
 from splitpoint_cli.bench.decode.report import OURS, OURS_INT8
+from splitpoint_cli.bench.texts import text_prompts
 from worker_service.model.decoder import Decoder
 
 TEXT = Path(__file__)

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.host.processor import compiler
 from splitpoint.shapes import Numerics
-from splitpoint_cli.bench.decode.prompts import Prompts
 from splitpoint_cli.bench.decode.report import Run
+from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.bench.numerics import runs
 from splitpoint_cli.bench.numerics.host import NumericsHost
 from splitpoint_cli.bench.numerics.report import (
@@ -32,7 +32,7 @@ from splitpoint_cli.bench.numerics.report import (
 )
 from splitpoint_cli.bench.numerics.runs import Unfinished, check_work, compare_all
 from splitpoint_cli.bench.numerics.variants import REFERENCE, Cached, Split, Variant, variants
-from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.texts import Prompts
 from splitpoint_cli.main import app
 
 WORKLOAD = NumericsWorkload(

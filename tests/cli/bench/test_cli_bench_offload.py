@@ -21,6 +21,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import DataType, ModelShape
+from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.bench.offload.command import offload
 from splitpoint_cli.bench.offload.costs import BatchCosts
 from splitpoint_cli.bench.offload.engine import OffloadHost, Way, make_model
@@ -45,7 +46,6 @@ from splitpoint_cli.bench.offload.report import (
     table_of,
 )
 from splitpoint_cli.bench.offload.runs import peer_of, run_all
-from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.kernels.choice import in_use
 
 SHAPE = ModelShape("By hand", "opt", 4, 8, 2, 2, 4, 16, 128, 512, DataType.FLOAT32, False, True)

@@ -19,8 +19,8 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
-from splitpoint_cli.bench.restore.picture import picture_of
-from splitpoint_cli.bench.restore.report import (
+from splitpoint_cli.bench.picture import picture_of
+from splitpoint_cli.bench.restore_report import (
     ACTIVATIONS,
     BOTH_ENDS,
     COLUMN,
@@ -30,6 +30,7 @@ from splitpoint_cli.bench.restore.report import (
     SERIAL,
     TOKENS,
     RestoreResults,
+    RestoreWorkload,
     Result,
     SweepPoint,
     Timing,
@@ -37,9 +38,8 @@ from splitpoint_cli.bench.restore.report import (
     report_of,
     table_of,
 )
-from splitpoint_cli.bench.restore.runs import Restorer
-from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
-from splitpoint_cli.bench.restore.workload import RestoreWorkload
+from splitpoint_cli.bench.restore_runs import Restorer
+from splitpoint_cli.bench.stored_prefixes import Stored, stored_prefixes
 from splitpoint_cli.main import app
 from splitpoint_cli.stack.child import child_environment
 from worker_service.kernels.choice import in_use
@@ -51,7 +51,7 @@ WORKLOAD = RestoreWorkload("opt-125m", "float32", 200, 2, "cpu", 1, 5, 0, layers
 
 
 def result(name: str, *seconds: float, link: float = 0.0, device: float = 0.0) -> Result:
-    timings = tuple(Timing(each, link, device, 100) for each in seconds)
+    timings = [Timing(each, link, device, 100) for each in seconds]
     return Result(name, timings, 1e-7, 64, 64, predicted_seconds=1.0)
 
 
@@ -71,7 +71,7 @@ ALL = (
 # As wide as results of a real model are.
 WIDE = tuple(
     Result(
-        name, (Timing(0.123, 0.1, 0.1, 100), Timing(0.0987, 0.1, 0.1, 100)), 1e-7, 31_744, 64, 0.12
+        name, [Timing(0.123, 0.1, 0.1, 100), Timing(0.0987, 0.1, 0.1, 100)], 1e-7, 31_744, 64, 0.12
     )
     for name in (LOAD, TOKENS, BOTH_ENDS, ACTIVATIONS, COLUMN, SERIAL, PIPELINED)
 )

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from kvstore_service.mooncake.settings import how_to_install
 from splitpoint.arena.mapping import PIECE_BYTES
 from splitpoint.errors import InvalidArgument, Unavailable
+from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.bench.shared.processor_time import ProcessorTime
-from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.store.mapping import SlotRun, runs_of
 from splitpoint_cli.bench.store.redis import measure_redis, server
 from splitpoint_cli.bench.store.report import (

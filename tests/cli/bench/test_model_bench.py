@@ -20,7 +20,6 @@ from splitpoint_cli.bench.decode.command import decode
 from splitpoint_cli.bench.decode.ours import OurWorker, load_decoder
 from splitpoint_cli.bench.decode.peers.messages import Load
 from splitpoint_cli.bench.decode.peers.process import interpreters_of, start_peer
-from splitpoint_cli.bench.decode.prompts import passages, random_prompts, text_prompts
 from splitpoint_cli.bench.decode.report import (
     OURS,
     Measured,
@@ -31,7 +30,8 @@ from splitpoint_cli.bench.decode.report import (
     too_slow,
 )
 from splitpoint_cli.bench.decode.runs import ChildPeer
-from splitpoint_cli.bench.shared.memory_reads import MemoryReads
+from splitpoint_cli.bench.limits import MemoryReads
+from splitpoint_cli.bench.texts import passages, random_prompts, text_prompts
 from splitpoint_cli.main import app
 
 WORKLOAD = Workload("opt-125m", "float32", 2, 20, 6, 3, "cpu", 1, 0)

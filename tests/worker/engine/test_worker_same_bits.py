@@ -16,11 +16,11 @@ from tiny_models import write_tiny
 from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.host.processor import compiler
 from splitpoint.shapes import DataType
+from splitpoint_cli.bench.engine import use_worker_kernels
+from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.bench.numerics.host import NumericsHost
 from splitpoint_cli.bench.numerics.report import NumericsWorkload
 from splitpoint_cli.bench.numerics.runs import compare_all, draw_prompts
-from splitpoint_cli.bench.shared.kernels import use_worker_kernels
-from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels import units
 from worker_service.model.decoder import Decoder

@@ -17,7 +17,7 @@ from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.host.processor import compiler
 from splitpoint.selection import FULL
 from splitpoint.shapes import DataType
-from splitpoint_cli.bench.shared.kernels import use_worker_kernels
+from splitpoint_cli.bench.engine import use_worker_kernels
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sequence import Admission
 from worker_service.kernels import units

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from splitpoint.config import format_rate
-from splitpoint_cli.bench.restore.report import LOAD
+from splitpoint_cli.bench.restore_report import LOAD
 from splitpoint_cli.plots import new_figure
 
 if TYPE_CHECKING:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.costs.profile import Profile
 from splitpoint.costs.tracker import CostTracker, Observation
 from splitpoint.planning.schedule import Lane, Schedule
@@ -22,7 +21,10 @@ from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
 from splitpoint.planning.split_search import best_pipeline_options, best_split
 from splitpoint.planning.token_recompute import RecomputeEstimate, TokenRecompute
 from splitpoint.shapes import chunks_of
-from splitpoint_cli.bench.restore.report import (
+from splitpoint_cli.bench.ending import held
+from splitpoint_cli.bench.engine import make_model, use_worker_kernels
+from splitpoint_cli.bench.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS, Progress
+from splitpoint_cli.bench.restore_report import (
     ACTIVATIONS,
     BOTH_ENDS,
     COLUMN,
@@ -30,28 +32,19 @@ from splitpoint_cli.bench.restore.report import (
     PIPELINED,
     SERIAL,
     TOKENS,
+    TOLERANCES,
     RestoreResults,
+    RestoreWorkload,
     Result,
     SweepPoint,
     Timing,
 )
-from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
-from splitpoint_cli.bench.restore.workload import (
-    CHUNK_TOKENS,
-    MAX_BATCHED_TOKENS,
-    TOLERANCES,
-    RestoreWorkload,
-)
-from splitpoint_cli.bench.shared.ending import held
-from splitpoint_cli.bench.shared.kernels import use_worker_kernels
-from splitpoint_cli.bench.shared.progress import Progress
-from worker_service.device.cache import TORCH_TYPES
+from splitpoint_cli.bench.stored_prefixes import Stored, stored_prefixes
 from worker_service.device.choice import choose_device, describe_device
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Span, Trace
-from worker_service.model.decoder import Decoder
 from worker_service.pipeline.both_ends import restore_from_both_ends
 from worker_service.pipeline.gather import gatherer_of
 from worker_service.pipeline.restore import restore
@@ -64,27 +57,12 @@ NEARBY = (0.8, 0.9, 1.0, 1.1, 1.2)
 SEARCH_RUNS = 3
 
 
-@dataclass(slots=True)
-class Contender:
-    """One way to restore all sequences; `run` returns what ran when."""
-
-    name: str
-    run: Callable[[], list[Span]]
-    split: int | None = None
-    tile: int | None = None
-    predicted_seconds: float | None = None
-    timings: list[Timing] = field(default_factory=list)
-    largest_difference: float = 0.0
-
-    def result(self) -> Result:
-        return Result(
-            self.name,
-            tuple(self.timings),
-            self.largest_difference,
-            self.split,
-            self.tile,
-            self.predicted_seconds,
-        )
+# One way to restore all sequences: it returns what ran when.
+Run = Callable[[], list[Span]]
+# Each contender, by its result, which is filled by its runs.
+Contenders = Sequence[tuple[Result, Run]]
+# Seconds of all sequences at a split, as the planner expects them.
+Predicted = Callable[[int, PipelineOptions], float]
 
 
 class Restorer:
@@ -213,12 +191,7 @@ def run_all(
         torch.set_num_threads(workload.threads)
     kernels = use_worker_kernels(device, workload.data_type, [workload.model_shape.head_dim])
     progress.say(f"{workload.model_shape.name}: random weights")
-    model = Decoder.random(
-        DecoderConfig.of_shape(workload.model_shape),
-        workload.seed,
-        device,
-        TORCH_TYPES[workload.data_type],
-    )
+    model = make_model(workload.model_shape, workload.seed, device)
     progress.say(f"computing and storing {workload.batch} x {workload.prompt} tokens")
     with stored_prefixes(workload, model, device) as stored:
         if workload.balance:
@@ -266,18 +239,15 @@ def _measure(
     def predicted(split: int, options: PipelineOptions) -> float:
         return batch * costs.seconds(split, cached, options)
 
-    contenders = [
-        Contender(
-            LOAD,
+    contenders: list[tuple[Result, Run]] = [
+        (
+            Result(LOAD, split=0, predicted_seconds=predicted(0, planned.pipelined)),
             lambda: restorer.split(0, Schedule.PIPELINED, tile),
-            split=0,
-            predicted_seconds=predicted(0, planned.pipelined),
         ),
-        Contender(TOKENS, restorer.prefill),
-        Contender(
-            BOTH_ENDS,
+        (Result(TOKENS), restorer.prefill),
+        (
+            Result(BOTH_ENDS, predicted_seconds=batch * planned.meeting.seconds),
             lambda: restorer.both_ends(planned.meeting.recomputed),
-            predicted_seconds=batch * planned.meeting.seconds,
         ),
     ]
     sweep: list[SweepPoint] = []
@@ -293,7 +263,7 @@ def _measure(
         profile=profile,
         profile_at_start=at_start,
         memory=stored.memory,
-        results=tuple(each.result() for each in contenders),
+        results=tuple(result for result, _ in contenders),
         sweep=tuple(sweep),
         skipped=tuple(skipped),
         tolerance=TOLERANCES[workload.data_type],
@@ -308,7 +278,7 @@ def _refitted(profile: Profile, workload: RestoreWorkload, restorer: Restorer) -
     """
     planned = Planned.of(workload, profile)
     tile, split = planned.pipelined.tile_tokens, planned.column_split
-    ways: list[Callable[[], list[Span]]] = [
+    ways: list[Run] = [
         lambda: restorer.split(0, Schedule.PIPELINED, tile),
         restorer.prefill,
     ]
@@ -339,41 +309,26 @@ def _split_contenders(
     workload: RestoreWorkload,
     restorer: Restorer,
     planned: Planned,
-    predicted: Callable[[int, PipelineOptions], float],
+    predicted: Predicted,
     sweep: Sequence[SweepPoint],
-) -> list[Contender]:
+) -> Contenders:
     """Return each schedule at the split that was best in the sweep."""
-    cached, tile = workload.prompt, planned.pipelined.tile_tokens
+    tile = planned.pipelined.tile_tokens
     column, pipelined = (_best(sweep, kind) for kind in (Schedule.COLUMN, Schedule.PIPELINED))
+
+    def contender(
+        name: str, split: int, size: int, options: PipelineOptions, *, serial: bool = False
+    ) -> tuple[Result, Run]:
+        seconds = predicted(split, options)
+        run = partial(restorer.split, split, options.schedule, size, serial=serial)
+        return Result(name, split=split, tile=size, predicted_seconds=seconds), run
+
+    in_turn = PipelineOptions(Schedule.SERIAL, tile)
     return [
-        Contender(
-            ACTIVATIONS,
-            lambda: restorer.split(cached, Schedule.PIPELINED, tile),
-            cached,
-            tile,
-            predicted(cached, planned.pipelined),
-        ),
-        Contender(
-            COLUMN,
-            lambda: restorer.split(column, Schedule.COLUMN, _whole(column)),
-            column,
-            _whole(column),
-            predicted(column, planned.column),
-        ),
-        Contender(
-            SERIAL,
-            lambda: restorer.split(pipelined, Schedule.SERIAL, tile, serial=True),
-            pipelined,
-            tile,
-            predicted(pipelined, PipelineOptions(Schedule.SERIAL, tile)),
-        ),
-        Contender(
-            PIPELINED,
-            lambda: restorer.split(pipelined, Schedule.PIPELINED, tile),
-            pipelined,
-            tile,
-            predicted(pipelined, planned.pipelined),
-        ),
+        contender(ACTIVATIONS, workload.prompt, tile, planned.pipelined),
+        contender(COLUMN, column, _whole(column), planned.column),
+        contender(SERIAL, pipelined, tile, in_turn, serial=True),
+        contender(PIPELINED, pipelined, tile, planned.pipelined),
     ]
 
 
@@ -381,33 +336,30 @@ def _sweep(
     workload: RestoreWorkload,
     restorer: Restorer,
     planned: Planned,
-    predicted: Callable[[int, PipelineOptions], float],
+    predicted: Predicted,
     progress: Progress,
 ) -> list[SweepPoint]:
     """Measure time over the split for both schedules; without a sweep only near the best."""
-    tile = planned.pipelined.tile_tokens
-    points: list[tuple[PipelineOptions, Contender]] = []
+    points: list[tuple[int, PipelineOptions]] = []
+    contenders: list[tuple[Result, Run]] = []
     for options, best in (
         (planned.column, planned.column_split),
         (planned.pipelined, planned.pipelined_split),
     ):
         for split in _splits(workload, best):
-            size = tile if options is planned.pipelined else _whole(split)
-
-            run = partial(restorer.split, split, options.schedule, size)
+            points.append((split, options))
+            whole = options is planned.column
+            tile = _whole(split) if whole else planned.pipelined.tile_tokens
             name = f"{options.schedule.value}, split {split:,}"
-            points.append((options, Contender(name, run, split, size)))
+            contenders.append(
+                (Result(name), partial(restorer.split, split, options.schedule, tile))
+            )
     rounds = workload.repeats if workload.sweep_points else SEARCH_RUNS
     progress.say(f"sweep: {len(points)} splits and schedules")
-    run_rounds([each for _, each in points], restorer.stored, rounds, progress)
+    run_rounds(contenders, restorer.stored, rounds, progress)
     return [
-        SweepPoint(
-            options.schedule.value,
-            each.split or 0,
-            statistics.median(timing.seconds for timing in each.timings),
-            predicted(each.split or 0, options),
-        )
-        for options, each in points
+        SweepPoint(options.schedule.value, split, result.seconds, predicted(split, options))
+        for (split, options), (result, _) in zip(points, contenders, strict=True)
     ]
 
 
@@ -433,26 +385,25 @@ def _whole(split: int) -> int:
 
 
 def run_rounds(
-    contenders: Sequence[Contender],
+    contenders: Contenders,
     stored: Stored,
     rounds: int,
     progress: Progress,
     trace: Trace | None = None,
 ) -> None:
-    """Run each to warm up, then in timed rounds, each in the other order."""
-    for contender in progress.track("warming up", contenders):
-        contender.run()
-    for contender in progress.rounds("timed runs", contenders, rounds):
+    """Run each to warm up, then in timed rounds. `trace` gets the first run of the last one."""
+    for _, run in progress.track("warming up", contenders):
+        run()
+    for result, run in progress.rounds("timed runs", contenders, rounds):
         stored.pages.poison()
         started = time.perf_counter()
-        spans = contender.run()
+        spans = run()
         seconds = time.perf_counter() - started
-        contender.timings.append(_timing(seconds, spans))
-        if trace is not None and contender is contenders[-1] and len(contender.timings) == 1:
+        result.timings.append(_timing(seconds, spans))
+        if trace is not None and result is contenders[-1][0] and len(result.timings) == 1:
             trace.extend(spans)
         # Outside of the time: every run counts only if it is right.
-        difference = stored.check(contender.name)
-        contender.largest_difference = max(contender.largest_difference, difference)
+        result.largest_difference = max(result.largest_difference, stored.check(result.name))
 
 
 def _timing(seconds: float, spans: Sequence[Span]) -> Timing:

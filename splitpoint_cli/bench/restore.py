@@ -1,6 +1,6 @@
 """`splitpoint bench restore`: a cached prefix brought back in every way, beside its limit.
 
-runs.py has what is run; it is imported, with torch, only once the benchmark starts.
+restore_runs.py has what is run; it is imported, with torch, only once the benchmark starts.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import typer
 
 from splitpoint import config
 from splitpoint.extras import need_all
-from splitpoint_cli.bench.restore.picture import picture_of
-from splitpoint_cli.bench.restore.report import report_of, table_of
-from splitpoint_cli.bench.restore.workload import CHUNK_TOKENS, RestoreWorkload
-from splitpoint_cli.bench.shared import options
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import hand_over_report
+from splitpoint_cli.bench import harness
+from splitpoint_cli.bench.harness import CHUNK_TOKENS, Progress, hand_over_report
+from splitpoint_cli.bench.picture import picture_of
+from splitpoint_cli.bench.restore_report import RestoreWorkload, report_of, table_of
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import AsJson, OutputFile
 from splitpoint_cli.plots import check_picture, save
@@ -53,15 +51,15 @@ _TraceFile = Annotated[
 
 
 def restore(
-    shape: options.RandomShape = "opt-125m",
-    dtype: options.ElementType = "float32",
+    shape: harness.RandomShape = "opt-125m",
+    dtype: harness.ElementType = "float32",
     prompt: _Prompt = 2000,
     batch: _Batch = 1,
     layers: _Layers = 0,
-    link_rate: options.LinkRate = None,
+    link_rate: harness.LinkRate = None,
     balance: _Balance = False,
     device: _Device = "cpu",
-    threads: options.Threads = 0,
+    threads: harness.Threads = 0,
     repeats: _Repeats = 5,
     sweep: _Sweep = False,
     tile: _Tile = 0,
@@ -86,7 +84,7 @@ def restore(
         layers=layers,
         link_rate=None if link_rate is None else config.parse_rate(link_rate, field="link_rate"),
         device=device,
-        threads=options.thread_count(threads),
+        threads=harness.thread_count(threads),
         repeats=repeats,
         sweep_points=SWEEP_POINTS if sweep else 0,
         tile=tile,
@@ -96,7 +94,7 @@ def restore(
     if png is not None:
         check_picture(png)
     check_output(trace, "trace")
-    from splitpoint_cli.bench.restore.runs import run_all
+    from splitpoint_cli.bench.restore_runs import run_all
 
     recorder = None if trace is None else Trace(_facts(workload))
     results = run_all(workload, Progress(), recorder)

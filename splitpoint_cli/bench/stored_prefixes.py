@@ -10,15 +10,10 @@ import torch
 
 from splitpoint.errors import Internal
 from splitpoint.shapes import ArenaLayout, chunks_of
-from splitpoint_cli.bench.restore.workload import (
-    CHUNK_TOKENS,
-    MAX_BATCHED_TOKENS,
-    TOLERANCES,
-    RestoreWorkload,
-)
-from splitpoint_cli.bench.shared.engine_memory import exact_memory
-from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
-from splitpoint_cli.bench.shared.local_store import LocalStore
+from splitpoint_cli.bench.engine import admission_of, exact_memory, outputs_until_idle
+from splitpoint_cli.bench.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS
+from splitpoint_cli.bench.local_store import LocalStore
+from splitpoint_cli.bench.restore_report import TOLERANCES, RestoreWorkload
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.engine import Engine
 from worker_service.model.decoder import Decoder

@@ -1,0 +1,113 @@
+"""What contenders are measured against: the memory's read bandwidth, and transformers' `generate`.
+
+No decode step can be shorter than reading its bytes. transformers runs in this process, with a
+model of random weights, greedily and to full length.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
+from transformers.utils import logging as transformers_logging
+
+from splitpoint.checkpoint.decoder import plain_config
+from splitpoint.shapes import ModelShape
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.device.copies import large_zeros
+
+# Far larger than any cache.
+BUFFER_BYTES = 512 << 20
+ATTENTIONS = ("sdpa", "eager")
+
+
+class MemoryReads:
+    """A buffer on the device and the fastest of several reads of it, with torch's threads.
+
+    Call `measure` several times during a run, so that the bandwidth is that of the same minutes
+    as what is compared with it.
+
+    Attributes:
+        bytes_per_second: of the fastest read so far; 0 before the first.
+    """
+
+    def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
+        # Memory as weights and the cache have it.
+        on_cpu = device.type == "cpu"
+        empty = (
+            large_zeros(buffer_bytes)
+            if on_cpu
+            else torch.empty(buffer_bytes, dtype=torch.uint8, device=device)
+        )
+        buffer = empty.view(torch.float32).fill_(1)
+        self._device = device
+        self._bytes = buffer.numel() * buffer.element_size()
+        # Different processors read fastest in different reductions.
+        self._reads: tuple[Callable[[], object], ...] = (
+            lambda: torch.linalg.vector_norm(buffer),
+            lambda: torch.dot(buffer, buffer),
+            lambda: buffer.max(),
+            lambda: buffer.sum(),
+        )
+        self.bytes_per_second = 0.0
+
+    def measure(self, repeats: int = 3) -> float:
+        """Read the buffer `repeats` times in each way; return `bytes_per_second`."""
+        for read in self._reads:
+            for _ in range(repeats):
+                started = time.perf_counter()
+                read()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                rate = self._bytes / (time.perf_counter() - started)
+                self.bytes_per_second = max(self.bytes_per_second, rate)
+        return self.bytes_per_second
+
+
+class TokenTimes(StoppingCriteria):
+    """Note when all sequences had each token; never stop anything."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        # generate looks at a value on the device next, which waits all the same.
+        if input_ids.device.type == "cuda":
+            torch.cuda.synchronize(input_ids.device)
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def random_model(shape: ModelShape, seed: int, device: torch.device) -> Any:
+    """Return transformers' model of this shape, with random weights on the device."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    fields = plain_config(shape)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=TORCH_TYPES[shape.data_type]
+        )
+    return model.eval()
+
+
+def generate_greedy(model: Any, ids: Any, new_tokens: int, watch: Any, **cache: str) -> Any:
+    """Return int64 `[batch, prompt + new_tokens]` from ids of `[batch, prompt]` without padding.
+
+    `watch`: a stopping criterion that stops nothing, called after each token. `cache`: options of
+    `generate` for its cache.
+    """
+    return model.generate(
+        ids,
+        attention_mask=ids.new_ones(ids.shape),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        stopping_criteria=[watch],
+        **cache,
+    )

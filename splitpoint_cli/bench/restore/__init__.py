@@ -1,1 +1,0 @@
-"""`splitpoint bench restore`: a cached prefix restored by every method."""
