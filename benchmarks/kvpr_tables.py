@@ -24,8 +24,8 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.planning.weight_schedule import WeightPiece
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
-from splitpoint_cli.bench.offload.costs import BatchCosts
-from splitpoint_cli.bench.offload.report import (
+from splitpoint_cli.bench.offload_costs import BatchCosts
+from splitpoint_cli.bench.offload_report import (
     FULL_LOAD,
     KVPR,
     PIPELINED,
@@ -330,7 +330,7 @@ def measure(
     shape: ModelShape, cases: Sequence[Case], link_rate: float, repeats: int
 ) -> dict[str, Any]:
     """Decode every case in all ways of `bench offload`; medians over the steps."""
-    from splitpoint_cli.bench.offload.runs import run_all  # needs torch
+    from splitpoint_cli.bench.offload_runs import run_all  # needs torch
 
     progress, rows = Progress(), []
     for case in cases:

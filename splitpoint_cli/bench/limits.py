@@ -1,11 +1,13 @@
 """What contenders are measured against: the memory's read bandwidth, and transformers' `generate`.
 
 No decode step can be shorter than reading its bytes. transformers runs in this process, with a
-model of random weights, greedily and to full length.
+model of random weights, greedily and to full length. It hands the same tensors to our decoder, so
+that nothing is written to disk and both compute with the same numbers.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 from splitpoint.checkpoint.decoder import plain_config
 from splitpoint.shapes import ModelShape
+from splitpoint_cli.bench.offload_report import OffloadSample, Step
+from splitpoint_cli.bench.texts import Prompts
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.copies import large_zeros
 
@@ -94,20 +98,57 @@ def random_model(shape: ModelShape, seed: int, device: torch.device) -> Any:
     return model.eval()
 
 
-def generate_greedy(model: Any, ids: Any, new_tokens: int, watch: Any, **cache: str) -> Any:
-    """Return int64 `[batch, prompt + new_tokens]` from ids of `[batch, prompt]` without padding.
+class Peer:
+    """`generate` with one kind of cache; a TensorSource of its own weights.
 
-    `watch`: a stopping criterion that stops nothing, called after each token. `cache`: options of
-    `generate` for its cache.
+    Attributes:
+        cache: which of transformers' caches.
+        attention: the attention implementation that is used; `choose` tries both.
     """
-    return model.generate(
-        ids,
-        attention_mask=ids.new_ones(ids.shape),
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        stopping_criteria=[watch],
-        **cache,
-    )
+
+    def __init__(
+        self, shape: ModelShape, seed: int, device: torch.device, cache: str = "offloaded"
+    ) -> None:
+        self._model = random_model(shape, seed, device)
+        self._tensors = self._model.state_dict()
+        self.cache = cache
+        self.attention = ATTENTIONS[0]
+
+    def get(self, name: str) -> torch.Tensor:
+        """Return a weight by its checkpoint name: the very tensor that the peer computes with."""
+        tensor: torch.Tensor = self._tensors[name]
+        return tensor
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        target.copy_(self.get(name))
+
+    def choose(self, prompts: Prompts, new_tokens: int) -> None:
+        """Keep the faster attention implementation; this warms both up, too."""
+        seconds = {}
+        for attention in ATTENTIONS:
+            self.attention = attention
+            self.decode(prompts, 2)
+            seconds[attention] = self.decode(prompts, new_tokens).seconds
+        self.attention = min(seconds, key=seconds.__getitem__)
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> OffloadSample:
+        """Prefill and decode; timing starts at the last sequence's first token."""
+        self._model.set_attn_implementation(self.attention)
+        ids = torch.tensor(prompts, device=self._model.device)
+        watch = TokenTimes()
+        output = self._model.generate(
+            ids,
+            attention_mask=ids.new_ones(ids.shape),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            stopping_criteria=[watch],
+            cache_implementation=self.cache,
+        )
+        times = watch.times
+        return OffloadSample(
+            steps=tuple(Step(later - earlier) for earlier, later in itertools.pairwise(times)),
+            tokens=tuple(tuple(row) for row in output[:, ids.shape[1] :].tolist()),
+        )

@@ -14,8 +14,12 @@ from splitpoint import config
 from splitpoint.extras import need_all
 from splitpoint_cli.bench import harness
 from splitpoint_cli.bench.harness import CHUNK_TOKENS, Progress, hand_over_report
-from splitpoint_cli.bench.picture import picture_of
-from splitpoint_cli.bench.restore_report import RestoreWorkload, report_of, table_of
+from splitpoint_cli.bench.restore_report import (
+    RestoreWorkload,
+    picture_of,
+    report_of,
+    table_of,
+)
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import AsJson, OutputFile
 from splitpoint_cli.plots import check_picture, save

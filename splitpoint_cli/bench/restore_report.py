@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -23,7 +23,11 @@ from splitpoint_cli.bench.harness import (
     ratio_lines,
     text_of,
 )
+from splitpoint_cli.bench.picture import Line, sweep_picture
 from splitpoint_cli.output import seconds_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Rebuilt K and V may differ from the stored ones by this share of the largest of them:
 # the same products, added up in another order.
@@ -271,3 +275,33 @@ def table_of(report: Mapping[str, Any]) -> Table:
     )
     table.padding = (0, 1, 0, 0)  # so that it fits 80 columns
     return table
+
+
+def picture_of(report: Mapping[str, Any]) -> Figure:
+    """Draw the sweep, if there is one, and the contenders.
+
+    Raises FailedPrecondition without matplotlib.
+    """
+    lines = []
+    for schedule, name, colour in (
+        ("column", COLUMN, "tab:red"),
+        ("pipelined", PIPELINED, "tab:blue"),
+    ):
+        points = [point for point in report["sweep"] if point["schedule"] == schedule]
+        splits = [point["split"] for point in points]
+        for key, kind, style in (
+            ("seconds", "measured", "o"),
+            ("predicted_seconds", "predicted", "-"),
+        ):
+            if points:
+                times = [point[key] for point in points]
+                lines.append(Line(f"{name}, {kind}", style, splits, times, colour))
+    seconds = {name: each["seconds"] for name, each in report["contenders"].items()}
+    lines.append(Line(f"{LOAD}, measured", "--", [0, report["prompt"]], [seconds[LOAD]] * 2, "k"))
+    rate = report["link_rate"]
+    link = f", link emulated at {format_rate(rate)}" if rate else ""
+    title = (
+        f"{report['shape']} {report['dtype']}, {report['batch']} x {report['prompt']} cached "
+        f"tokens, {report['hardware']}, {report['threads']} threads{link}"
+    )
+    return sweep_picture(title, lines, seconds)

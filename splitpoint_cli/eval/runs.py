@@ -25,7 +25,7 @@ from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.selection import FULL, Selection, SelectionMethod
 from splitpoint.shapes import DataType
 from splitpoint_cli.bench.harness import Progress
-from splitpoint_cli.bench.offload.pooled import load_pooled, pooled_shape
+from splitpoint_cli.bench.pooled import load_pooled, pooled_shape
 from splitpoint_cli.bench.texts import beginnings, read_unseen
 from splitpoint_cli.eval.report import Answers, SelectionResult, Texts
 from splitpoint_cli.eval.tasks import Task, TaskKind, extraction, needle

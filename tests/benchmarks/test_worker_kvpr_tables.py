@@ -26,7 +26,7 @@ from benchmarks.kvpr_tables import (
 )
 from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.shapes import DataType
-from splitpoint_cli.bench.offload.report import FULL_LOAD, KVPR, PIPELINED
+from splitpoint_cli.bench.offload_report import FULL_LOAD, KVPR, PIPELINED
 
 
 def test_the_profile_is_that_of_the_papers_card() -> None:

@@ -6,7 +6,6 @@ Takes about 15 seconds.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,46 +15,46 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType, ModelShape
 from splitpoint.speculation import DraftMethod
-from splitpoint_cli.bench.offload.command import offload
-from splitpoint_cli.bench.offload.drafts_report import (
+from splitpoint_cli.bench.offload import offload
+from splitpoint_cli.bench.offload_report import (
     PLAIN_STREAMING,
-    DraftResults,
-    DraftRun,
-    DraftWorkload,
+    RESIDENT,
+    OffloadSample,
+    OffloadWorkload,
+    Step,
     drafts_report_of,
-    drafts_table_of,
+    table_of,
 )
-from splitpoint_cli.bench.offload.pooled import PooledHeads, pooled_shape
-from splitpoint_cli.bench.offload.report import RESIDENT
+from splitpoint_cli.bench.pooled import PooledHeads, pooled_shape
 from splitpoint_cli.bench.texts import beginnings, held_back_files
 from worker_service.kernels.choice import in_use
 
 SHAPE = ModelShape("By hand", "llama", 1, 8, 4, 4, 2, 16, 128, 512, DataType.FLOAT32)
-WORKLOAD = DraftWorkload(
-    *("By hand", "float32", 1, 100, 8, 184e6, 2, "cpu", 1), DraftMethod.SELF, 4, None
+WORKLOAD = OffloadWorkload(
+    *("By hand", "float32", 1, 100, 8, 184e6, 2, "cpu", 1, 0), speculate=DraftMethod.SELF
 )
+FACTS = {
+    "layers": 1,
+    "query_heads": 4,
+    "kv_heads": 4,
+    "weights": "checkpoint",
+    "heads_are_averaged": False,
+}
+
+
+def run(
+    seconds: float, pulls: int, link_bytes: int, drafted: int, accepted: int, *tokens: int
+) -> OffloadSample:
+    steps = (Step(seconds, link_bytes=link_bytes),)
+    return OffloadSample(steps, (tokens,), None, 8, pulls, drafted, accepted)
 
 
 def test_the_report_divides_by_tokens_and_compares_rounds() -> None:
-    text = ((1, 2, 3),)
-    plain = DraftRun(8.0, 8, 8, 8000, 0, 0, text)
-    slow = DraftRun(4.0, 8, 4, 4000, 12, 4, text)
-    fast = DraftRun(2.0, 8, 2, 2000, 8, 6, ((1, 2, 4),))
-    results = DraftResults(
-        runs={PLAIN_STREAMING: (plain, plain), "self": (slow, fast), RESIDENT: (plain, plain)},
-        window_tokens=128,
-        sink_tokens=64,
-        kv_head_count=4,
-        checkpoint_kv_head_count=4,
-        query_head_count=4,
-        kv_bytes_per_token=64,
-        files=("a.py",),
-    )
-    # As many heads as the checkpoint has may be asked for: none are averaged then.
-    report = drafts_report_of(replace(WORKLOAD, kv_heads=4), results)
-    assert report["heads_are_averaged"] is False
-    fewer = replace(results, kv_head_count=2)
-    assert drafts_report_of(replace(WORKLOAD, kv_heads=2), fewer)["heads_are_averaged"] is True
+    plain = run(8.0, 8, 8000, 0, 0, 1, 2, 3)
+    slow = run(4.0, 4, 4000, 12, 4, 1, 2, 3)
+    fast = run(2.0, 2, 2000, 8, 6, 1, 2, 4)
+    runs = {PLAIN_STREAMING: (plain, plain), "self": (slow, fast), RESIDENT: (plain, plain)}
+    report = drafts_report_of(WORKLOAD, runs, FACTS)
     drafted = report["contenders"]["self"]
     assert drafted["tokens_per_pull"] == 2.6667  # 16 in 6
     assert drafted["link_bytes_per_token"] == 375
@@ -68,7 +67,7 @@ def test_the_report_divides_by_tokens_and_compares_rounds() -> None:
         "link_bytes_per_token_over_plain": 0.375,
     }
     assert json.loads(json.dumps(report)) == report
-    assert drafts_table_of(report).row_count == 3
+    assert table_of(report).row_count == 3
 
 
 def test_heads_are_averaged_in_groups_of_neighbours() -> None:
@@ -138,6 +137,7 @@ def test_a_small_run_gives_equal_texts_and_fewer_bytes(
     assert drafted["tokens_per_pull"] > 1
     assert drafted["accepted"] == drafted["tokens"] - drafted["pulls"]
     assert report["kv_heads"] == (kv_heads or 4)
+    assert report["heads_are_averaged"] is (kv_heads == 2)
     assert report["select"] == (select and f"{select},verify")
     # Of eight chunks the first and the newest four stay.
     assert report["window_tokens"] == 256

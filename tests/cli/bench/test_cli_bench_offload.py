@@ -22,11 +22,11 @@ from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import DataType, ModelShape
 from splitpoint_cli.bench.harness import Progress
-from splitpoint_cli.bench.offload.command import offload
-from splitpoint_cli.bench.offload.costs import BatchCosts
-from splitpoint_cli.bench.offload.engine import OffloadHost, Way, make_model
-from splitpoint_cli.bench.offload.peer import Peer
-from splitpoint_cli.bench.offload.report import (
+from splitpoint_cli.bench.limits import Peer
+from splitpoint_cli.bench.offload import offload
+from splitpoint_cli.bench.offload_costs import BatchCosts
+from splitpoint_cli.bench.offload_host import OffloadHost, Way
+from splitpoint_cli.bench.offload_report import (
     COARSE,
     ENCODED,
     FULL_LOAD,
@@ -36,16 +36,15 @@ from splitpoint_cli.bench.offload.report import (
     SEQUENTIAL,
     Bound,
     Contender,
-    DecodeRun,
     LinkChange,
     OffloadResults,
+    OffloadSample,
     OffloadWorkload,
     Step,
     report_of,
-    steps_to_recover,
     table_of,
 )
-from splitpoint_cli.bench.offload.runs import peer_of, run_all
+from splitpoint_cli.bench.offload_runs import model_of, peer_of, run_all
 from worker_service.kernels.choice import in_use
 
 SHAPE = ModelShape("By hand", "opt", 4, 8, 2, 2, 4, 16, 128, 512, DataType.FLOAT32, False, True)
@@ -54,9 +53,9 @@ BOUND = Bound(40, 0.8, 0.7, "by hand")
 WORKLOAD = OffloadWorkload("By hand", "float32", 2, 100, 4, None, 2, "cpu", 1, 0)
 
 
-def run(seconds: Sequence[float], tokens: str, predicted: float | None = None) -> DecodeRun:
+def run(seconds: Sequence[float], tokens: str, predicted: float | None = None) -> OffloadSample:
     steps = tuple(Step(each, predicted, link_bytes=1000, link_seconds=0.1) for each in seconds)
-    return DecodeRun(steps, tuple(tuple(map(int, each)) for each in tokens.split()))
+    return OffloadSample(steps, tuple(tuple(map(int, each)) for each in tokens.split()))
 
 
 def costs(**changes: Any) -> BatchCosts:
@@ -120,12 +119,12 @@ def change(*predicted: float | None) -> LinkChange:
 
 
 def test_recovered_is_a_prediction_that_stays_right() -> None:
-    assert steps_to_recover(change(1.0, 1.1, 1.0)) == 0
-    assert steps_to_recover(change(2.0, 1.3, 1.1, 0.9, 1.0)) == 2
+    assert change(1.0, 1.1, 1.0).steps_to_recover() == 0
+    assert change(2.0, 1.3, 1.1, 0.9, 1.0).steps_to_recover() == 2
     # By luck at first, then wrong again for most of what follows.
-    assert steps_to_recover(change(1.0, 2.0, 2.0, 2.0, 1.1, 1.1)) == 4
-    assert steps_to_recover(change(2.0, 2.0)) is None
-    assert steps_to_recover(change(1.0, None)) is None
+    assert change(1.0, 2.0, 2.0, 2.0, 1.1, 1.1).steps_to_recover() == 4
+    assert change(2.0, 2.0).steps_to_recover() is None
+    assert change(1.0, None).steps_to_recover() is None
 
 
 def some_report() -> dict[str, Any]:
@@ -220,7 +219,7 @@ def test_every_way_to_decode_gives_transformers_tokens(tmp_path: Path) -> None:
     """The prompt ends inside a chunk, and that chunk is filled and sealed on the way."""
     shape, workload = tiny("opt", tmp_path)
     peer = Peer(shape, 3, torch.device("cpu"), cache="dynamic")
-    with closing(OffloadHost(make_model(shape, workload, peer), workload)) as host:
+    with closing(OffloadHost(model_of(shape, workload, peer), workload)) as host:
         host.prefill()
         peer.choose(host.prompts, 2)
         wanted = peer.decode(host.prompts, workload.new)
@@ -238,7 +237,7 @@ def test_every_way_to_decode_gives_transformers_tokens(tmp_path: Path) -> None:
 
 def test_a_grouped_model_has_one_split(tmp_path: Path) -> None:
     shape, workload = tiny("qwen2", tmp_path, new=5)
-    with closing(OffloadHost(make_model(shape, workload), workload)) as host:
+    with closing(OffloadHost(model_of(shape, workload), workload)) as host:
         assert not host.has_activations
         host.prefill()
         resident = host.decode(5, Way(residency=Residency.RESIDENT))

@@ -19,7 +19,6 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
-from splitpoint_cli.bench.picture import picture_of
 from splitpoint_cli.bench.restore_report import (
     ACTIVATIONS,
     BOTH_ENDS,
@@ -34,6 +33,7 @@ from splitpoint_cli.bench.restore_report import (
     Result,
     SweepPoint,
     Timing,
+    picture_of,
     ratios_of,
     report_of,
     table_of,

@@ -20,9 +20,10 @@ from splitpoint.costs.profile import Line
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
-from splitpoint_cli.bench.offload.engine import OffloadHost, Way, make_model
-from splitpoint_cli.bench.offload.peer import Peer
-from splitpoint_cli.bench.offload.report import OffloadWorkload
+from splitpoint_cli.bench.limits import Peer
+from splitpoint_cli.bench.offload_host import OffloadHost, Way
+from splitpoint_cli.bench.offload_report import OffloadWorkload
+from splitpoint_cli.bench.offload_runs import model_of
 from worker_service.device.copies import copy_runs
 from worker_service.device.pinning import CudaRegistrar, PinningFailed
 from worker_service.lanes.cuda import StreamLanes
@@ -323,7 +324,7 @@ def test_streamed_decoding_gives_the_resident_tokens(case: str, tmp_path: Path) 
     )
     workload = offload(shape, DataType.FLOAT32)
     peer = Peer(shape, 3, CUDA)
-    with closing(OffloadHost(make_model(shape, workload, peer), workload)) as host:
+    with closing(OffloadHost(model_of(shape, workload, peer), workload)) as host:
         assert host.store.pinning.startswith("pinned")
         host.prefill()
         resident = host.decode(workload.new, Way(residency=Residency.RESIDENT))
@@ -337,7 +338,7 @@ def test_streamed_decoding_gives_the_resident_tokens(case: str, tmp_path: Path) 
 def test_peak_memory_stays_within_the_budget() -> None:
     shape = BUILT_IN_SHAPES["opt-125m"]
     workload = offload(shape, DataType.BFLOAT16, batch=16, prompt=512, new=16)
-    with closing(OffloadHost(make_model(shape, workload), workload)) as host:
+    with closing(OffloadHost(model_of(shape, workload), workload)) as host:
         host.prefill()
         torch.cuda.reset_peak_memory_stats(CUDA)
         host.decode(workload.new, Way(split_tokens=256))

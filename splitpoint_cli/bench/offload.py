@@ -1,6 +1,6 @@
 """`splitpoint bench offload`: decoding with the cache on the host, beside its limit and its peers.
 
-runs.py has what is run; it is imported, with torch, only once the benchmark starts.
+offload_runs.py has what is run; it is imported, with torch, only once the benchmark starts.
 """
 
 from __future__ import annotations
@@ -17,26 +17,22 @@ from splitpoint.config import parse_rate
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
 from splitpoint.selection import FULL, Selection, check_served, check_speculation
-from splitpoint.shapes import DataType, Encoding, ModelShape
+from splitpoint.shapes import DataType, Encoding
 from splitpoint.speculation import ALIASES, DraftMethod, Speculation
-from splitpoint_cli.bench import harness as options
+from splitpoint_cli.bench import harness
 from splitpoint_cli.bench.harness import Progress, hand_over_report
-from splitpoint_cli.bench.offload.drafts_report import (
-    DraftWorkload,
+from splitpoint_cli.bench.offload_report import (
+    OffloadWorkload,
     drafts_report_of,
-    drafts_table_of,
-)
-from splitpoint_cli.bench.offload.picture import draw_selections, draw_sweep
-from splitpoint_cli.bench.offload.report import OffloadWorkload, report_of, table_of
-from splitpoint_cli.bench.offload.selections_report import (
-    SelectWorkload,
+    picture_of,
+    report_of,
     select_report_of,
-    select_table_of,
+    table_of,
 )
 from splitpoint_cli.files import check_output
 from splitpoint_cli.models import find_named, find_shape
 from splitpoint_cli.output import AsJson, OutputFile
-from splitpoint_cli.plots import check_picture
+from splitpoint_cli.plots import check_picture, save
 
 # Draft methods that are measured here; "off" is what all are compared with.
 MEASURED = (DraftMethod.SELF, DraftMethod.SUFFIX, DraftMethod.OFF)
@@ -129,7 +125,7 @@ _Text = Annotated[
 ]
 _Picture = Annotated[
     Path | None,
-    typer.Option("--png", help="Draw the sweep here, or --select over lengths.", metavar="FILE"),
+    typer.Option("--png", help="Draw the sweep and the contenders.", metavar="FILE"),
 ]
 _TraceFile = Annotated[
     Path | None,
@@ -139,19 +135,19 @@ _TraceFile = Annotated[
 
 def offload(
     shape: _Shape = None,
-    dtype: options.ElementType = "float32",
-    batch: options.Batch = 8,
-    prompt: options.PromptTokens = 512,
-    new: options.NewTokens = 32,
-    link_rate: options.LinkRate = None,
-    device: options.ContendersDevice = "cpu",
-    threads: options.Threads = 0,
-    repeats: options.Repeats = 5,
+    dtype: harness.ElementType = "float32",
+    batch: harness.Batch = 8,
+    prompt: harness.PromptTokens = 512,
+    new: harness.NewTokens = 32,
+    link_rate: harness.LinkRate = None,
+    device: harness.ContendersDevice = "cpu",
+    threads: harness.Threads = 0,
+    repeats: harness.Repeats = 5,
     sweep: _Sweep = False,
     change_link_rate: _ChangedRate = None,
     weights_on_host: _WeightsOnHost = False,
     kv_encoding: _Encodings = [],  # noqa: B006 - typer's way to say "none"
-    seed: options.Seed = 0,
+    seed: harness.Seed = 0,
     speculate: _Speculate = None,
     draft_tokens: _DraftTokens = None,
     kv_heads: _KvHeads = None,
@@ -169,67 +165,81 @@ def offload(
     Decoding from device memory tells which tokens are right; on a GPU transformers runs, too.
     """
     need_all("a benchmark")
-    options.check_data_type(dtype)
-    common: dict[str, Any] = {
-        "dtype": dtype,
-        "batch": batch,
-        "new": new,
-        "link_rate": None if link_rate is None else parse_rate(link_rate, field="link_rate"),
-        "repeats": repeats,
-        "device": device,
-        "threads": options.thread_count(threads),
-    }
-    files = tuple(map(str, text))
-    of_text = common | {"shape": shape or BUNDLED_MODEL, "kv_heads": kv_heads, "text": files}
-    if speculate is not None:
-        drafts = DraftWorkload(
-            prompt=prompt,
-            method=_method(speculate),
-            draft_tokens=draft_tokens,
-            select=_drafting(select, speculate),
-            **of_text,
-        )
-        _measure_drafts(resolve_model(shape), drafts, as_json=as_json, output=output)
-        return
-    if select is not None:
-        selecting = SelectWorkload(
-            lengths=tuple(dict.fromkeys(length)) or (prompt,),
-            seed=seed,
-            select=_selection(select),
-            layers=layers,
-            **of_text,
-        )
-        _measure_selections(shape, selecting, png_file, as_json=as_json, output=output)
-        return
-    _check_alone(kv_heads=kv_heads, length=length, layers=layers, text=text)
-    model = find_shape(shape or "opt-125m", dtype)
-    _check_options(change_link_rate, png_file, kv_encoding, trace_file, sweep=sweep)
+    harness.check_data_type(dtype)
     workload = OffloadWorkload(
-        shape=model.name,
+        shape=shape or BUNDLED_MODEL,
+        dtype=dtype,
+        batch=batch,
         prompt=prompt,
+        new=new,
+        link_rate=None if link_rate is None else parse_rate(link_rate, field="link_rate"),
+        repeats=repeats,
+        device=device,
+        threads=harness.thread_count(threads),
         seed=seed,
-        sweep=sweep,
-        changed_link_factor=change_link_rate,
-        weights_on_host=weights_on_host,
-        kv_encodings=tuple(dict.fromkeys(kv_encoding)),
-        **common,
+        draft_tokens=draft_tokens,
+        layers=layers,
+        kv_heads=kv_heads,
+        text=tuple(map(str, text)),
     )
-    report = _measured(model, workload, trace_file, png_file)
+    if png_file is not None:
+        if not sweep or speculate is not None or select is not None:
+            raise InvalidArgument("--png draws what --sweep measures", field="png")
+        check_picture(png_file)
+    if speculate is not None:
+        method = _method(speculate)
+        workload = replace(workload, speculate=method, select=_drafting(select, method))
+        report = _measured_drafts(resolve_model(shape), workload)
+    elif select is not None:
+        lengths = tuple(dict.fromkeys(length)) or (prompt,)
+        workload = replace(workload, select=_selection(select), lengths=lengths)
+        report = _measured_selections(shape, workload)
+    else:
+        _check_alone(kv_heads=kv_heads, length=length, layers=layers, text=text)
+        check_output(trace_file, "trace")
+        workload = replace(
+            workload,
+            sweep=sweep,
+            changed_link_factor=_factor(change_link_rate),
+            weights_on_host=weights_on_host,
+            kv_encodings=_encodings(kv_encoding),
+        )
+        report = _measured(shape or "opt-125m", workload, trace_file)
+    if png_file is not None:
+        save(picture_of(report), png_file)
     hand_over_report(report, table_of, as_json=as_json, output=output)
 
 
-def _measured(
-    model: ModelShape, workload: OffloadWorkload, trace_file: Path | None, png_file: Path | None
-) -> dict[str, Any]:
-    """Run all contenders; return the report, and draw it if wanted."""
-    with options.importing_peer():
-        from splitpoint_cli.bench.offload.runs import peer_of, run_all
+def _measured(name: str, workload: OffloadWorkload, trace_file: Path | None) -> dict[str, Any]:
+    shape = find_shape(name, workload.dtype)
+    workload = replace(workload, shape=shape.name)
+    from splitpoint_cli.bench.offload_runs import peer_of, run_all
+
     progress = Progress()
-    peer = peer_of(model, workload, progress)
-    report = report_of(workload, run_all(model, workload, progress, peer, trace_file))
-    if png_file is not None:
-        draw_sweep(report, png_file)
-    return report
+    peer = peer_of(shape, workload, progress)
+    return report_of(workload, run_all(shape, workload, progress, peer, trace_file))
+
+
+def _measured_drafts(folder: Path, workload: OffloadWorkload) -> dict[str, Any]:
+    from splitpoint_cli.bench.offload_runs import run_drafts
+
+    shape = read_shape(folder, data_type=DataType(workload.dtype))
+    runs, facts = run_drafts(folder, shape, workload, Progress())
+    return drafts_report_of(workload, runs, facts)
+
+
+def _measured_selections(name: str | None, workload: OffloadWorkload) -> dict[str, Any]:
+    # The bundled model has no name that is found.
+    named = find_named(name or str(resolve_model(None)), workload.dtype)
+    if workload.layers is not None and named.folder is not None:
+        raise InvalidArgument("a checkpoint has its own layers", field="layers")
+    if workload.new < LEAST_SELECTED:
+        # Steps that build screens and fill rows are not counted, and two are compared.
+        raise InvalidArgument(f"--select needs at least {LEAST_SELECTED} new tokens", field="new")
+    from splitpoint_cli.bench.offload_runs import run_selections
+
+    lengths, facts = run_selections(named, workload, Progress())
+    return select_report_of(workload, lengths, facts)
 
 
 def _check_alone(**given: object) -> None:
@@ -240,63 +250,20 @@ def _check_alone(**given: object) -> None:
             raise InvalidArgument(f"{flag} needs --select or --speculate", field=name)
 
 
-def _check_options(
-    change_link_rate: float | None,
-    png_file: Path | None,
-    kv_encodings: list[str],
-    trace_file: Path | None,
-    *,
-    sweep: bool,
-) -> None:
-    """Raise InvalidArgument with the option's name if one cannot be what it is."""
-    if change_link_rate is not None and not 0 < change_link_rate < float("inf"):
+def _factor(value: float | None) -> float | None:
+    if value is not None and not 0 < value < float("inf"):
         raise InvalidArgument("the factor must be above 0", field="change_link_rate")
-    if png_file is not None:
-        if not sweep:
-            raise InvalidArgument("--png draws what --sweep measures", field="png")
-        check_picture(png_file)
-    for name in kv_encodings:
+    return value
+
+
+def _encodings(names: list[str]) -> tuple[str, ...]:
+    """Return each encoding once. Raises InvalidArgument."""
+    for name in names:
         if name not in ENCODINGS:
             raise InvalidArgument(
                 f"{name!r} is none of {', '.join(ENCODINGS)}", field="kv_encoding"
             )
-    check_output(trace_file, "trace")
-
-
-def _measure_drafts(
-    folder: Path, workload: DraftWorkload, *, as_json: bool, output: Path | None
-) -> None:
-    from splitpoint_cli.bench.offload.drafts import run_drafts
-
-    shape = read_shape(folder, data_type=DataType(workload.dtype))
-    results = run_drafts(folder, shape, workload, Progress())
-    report = drafts_report_of(workload, results)
-    hand_over_report(report, drafts_table_of, as_json=as_json, output=output)
-
-
-def _measure_selections(
-    shape: str | None,
-    workload: SelectWorkload,
-    png_file: Path | None,
-    *,
-    as_json: bool,
-    output: Path | None,
-) -> None:
-    # The bundled model has no name that is found.
-    named = find_named(shape or str(resolve_model(None)), workload.dtype)
-    if workload.layers is not None and named.folder is not None:
-        raise InvalidArgument("a checkpoint has its own layers", field="layers")
-    if workload.new < LEAST_SELECTED:
-        # Steps that build screens and fill rows are not counted, and two are compared.
-        raise InvalidArgument(f"--select needs at least {LEAST_SELECTED} new tokens", field="new")
-    if png_file is not None:
-        check_picture(png_file)
-    from splitpoint_cli.bench.offload.selections import run_selections
-
-    report = select_report_of(workload, run_selections(named, workload, Progress()))
-    if png_file is not None:
-        draw_selections(report, png_file)
-    hand_over_report(report, select_table_of, as_json=as_json, output=output)
+    return tuple(dict.fromkeys(names))
 
 
 def _selection(text: str) -> Selection:
@@ -311,13 +278,13 @@ def _selection(text: str) -> Selection:
     return selection
 
 
-def _drafting(text: str | None, method: str) -> Selection:
+def _drafting(text: str | None, method: DraftMethod) -> Selection:
     """Return what drafts attend. Raises InvalidArgument."""
     if text is None:
         return FULL
     selection = replace(Selection.parsed(text), verify=True)
     check_served(selection)
-    check_speculation(selection, Speculation(_method(method)))
+    check_speculation(selection, Speculation(method))
     return selection
 
 

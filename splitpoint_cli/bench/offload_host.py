@@ -1,4 +1,4 @@
-"""Our side of `bench offload`: one model, one cache on the host, engines that decode from it.
+"""A host of `bench offload`: one model, one cache on the host, engines that decode from it.
 
 Prompts are prefilled and stored once; every run then leases them and decodes, so that
 what is timed is decoding and nothing else. The contenders share weights, device pages
@@ -10,20 +10,18 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
-from splitpoint.errors import InvalidArgument, ResourceExhausted
+from splitpoint.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from splitpoint.planning.plan import Residency, SplitLine
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
 from splitpoint.planning.weight_schedule import WeightOrder
 from splitpoint.selection import FULL, Selection
-from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, chunks_of
+from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, chunks_of
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
 from splitpoint_cli.bench.ending import held
 from splitpoint_cli.bench.engine import (
@@ -33,11 +31,11 @@ from splitpoint_cli.bench.engine import (
 )
 from splitpoint_cli.bench.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS
 from splitpoint_cli.bench.local_store import LocalStore
-from splitpoint_cli.bench.offload.costs import BatchCosts
-from splitpoint_cli.bench.offload.report import DecodeRun, OffloadWorkload, Step
-from worker_service.checkpoint.tensors import RandomTensors, TensorSource
-from worker_service.device.cache import TORCH_TYPES, DeviceCache
-from worker_service.device.choice import choose_device, describe_device
+from splitpoint_cli.bench.offload_costs import BatchCosts
+from splitpoint_cli.bench.offload_report import OffloadSample, OffloadWorkload, Step
+from splitpoint_cli.bench.texts import Prompts
+from worker_service.device.cache import DeviceCache
+from worker_service.device.choice import describe_device
 from worker_service.device.memory import (
     STAGING_PAGES,
     MemoryPlan,
@@ -56,9 +54,7 @@ from worker_service.profiling.profiler import measure
 from worker_service.speculation.self_draft import SelfDrafter
 from worker_service.store.write_back import BATCH_CHUNKS
 
-# Token ids of each prompt.
-Prompts = tuple[tuple[int, ...], ...]
-# After each step: how many steps there were.
+# Called after a step: with how many tokens each sequence has at least.
 OnStep = Callable[[int], None]
 
 
@@ -82,21 +78,6 @@ class Way:
 
 
 WAY = Way()
-
-
-def make_model(
-    shape: ModelShape, workload: OffloadWorkload, weights: TensorSource | None = None
-) -> Decoder:
-    """Return the model of a benchmark: these weights, or random ones from the seed."""
-    device = choose_device(workload.device)
-    data_type = DataType(workload.dtype)
-    config = DecoderConfig.of_shape(replace(shape, data_type=data_type))
-    dtype = TORCH_TYPES[data_type]
-    source = weights or RandomTensors(config, workload.seed, device, dtype)
-    on_host = NOTHING_ON_HOST
-    if workload.weights_on_host:
-        on_host = OnHost(tuple(range(shape.layer_count)), table=True, head=True)
-    return Decoder(config, source, device, dtype, on_host)
 
 
 class OffloadHost:
@@ -127,12 +108,12 @@ class OffloadHost:
             drafts: the method of the engine's drafter; with SELF streamed sequences keep a
                 window on the device.
         """
-        check_workload(model.shape, workload)
+        _check_workload(model.shape, workload)
         self.device, self.shape, self._model = model.device, model.shape, model
         if link is None and workload.link_rate is not None:
             link = EmulatedLink(workload.link_rate)
         self.link = link
-        self.prompts = random_prompts(self.shape, workload) if prompts is None else prompts
+        self.prompts = _drawn_prompts(self.shape, workload) if prompts is None else prompts
         self._drafts = drafts
         self.trace = Trace({"device": str(self.device), "model": self.shape.name})
         self._workload = workload
@@ -144,7 +125,7 @@ class OffloadHost:
             encoding=encoding,
         )
         self.memory = self._divide(layout)
-        check_device(self.memory, self.device)
+        _check_device(self.memory, self.device)
         self._cache = DeviceCache(layout, self.memory, self.device)
         ours = self._make_engine(Schedule.PIPELINED)
         self._engines = {Schedule.PIPELINED: ours}
@@ -191,34 +172,61 @@ class OffloadHost:
         self.decode(1, Way(residency=Residency.RESIDENT))
 
     def decode(
-        self, new_tokens: int, way: Way = WAY, *, on_step: OnStep | None = None
-    ) -> DecodeRun:
-        """Decode all sequences from their stored prompts, together."""
-        engine, names = self.admit(self.prompts, new_tokens, way)
+        self,
+        new_tokens: int,
+        way: Way = WAY,
+        *,
+        prompts: Prompts | None = None,
+        speculation: Speculation = PLAIN,
+        on_step: OnStep | None = None,
+    ) -> OffloadSample:
+        """Decode stored prompts together; None: all of them.
+
+        What `on_step` takes is no part of a step. Raises FailedPrecondition if a selection that
+        reads less was not used.
+        """
+        engine, names = self.admit(prompts or self.prompts, new_tokens, way, speculation)
         tokens: dict[str, list[int]] = {name: [] for name in names}
         steps: list[Step] = []
         times: list[StepTimes] = []
         begun: float | None = None
-        used_bytes = 0
+        reached = used_bytes = counted = pulls = drafted = accepted = 0
         for output in outputs_until_idle(engine, self.store):
             now = time.perf_counter()
             used_bytes = max(used_bytes, output.cache_used_bytes)
+            for finish in output.finishes:
+                if finish.selection_off_reason and way.selection.is_approximate:
+                    raise FailedPrecondition(
+                        f"nothing was selected: {finish.selection_off_reason}", reason="NO_GAIN"
+                    )
             for event in output.tokens:
                 tokens[event.key[0]].append(event.choice.token_id)
+            if begun is not None:
+                counted += len(output.tokens)
+                pulls += len({event.key for event in output.tokens})
+                drafted += sum(each.drafted for each in output.drafts)
+                accepted += sum(each.accepted for each in output.drafts)
             if output.ran and engine.last_step is not None:
                 times.append(engine.last_step)
+            least = min(len(each) for each in tokens.values())
             # Of a step in which some sequence had to wait for a page, the next is part.
-            if min(len(each) for each in tokens.values()) > len(steps) + (begun is not None):
-                if begun is not None:
-                    steps.append(_step(now - begun, times))
-                    if on_step is not None:
-                        on_step(len(steps))
-                begun, times = now, []
+            is_over = least > reached
+            if is_over and begun is not None:
+                steps.append(_step(now - begun, times))
+            if least and on_step is not None:
+                on_step(least)
+                now = time.perf_counter()
+            if is_over:
+                begun, reached, times = now, least, []
         plan = engine.memory_plan
-        return DecodeRun(
-            tuple(steps),
-            tuple(tuple(tokens[name]) for name in names),
-            plan.weight_bytes + plan.workspace_bytes + used_bytes,
+        return OffloadSample(
+            steps=tuple(steps),
+            tokens=tuple(tuple(tokens[name]) for name in names),
+            device_bytes=plan.weight_bytes + plan.workspace_bytes + used_bytes,
+            token_count=counted,
+            pull_count=pulls,
+            drafted=drafted,
+            accepted=accepted,
         )
 
     def admit(
@@ -229,7 +237,7 @@ class OffloadHost:
         speculation: Speculation = PLAIN,
     ) -> tuple[Engine, list[str]]:
         """Admit a request for each prompt; return the engine to step, and the requests' names."""
-        engine = self._engine(way.schedule)
+        engine = self.engine(way.schedule)
         self._model.use_lanes(engine.lanes)
         if self._model.layer_weights is not None:
             self._model.layer_weights.portions = way.weights.portions
@@ -251,7 +259,7 @@ class OffloadHost:
 
     # -- below ---------------------------------------------------------------------------
 
-    def _engine(self, schedule: Schedule) -> Engine:
+    def engine(self, schedule: Schedule) -> Engine:
         """Return the engine whose steps have this order; its staging exists from then on."""
         if schedule not in self._engines:
             self._engines[schedule] = self._make_engine(schedule)
@@ -326,7 +334,7 @@ class OffloadHost:
         return len(self.prompts) * prompt + workload.batch * new + BATCH_CHUNKS
 
 
-def check_workload(shape: ModelShape, workload: OffloadWorkload) -> None:
+def _check_workload(shape: ModelShape, workload: OffloadWorkload) -> None:
     """Raise InvalidArgument if the sequences are longer than the context."""
     if workload.prompt + workload.new > shape.context_length:
         raise InvalidArgument(
@@ -336,7 +344,7 @@ def check_workload(shape: ModelShape, workload: OffloadWorkload) -> None:
         )
 
 
-def check_device(plan: MemoryPlan, device: torch.device) -> None:
+def _check_device(plan: MemoryPlan, device: torch.device) -> None:
     """Raise ResourceExhausted if the reference's cache does not fit beside the loaded weights."""
     if device.type != "cuda":
         return
@@ -350,7 +358,7 @@ def check_device(plan: MemoryPlan, device: torch.device) -> None:
         )
 
 
-def random_prompts(shape: ModelShape, workload: OffloadWorkload) -> Prompts:
+def _drawn_prompts(shape: ModelShape, workload: OffloadWorkload) -> Prompts:
     """Return prompts of equal length, drawn from the seed."""
     generator = torch.Generator().manual_seed(workload.seed)
     size = (workload.batch, workload.prompt)
@@ -367,4 +375,5 @@ def _step(seconds: float, times: Sequence[StepTimes]) -> Step:
         predicted_seconds=sum(known) if known and len(known) == len(predicted) else None,
         link_bytes=sum(each.link_bytes for each in times),
         link_seconds=sum(each.link_busy for each in times),
+        loaded_tokens=sum(each.loaded_tokens for each in times),
     )

@@ -1,1 +1,0 @@
-"""`splitpoint bench offload`: decoding with the cache on the host."""

@@ -1,0 +1,673 @@
+"""The workload and the results of `bench offload`, as JSON and as a table; needs no torch.
+
+One kind of sample serves all three forms: loading in several orders, drafts (`--speculate`), and
+steps that read by a selection (`--select`). A step is one token for each sequence.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.table import Table
+
+from splitpoint.config import counted, format_size
+from splitpoint.costs.profile import Profile
+from splitpoint.residency.selecting import SelectedStep
+from splitpoint.selection import FULL, Selection
+from splitpoint.speculation import DraftMethod
+from splitpoint_cli.bench.harness import (
+    Column,
+    agreeing_share,
+    contender_table,
+    json_report,
+    ratio_lines,
+    text_of,
+)
+from splitpoint_cli.bench.picture import Line, sweep_picture
+from splitpoint_cli.output import seconds_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FULL_LOAD = "full load"
+SEQUENTIAL = "sequential split"
+KVPR = "KVPR's order"
+PIPELINED = "pipelined split"
+COARSE = "coarse weights"
+RESIDENT = "resident"
+ENCODED = "pipelined split, "  # and the encoding
+PLAIN_STREAMING = "plain streaming"
+SELECTED = "selected"
+# Rows that are on the device are forgotten after each step, and all are fetched anew.
+ANEW = "selected, all anew"
+# Once the link's rate has changed: a smaller error counts as recovered (Done-when of the refit).
+RECOVERED_ERROR = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadWorkload:
+    """The work of each contender: decode `new` tokens of `batch` stored prompts.
+
+    Attributes:
+        shape: a built-in shape or a checkpoint, as the user named it.
+        link_rate: bytes per second of an emulated link; None: the device's own.
+        repeats: rounds; with drafts each has its own prompts, the same for all contenders.
+        changed_link_factor: what the rate is multiplied with in the run that follows it.
+        kv_encodings: of further stores, from which the pipelined split is decoded, too.
+        speculate: method of the drafts that are measured; None: none.
+        draft_tokens: most drafts of a sequence in a step; None: the worker decides.
+        select: what steps read, or what drafts attend besides what the device has; FULL: all, or
+            nothing.
+        lengths: tokens of the prompts of `--select`, each measured by itself; else `prompt`.
+        layers, kv_heads: of the model, in place of its own; None: its own.
+        text: files that a checkpoint's prompts are cut from; empty: files that the bundled model
+            has not seen.
+    """
+
+    shape: str
+    dtype: str
+    batch: int
+    prompt: int
+    new: int
+    link_rate: float | None
+    repeats: int
+    device: str
+    threads: int
+    seed: int
+    sweep: bool = False
+    changed_link_factor: float | None = None
+    weights_on_host: bool = False
+    kv_encodings: tuple[str, ...] = ()
+    speculate: DraftMethod | None = None
+    draft_tokens: int | None = None
+    select: Selection = FULL
+    lengths: tuple[int, ...] = ()
+    layers: int | None = None
+    kv_heads: int | None = None
+    text: tuple[str, ...] = ()
+
+    def json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "kv_encodings": list(self.kv_encodings),
+            "speculate": self.speculate and self.speculate.value,
+            "select": None if self.select.is_full else str(self.select),
+            "lengths": list(self.lengths),
+            "text": list(self.text),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One token for each sequence, or several with drafts.
+
+    Attributes:
+        seconds: wall-clock time.
+        predicted_seconds: what the engine expected before the step; None: nothing.
+        link_bytes, link_seconds: of what came towards the device. On a GPU, which alone knows how
+            many selected rows were missing, rows count as if all of them had been.
+        loaded_tokens: tokens that were loaded from the store as a whole, summed over layers.
+    """
+
+    seconds: float
+    predicted_seconds: float | None = None
+    link_bytes: int = 0
+    link_seconds: float = 0.0
+    loaded_tokens: int = 0
+
+    @property
+    def error(self) -> float | None:
+        """|predicted - measured| / measured."""
+        if self.predicted_seconds is None:
+            return None
+        return abs(self.predicted_seconds - self.seconds) / self.seconds
+
+
+class RowSums(NamedTuple):
+    """Rows of one KV head in one layer, of some steps.
+
+    Attributes:
+        chosen: rows that the steps wanted; fetched: those of them that crossed the link.
+        read: rows that attention read; visible: stored tokens.
+        link_bytes: of the fetched rows.
+    """
+
+    chosen: int = 0
+    fetched: int = 0
+    read: int = 0
+    visible: int = 0
+    link_bytes: int = 0
+
+    def plus(self, other: RowSums, sign: int = 1) -> RowSums:
+        return RowSums(*(one + sign * more for one, more in zip(self, other, strict=True)))
+
+
+NO_ROWS = RowSums()
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSample:
+    """One decode of all sequences, from the last one's first new token to the last token.
+
+    Attributes:
+        steps: with a selection without the first ones, which build screens and fill rows.
+        tokens: all tokens of each sequence.
+        device_bytes: weights, workspace (staging included) and the most pages in use; None: not
+            counted.
+        token_count: tokens of all sequences in that time.
+        pull_count: decode steps of the single sequences: a streamed one reads its cache once.
+        drafted, accepted: drafts that steps verified, and those that were right.
+        rows: what the steps did with single rows.
+        expected_bytes: of the tiles and rows that the steps chose to read, by their numbers. None
+            on a GPU: they are not those of `Step.link_bytes`.
+        overlap: of the rows that a step chose, the share that the one before chose, too; None:
+            not seen.
+    """
+
+    steps: tuple[Step, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    device_bytes: int | None = None
+    token_count: int = 0
+    pull_count: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rows: RowSums = NO_ROWS
+    expected_bytes: int | None = None
+    overlap: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def median_step(self) -> float:
+        return statistics.median(step.seconds for step in self.steps)
+
+    @property
+    def link_bytes(self) -> int:
+        return sum(step.link_bytes for step in self.steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.token_count / self.seconds
+
+    @property
+    def link_bytes_per_token(self) -> float:
+        return self.link_bytes / self.token_count
+
+
+Runs = Sequence[OffloadSample]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Runs of one way to decode; `split_tokens` None: it has no split."""
+
+    split_tokens: int | None
+    runs: Runs
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps of all runs."""
+        return [step for run in self.runs for step in run.steps]
+
+    @property
+    def step_seconds(self) -> float:
+        """Median over the steps of all runs."""
+        return statistics.median(step.seconds for step in self.steps)
+
+    @property
+    def step_count(self) -> int:
+        return len(self.runs[0].steps)
+
+    def decode_seconds(self, steps: int | None = None) -> float:
+        """Median of the runs, over their first steps; None: over all of them."""
+        return statistics.median(
+            sum(step.seconds for step in run.steps[:steps]) for run in self.runs
+        )
+
+    def over(self, other: Contender) -> float:
+        """Return its decode seconds over the other's, for the steps that both have."""
+        steps = min(self.step_count, other.step_count)
+        return self.decode_seconds(steps) / other.decode_seconds(steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Lower bound of a step: the link's time for its bytes, the device's time for its work.
+
+    `compute_from` names the source of the device's time.
+    """
+
+    split_tokens: int
+    link_seconds: float
+    compute_seconds: float
+    compute_from: str
+
+    @property
+    def seconds(self) -> float:
+        return max(self.link_seconds, self.compute_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """Step times with every sequence split here: measured, predicted, and the bound."""
+
+    split_tokens: int
+    seconds: float
+    kvpr_seconds: float
+    sequential_seconds: float
+    predicted_seconds: float
+    bound_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkChange:
+    """A run in which the link's rate changed after `changed_at` steps."""
+
+    factor: float
+    changed_at: int
+    steps: tuple[Step, ...]
+
+    def steps_to_recover(self, limit: float = RECOVERED_ERROR) -> int | None:
+        """Return the steps after the change until predictions hold again; None: they never do.
+
+        They hold from the first step on whose own error, and the median of it and all
+        later ones, is below the limit.
+        """
+        errors = [step.error for step in self.steps[self.changed_at :]]
+        known = [error for error in errors if error is not None]
+        if len(known) < len(errors):
+            return None
+        for count, error in enumerate(known):
+            if error < limit and statistics.median(known[count:]) < limit:
+                return count
+        return None
+
+    def json(self) -> dict[str, Any]:
+        predicted = [step.predicted_seconds for step in self.steps]
+        return {
+            "factor": self.factor,
+            "changed_at_step": self.changed_at,
+            "steps_after": len(self.steps) - self.changed_at,
+            "steps_to_recover": self.steps_to_recover(),
+            "step_seconds": [_rounded(step.seconds) for step in self.steps],
+            "predicted_seconds": [None if each is None else _rounded(each) for each in predicted],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadResults:
+    """All orders of loading. `skipped` names what was not measured, and why.
+
+    `unpredicted`: why steps carry no prediction; empty: they do. `kernels`: of the CPU, as a
+    worker's; empty on a GPU.
+    """
+
+    profile: Profile
+    reason: str
+    bound: Bound
+    contenders: Mapping[str, Contender]
+    sweep: tuple[SweepPoint, ...] = ()
+    change: LinkChange | None = None
+    peers: tuple[str, ...] = ()
+    unpredicted: str = ""
+    pinning: str = ""
+    kernels: str = ""
+    skipped: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class LengthResults:
+    """What was measured of a selection at one length.
+
+    `predicted`: by the cost model, without the rows that are on the device already.
+    """
+
+    cached: int
+    runs: Mapping[str, Runs]
+    predicted: SelectedStep
+
+
+# -- loading ------------------------------------------------------------------------------
+
+
+def report_of(workload: OffloadWorkload, results: OffloadResults) -> dict[str, Any]:
+    """Return the JSON object: what was measured, on what, and how it compares."""
+    contenders, bound = results.contenders, results.bound
+    reference = contenders.get(RESIDENT)
+    report: dict[str, Any] = {
+        "store": "in this process: a real arena, store and seals, without gRPC",
+        "pinning": results.pinning,
+        "kernels": results.kernels,
+        "profile": asdict(results.profile),
+        "reason": results.reason,
+        "contenders": {
+            name: _contender(workload.batch, each, reference) for name, each in contenders.items()
+        },
+        "prediction": _prediction(results),
+        "skipped": list(results.skipped),
+        "bound": {
+            "split_tokens": bound.split_tokens,
+            "seconds": _rounded(bound.seconds),
+            "link_seconds": _rounded(bound.link_seconds),
+            "compute_seconds": _rounded(bound.compute_seconds),
+            "compute_from": bound.compute_from,
+        },
+        "ratios": _ratios(results),
+        "link": _link(results),
+    }
+    if results.sweep:
+        report["sweep_points"] = [asdict(point) for point in results.sweep]
+        best = min(results.sweep, key=lambda point: point.seconds)
+        report["best_swept_split"] = best.split_tokens
+    if results.change is not None:
+        report["link_change"] = results.change.json()
+    return json_report("offload", workload.json(), report)
+
+
+def _contender(batch: int, contender: Contender, reference: Contender | None) -> dict[str, Any]:
+    runs, seconds = contender.runs, contender.decode_seconds()
+    return {
+        "split_tokens": contender.split_tokens,
+        "step_seconds": _rounded(contender.step_seconds),
+        "steps": contender.step_count,
+        "decode_seconds": _rounded(seconds),
+        "decode_seconds_of_runs": [_rounded(run.seconds) for run in runs],
+        "tokens_per_second": round(batch * contender.step_count / seconds, 3),
+        "device_bytes": runs[0].device_bytes,
+        "step_seconds_of_last_run": [_rounded(step.seconds) for step in runs[-1].steps],
+        "agreeing_token_share": reference and _agreeing(runs[:1], reference.runs[:1]),
+    }
+
+
+def _ratios(results: OffloadResults) -> dict[str, float]:
+    contenders = results.contenders
+    ours = contenders[PIPELINED]
+    ratios = {
+        "pipelined_over_full_load": ours.over(contenders[FULL_LOAD]),
+        "sequential_over_pipelined": contenders[SEQUENTIAL].over(ours),
+        "kvpr_order_over_pipelined": contenders[KVPR].over(ours),
+        "pipelined_step_over_bound": ours.step_seconds / results.bound.seconds,
+    }
+    if COARSE in contenders:
+        ratios["fine_over_coarse_weights"] = ours.over(contenders[COARSE])
+    for name, contender in contenders.items():
+        if name.startswith(ENCODED):
+            encoding = name.removeprefix(ENCODED)
+            ratios[f"{encoding}_step_over_native"] = contender.step_seconds / ours.step_seconds
+    peers = [ours.over(contenders[name]) for name in results.peers]
+    if peers:
+        ratios["pipelined_over_fastest_peer"] = max(peers)
+    return {name: round(value, 3) for name, value in ratios.items()}
+
+
+def _prediction(results: OffloadResults) -> dict[str, Any]:
+    """Return the prediction error over all steps of the pipelined contender."""
+    steps = results.contenders[PIPELINED].steps
+    errors = [step.error for step in steps if step.error is not None]
+    return {
+        "median_error": round(statistics.median(errors), 4) if errors else None,
+        "predicted_steps": len(errors),
+        "missing": "" if errors else results.unpredicted,
+    }
+
+
+def _link(results: OffloadResults) -> dict[str, Any]:
+    """Return the link's efficiency at l = 0: bytes over the measured rate, over their time."""
+    steps = results.contenders[FULL_LOAD].steps
+    moved = sum(step.link_bytes for step in steps)
+    seconds = sum(step.seconds for step in steps)
+    if not moved:
+        return {"efficiency": None, "missing": "the engine's steps move nothing on lanes"}
+    rate = results.profile.link_bytes_per_second
+    return {
+        "bytes_per_step": moved // len(steps),
+        "bytes_per_second": round(rate),
+        "efficiency": round(moved / rate / seconds, 4),
+        "busy_share": round(sum(step.link_seconds for step in steps) / seconds, 4),
+    }
+
+
+# -- drafts -------------------------------------------------------------------------------
+
+
+def drafts_report_of(
+    workload: OffloadWorkload, runs: Mapping[str, Runs], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the JSON object of drafts. `facts`: of the model and its device memory."""
+    plain = runs[PLAIN_STREAMING]
+    drafted = runs[str(workload.speculate)]
+    measured = {
+        "contenders": {name: _drafting(each, plain) for name, each in runs.items()},
+        "ratios": _draft_ratios(drafted, plain),
+    }
+    return json_report("offload", workload.json(), {**facts, **measured})
+
+
+def _drafting(runs: Runs, plain: Runs) -> dict[str, Any]:
+    tokens, pulls, drafted, accepted, link_bytes = (
+        sum(getattr(run, name) for run in runs)
+        for name in ("token_count", "pull_count", "drafted", "accepted", "link_bytes")
+    )
+    return {
+        "tokens_per_second": round(statistics.median(run.tokens_per_second for run in runs), 3),
+        "tokens_per_pull": round(tokens / pulls, 4),
+        "link_bytes_per_token": round(link_bytes / tokens, 1),
+        "acceptance": round(accepted / drafted, 4) if drafted else None,
+        "drafted": drafted,
+        "accepted": accepted,
+        "tokens": tokens,
+        "pulls": pulls,
+        "seconds_of_runs": [_rounded(run.seconds) for run in runs],
+        "tokens_per_pull_of_runs": [round(run.token_count / run.pull_count, 3) for run in runs],
+        "agreeing_token_share": _agreeing(runs, plain),
+    }
+
+
+def _draft_ratios(drafted: Runs, plain: Runs) -> dict[str, float]:
+    """Return the ratios to plain streaming: medians over the rounds."""
+    pairs = list(zip(drafted, plain, strict=True))
+    ratios = {
+        "tokens_per_second_over_plain": [
+            one.tokens_per_second / other.tokens_per_second for one, other in pairs
+        ],
+        "link_bytes_per_token_over_plain": [
+            one.link_bytes_per_token / other.link_bytes_per_token
+            for one, other in pairs
+            if other.link_bytes
+        ],
+    }
+    return {name: round(statistics.median(each), 3) for name, each in ratios.items() if each}
+
+
+# -- selections ---------------------------------------------------------------------------
+
+
+def select_report_of(
+    workload: OffloadWorkload, lengths: Sequence[LengthResults], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the JSON object of selections. `facts`: of the model."""
+    measured = {
+        "full_layers": workload.select.exact_layers,
+        "results": [_length(each, workload.link_rate) for each in lengths],
+    }
+    return json_report("offload", workload.json(), {**facts, **measured})
+
+
+def _length(results: LengthResults, link_rate: float | None) -> dict[str, Any]:
+    full = results.runs[FULL_LOAD]
+    contenders = {name: _selecting(runs, full) for name, runs in results.runs.items()}
+    selected, anew = (contenders[name] for name in (SELECTED, ANEW))
+    rows, anew_rows = (_rows(results.runs[name]) for name in (SELECTED, ANEW))
+    overlaps = [run.overlap for run in results.runs[ANEW] if run.overlap is not None]
+    overlap = statistics.fmean(overlaps)
+    steps = sum(len(run.steps) for run in results.runs[SELECTED])
+    row_bytes = anew_rows.link_bytes / anew_rows.fetched
+    saved_bytes = anew["link_bytes_per_step"] - selected["link_bytes_per_step"]
+    runs = [run for each in results.runs.values() for run in each]
+    expected = [run.expected_bytes for run in runs]
+    return {
+        "cached": results.cached,
+        "contenders": contenders,
+        # Medians of medians.
+        "speed_up": round(contenders[FULL_LOAD]["step_seconds"] / selected["step_seconds"], 3),
+        # None: see OffloadSample.
+        "link_bytes_are_those_chosen": (
+            None if None in expected else [run.link_bytes for run in runs] == expected
+        ),
+        "predicted_step_seconds": asdict(results.predicted),
+        "fetching_differences": {
+            "overlap": round(overlap, 4),
+            "saved_rows_share": round(1 - rows.fetched / rows.chosen, 4),
+            # Of rows that the step before did not choose, and what was measured: rows of earlier
+            # steps are there, too.
+            "predicted_row_bytes_per_step": round((1 - overlap) * rows.chosen * row_bytes / steps),
+            "row_bytes_per_step": round(rows.link_bytes / steps),
+            "predicted_saved_seconds_per_step": (
+                None if link_rate is None else _rounded(saved_bytes / link_rate)
+            ),
+            "saved_seconds_per_step": _rounded(anew["step_seconds"] - selected["step_seconds"]),
+        },
+    }
+
+
+def _rows(runs: Runs) -> RowSums:
+    rows = NO_ROWS
+    for run in runs:
+        rows = rows.plus(run.rows)
+    return rows
+
+
+def _selecting(runs: Runs, full: Runs) -> dict[str, Any]:
+    steps = [run.median_step for run in runs]
+    ratios = [one / other.median_step for one, other in zip(steps, full, strict=True)]
+    rows = _rows(runs)
+
+    def share(count: int) -> float | None:
+        return round(count / rows.visible, 4) if rows.visible else None
+
+    return {
+        "step_seconds": _rounded(statistics.median(steps)),
+        "step_over_full_load": round(statistics.median(ratios), 4),
+        "step_seconds_of_runs": [_rounded(each) for each in steps],
+        "link_bytes_per_step": round(
+            statistics.fmean(step.link_bytes for run in runs for step in run.steps), 1
+        ),
+        "read_share": share(rows.read),
+        "chosen_share": share(rows.chosen),
+        "fetched_share": share(rows.fetched),
+        "agreeing_token_share": _agreeing(runs, full),
+    }
+
+
+# -- shown --------------------------------------------------------------------------------
+
+_COLUMNS = (
+    Column("split", lambda each: text_of(each.get("split_tokens"), str)),
+    Column("a step", lambda each: text_of(each.get("step_seconds"), seconds_text)),
+    Column("of full load", lambda each: text_of(each.get("step_over_full_load"), "{:.3f}".format)),
+    Column("tokens/s", lambda each: text_of(each.get("tokens_per_second"), "{:.1f}".format)),
+    # A cache on the device is not pulled over the link.
+    Column(
+        "tokens a pull",
+        lambda each: f"{each['tokens_per_pull']:.2f}" if each.get("link_bytes_per_token") else "",
+    ),
+    Column("link a token", lambda each: _size(each.get("link_bytes_per_token"))),
+    Column("link a step", lambda each: _size(each.get("link_bytes_per_step"))),
+    Column("read", lambda each: text_of(each.get("read_share"), "{:.1%}".format)),
+    Column("accepted", lambda each: text_of(each.get("acceptance"), "{:.0%}".format)),
+    Column("memory", lambda each: _size(each.get("device_bytes"))),
+    Column("equal tokens", lambda each: text_of(each.get("agreeing_token_share"), "{:.1%}".format)),
+)
+
+
+def table_of(report: Mapping[str, Any]) -> Table:
+    """Return the contenders of any of the three forms."""
+    contenders = report.get("contenders")
+    if contenders is None:
+        contenders = {
+            f"{length['cached']:,} {name}": facts
+            for length in report["results"]
+            for name, facts in length["contenders"].items()
+        }
+    bound = report.get("bound")
+    if bound is not None:
+        limit = {"split_tokens": bound["split_tokens"], "step_seconds": bound["seconds"]}
+        contenders = {**contenders, "max(link, compute)": limit}
+    return contender_table(_title(report), "contender", _COLUMNS, contenders, _caption(report))
+
+
+def picture_of(report: Mapping[str, Any]) -> Figure:
+    """Draw a report that has a sweep. Raises FailedPrecondition without matplotlib."""
+    points, contenders = report["sweep_points"], report["contenders"]
+    splits = [point["split_tokens"] for point in points]
+    chosen = contenders[PIPELINED]["split_tokens"]
+    highest = max(point["sequential_seconds"] for point in points)
+    lines = [
+        Line(label, style, splits, [point[key] for point in points])
+        for key, label, style in (
+            ("sequential_seconds", "in turn (serial twin), measured", "s:"),
+            ("kvpr_seconds", "KVPR's order, measured", "^-."),
+            ("seconds", "pipelined, measured", "o-"),
+            ("predicted_seconds", "predicted by the planner", "--"),
+            ("bound_seconds", "max(link, compute)", "-"),
+        )
+    ]
+    lines.append(Line(f"the planner's l = {chosen}", ":", [chosen] * 2, [0, highest], "k"))
+    steps = {name: each["step_seconds"] for name, each in contenders.items()}
+    return sweep_picture(f"a decode step: {_title(report)}", lines, steps)
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    rate = report["link_rate"]
+    link = f", link {rate / 1e6:g} MB/s emulated" if rate else ""
+    heads = ""
+    if "query_heads" in report:
+        averaged = " (averaged)" if report["heads_are_averaged"] else ""
+        heads = f", {report['query_heads']}/{report['kv_heads']} heads{averaged}"
+        heads += f", {report['layers']} layers, {report['weights']} weights"
+    cached = "" if report["lengths"] else f", prompt {report['prompt']}"
+    selects = f", {report['select']}" if report["select"] else ""
+    return (
+        f"{report['shape']} {report['dtype']}{heads}: {counted(report['batch'], 'sequence')}"
+        f"{cached}, {report['new']} new, cache on the host, {report['device']}{link}{selects}"
+    )
+
+
+def _caption(report: Mapping[str, Any]) -> Iterable[str]:
+    yield from ratio_lines(report.get("ratios", {}))
+    for length in report.get("results", ()):
+        difference = length["fetching_differences"]
+        yield (
+            f"{length['cached']:,} cached: {length['speed_up']:.2f} times as fast as full load; "
+            f"adjacent steps share {100 * difference['overlap']:.0f} % of the chosen rows; "
+            f"fetching differences saves {100 * difference['saved_rows_share']:.0f} % of the rows"
+        )
+    if "prediction" in report:
+        error, missing = (report["prediction"][name] for name in ("median_error", "missing"))
+        yield (
+            f"no prediction error: {missing}"
+            if error is None
+            else f"prediction error, median: {100 * error:.1f} %"
+        )
+    if "link_change" in report:
+        steps = report["link_change"]["steps_to_recover"]
+        yield f"steps until predictions held again after the change: {steps}"
+    yield from report.get("skipped", ())
+
+
+def _size(count: float | None) -> str:
+    return format_size(round(count)) if count else ""
+
+
+def _agreeing(runs: Runs, reference: Runs) -> float:
+    mine, theirs = ([text for run in each for text in run.tokens] for each in (runs, reference))
+    return round(agreeing_share(mine, theirs), 4)
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 6)
