@@ -23,6 +23,8 @@ from gateway_service.batch.folder import BATCH, FILE, Folder, Record, output_id
 from gateway_service.batch.jobs import Requests
 from gateway_service.batch.run import Batch, Order, Totals, unanswered
 from gateway_service.batch.source import Source
+from gateway_service.openai.batches import Batch as BatchObject
+from gateway_service.openai.batches import BatchError, RequestCounts
 from gateway_service.openai.errors import HttpError
 from gateway_service.settings import Limits
 from gateway_service.upstream import Upstream
@@ -117,7 +119,7 @@ class Batches:
         self.folder.get(FILE, owner, file_id)
         self.folder.check_count(owner)
         now = int(time.time())
-        value: dict[str, Any] = {
+        value: BatchObject = {
             "id": f"{BATCH}{secrets.token_hex(16)}",
             "object": "batch",
             "endpoint": fields["endpoint"],
@@ -132,7 +134,7 @@ class Batches:
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": fields.get("metadata"),
         }
-        record = Record(owner, value)
+        record = Record(owner, {**value})
         await self._disk.run(self.folder.save, record)
         self._keys[owner] = key
         self._changed.set()
@@ -329,7 +331,7 @@ class Batches:
             value["request_counts"] = _counts(totals)
         if error is not None:
             path = folder.content(value["input_file_id"])
-            told = {
+            told: BatchError = {
                 "code": error.reason.lower() or "invalid_request",
                 "message": error.message.replace(str(path), "the file"),
                 "param": None,
@@ -414,7 +416,7 @@ def _end_of(record: Record) -> str:
     return "expired" if time.time() >= record.value["expires_at"] else ""
 
 
-def _counts(totals: Totals) -> dict[str, int]:
+def _counts(totals: Totals) -> RequestCounts:
     failed = totals.earlier_failed_count + totals.failed_count
     answered = totals.earlier_count + totals.answered_count
     return {"total": totals.line_count, "completed": answered - failed, "failed": failed}

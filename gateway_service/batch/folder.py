@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gateway_service.openai.batches import File, Purpose
 from gateway_service.openai.errors import HttpError
 from splitpoint.config import format_size
 from splitpoint.errors import FailedPrecondition
@@ -204,11 +205,11 @@ class Folder:
             self.give_back(size)
 
     def add_file(
-        self, name: str, owner: str, filename: str, purpose: str, *, seconds: int = KEPT_SECONDS
+        self, name: str, owner: str, filename: str, purpose: Purpose, *, seconds: int = KEPT_SECONDS
     ) -> Record:
         """Record a file whose content is there, for this many seconds. Raises HttpError (507)."""
         now = int(time.time())
-        value = {
+        value: File = {
             "id": name,
             "object": "file",
             "bytes": self.content(name).stat().st_size,
@@ -218,7 +219,7 @@ class Folder:
             "purpose": purpose,
             "status": "processed",
         }
-        record = Record(owner, value)
+        record = Record(owner, {**value})
         self.save(record)
         return record
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 from gateway_service.batch.order import prefix_key
 from gateway_service.batch.source import Line
 from gateway_service.openai.answers import Answer, Job
-from gateway_service.openai.chat_completions import ChatJob, read_chat
+from gateway_service.openai.chat_completions import read_chat
 from gateway_service.openai.completions import CompletionJob, read_completion
 from gateway_service.openai.errors import error_answer
 from gateway_service.openai.responses import ResponseJob, read_response
+from gateway_service.openai.tools import CallingJob
 from gateway_service.openai.values import wrong
 from gateway_service.upstream import Models, Upstream
 from splitpoint.client.caller_spans import Metadata
@@ -39,7 +40,7 @@ class Outcome:
 
     status: int
     request_id: str
-    body: dict[str, Any]
+    body: Mapping[str, Any]
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -75,7 +76,7 @@ class Requests:
             for index, request in job.to_detokenize.items():
                 told = await self._upstream.call(INFERENCE, "Detokenize", request, self._caller())
                 job.detokenized(index, told.text)
-        if isinstance(job, ChatJob | ResponseJob) and job.needs_model:
+        if isinstance(job, CallingJob) and job.needs_model:
             job.model_found(await self._models.get(job.model, self._caller()))
         answers = [Answer() for _ in job.requests]
         await run_all(
@@ -132,7 +133,7 @@ def refused(line: Line, error: SplitpointError) -> Outcome:
 def _job_of(line: Line) -> Job:
     prefix, read = _READS[line.url]
     job = read(line.body, request_id=f"{prefix}-{uuid.uuid4().hex}", created=int(time.time()))
-    if job.is_stream:
+    if job.form.is_stream:
         raise wrong("stream", "must not be true: a batch has whole answers")
     if isinstance(job, ResponseJob):
         if job.previous_id:

@@ -7,7 +7,7 @@ from gateway_service.batch.folder import BATCH, FILE, Record, disk_error, pieces
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.http.exchange import Exchange
 from gateway_service.http.multipart import read_form
-from gateway_service.openai.batches import BATCH_FIELDS, listed, read_upload
+from gateway_service.openai.batches import BATCH_FIELDS, DeletedFile, listed, read_upload
 from gateway_service.openai.errors import HttpError
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.tries import INFERENCE
@@ -87,7 +87,7 @@ async def delete_file(gateway: Gateway, exchange: Exchange, metadata: Metadata) 
     batches = _batches(gateway, exchange, metadata)
     record = _file(batches, exchange)
     await batches.remove_file(record)
-    await exchange.respond({"id": record.id, "object": "file", "deleted": True})
+    await exchange.respond(DeletedFile(id=record.id, object="file", deleted=True))
 
 
 async def get_content(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:

@@ -262,15 +262,15 @@ class Endpoint:
 
     def _end(self, exchange: Exchange) -> None:
         seconds = time.monotonic() - exchange.began
-        status, facts = exchange.status, {}
+        status, code = exchange.status, {}
         if exchange.is_gone:
             status = GONE
         elif exchange.error is not None:
             # Streams, too, whose head has told their client 200.
-            status, facts = exchange.error.status, {"error": exchange.error.error["code"]}
+            status, code = exchange.error.status, {"error": exchange.error.error["code"]}
         self._gateway.on_ended(Ended(self._name, status, seconds, exchange.first_event_seconds))
         if self._is_counted:
-            facts = {"endpoint": self._name, "status": status, "seconds": seconds, **facts}
+            facts = {"endpoint": self._name, "status": status, "seconds": seconds, **code}
             with for_request(exchange.request_id):
                 _log.info("request ended", extra={"facts": facts})
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.http.exchange import Exchange
-from gateway_service.openai.answers import Answer, Asking, Job, ModelJob
+from gateway_service.openai.answers import Answer, Job
 from gateway_service.openai.completions import CompletionJob
 from gateway_service.openai.errors import HttpError
 from gateway_service.openai.fields import Table
 from gateway_service.openai.responses import ResponseJob
+from gateway_service.openai.tools import CallingJob
 from gateway_service.upstream import Take
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.tries import INFERENCE
@@ -55,10 +56,10 @@ class Generating(Generic[_Job]):
         exchange.ignored = self._table.ignored(body)
         async with exchange.while_connected():
             await self._prepare(gateway, exchange, job, metadata)
-            if job.is_stream:
+            if job.form.is_stream:
                 await _stream(gateway, exchange, job, metadata)
             else:
-                answers = await whole_answers(gateway, job, metadata)
+                answers = await whole_answers(gateway, job.requests, metadata)
                 await exchange.respond(job.result(answers))
 
 
@@ -72,7 +73,7 @@ async def find_echoes(
 
 
 async def find_model(
-    gateway: Gateway, exchange: Exchange, job: ModelJob, metadata: Metadata
+    gateway: Gateway, exchange: Exchange, job: CallingJob, metadata: Metadata
 ) -> None:
     """Give a job the facts of its model, if it needs them."""
     if job.needs_model:
@@ -104,9 +105,11 @@ async def find_previous(
     await find_model(gateway, exchange, job, metadata)
 
 
-async def whole_answers(gateway: Gateway, job: Asking, metadata: Metadata) -> list[Answer]:
-    """Return the whole answers to the job's requests, in their order."""
-    answers = [Answer() for _ in job.requests]
+async def whole_answers(
+    gateway: Gateway, requests: Sequence[pb.GenerateRequest], metadata: Metadata
+) -> list[Answer]:
+    """Return the whole answers to requests, in their order."""
+    answers = [Answer() for _ in requests]
 
     def take_of(index: int) -> Take:
         add = answers[index].add
@@ -116,7 +119,7 @@ async def whole_answers(gateway: Gateway, job: Asking, metadata: Metadata) -> li
 
         return take
 
-    await _generate(gateway, job, metadata, take_of)
+    await _generate(gateway, requests, metadata, take_of)
     return answers
 
 
@@ -145,15 +148,18 @@ async def _stream(gateway: Gateway, exchange: Exchange, job: Job, metadata: Meta
 
         return take
 
-    await _generate(gateway, job, metadata, take_of)
+    await _generate(gateway, job.requests, metadata, take_of)
     await exchange.end(writer.end())
 
 
 async def _generate(
-    gateway: Gateway, job: Asking, metadata: Metadata, take_of: Callable[[int], Take]
+    gateway: Gateway,
+    requests: Sequence[pb.GenerateRequest],
+    metadata: Metadata,
+    take_of: Callable[[int], Take],
 ) -> None:
-    """Run the job's requests at the same time. The first error ends all of them."""
-    generate, requests = gateway.upstream.generate, job.requests
+    """Run requests at the same time. The first error ends all of them."""
+    generate = gateway.upstream.generate
     if len(requests) == 1:
         await generate(requests[0], metadata, take_of(0))
         return

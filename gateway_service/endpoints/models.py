@@ -12,7 +12,13 @@ from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.endpoints.generating import whole_answers
 from gateway_service.http.exchange import Exchange
 from gateway_service.openai.embeddings import EMBEDDING_FIELDS, read_embedding
-from gateway_service.openai.tokens import model_list, model_object, read_detokenize, read_tokenize
+from gateway_service.openai.tokens import (
+    Text,
+    model_list,
+    model_object,
+    read_detokenize,
+    read_tokenize,
+)
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.tries import INFERENCE
 from splitpoint.v1 import scheduler_pb2 as pb
@@ -47,7 +53,7 @@ async def detokenize(gateway: Gateway, exchange: Exchange, metadata: Metadata) -
     exchange.parameter_names = {"token_ids": "tokens"}
     async with exchange.while_connected():
         answer = await gateway.upstream.call(INFERENCE, "Detokenize", request, metadata)
-        await exchange.respond({"prompt": answer.text})
+        await exchange.respond(Text(prompt=answer.text))
 
 
 async def embeddings(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
@@ -57,7 +63,7 @@ async def embeddings(gateway: Gateway, exchange: Exchange, metadata: Metadata) -
     exchange.parameter_names = job.parameter_names
     exchange.ignored = EMBEDDING_FIELDS.ignored(body)
     async with exchange.while_connected():
-        answers = await whole_answers(gateway, job, metadata)
+        answers = await whole_answers(gateway, job.requests, metadata)
         items = []
         for index, answer in enumerate(answers):
             items.append(job.item(index, answer))

@@ -9,7 +9,7 @@ from prometheus_client.exposition import choose_encoder
 
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.http.exchange import Exchange
-from gateway_service.openapi.document import document
+from gateway_service.openapi import Health, Version, document
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.errors import Unavailable
 
@@ -20,12 +20,12 @@ async def health(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> No
         raise Unavailable("the gateway is stopping", reason="DRAINING")
     if not await gateway.upstream.is_serving():
         raise Unavailable("no scheduler serves", reason="NOT_SERVING")
-    await exchange.respond({"status": "ok"})
+    await exchange.respond(Health(status="ok"))
 
 
 async def live(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
     """Answer 200: the process works, whatever is behind it."""
-    await exchange.respond({"status": "ok"})
+    await exchange.respond(Health(status="ok"))
 
 
 async def metrics(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
@@ -41,7 +41,7 @@ async def openapi(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> N
 
 
 async def version(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
-    await exchange.respond({"version": _version()})
+    await exchange.respond(Version(version=_version()))
 
 
 @functools.cache

@@ -13,10 +13,12 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.http.exchange import Exchange
 from gateway_service.openai.errors import HttpError
+from gateway_service.openapi import Status
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.tries import ADMIN
 from splitpoint.v1 import scheduler_pb2 as pb
@@ -30,7 +32,7 @@ def status_reading(
     scheduler: pb.GetSchedulerStatusResponse,
     queue: pb.GetQueueResponse,
     workers: pb.ListWorkersResponse,
-) -> dict[str, object]:
+) -> Status:
     """Return the live view: the scheduler's counters, its queue, and each worker with its link.
 
     Names neither requests nor tenants: the page has no use for them.
@@ -52,7 +54,7 @@ def status_reading(
     }
 
 
-def _scheduler(status: pb.GetSchedulerStatusResponse) -> dict[str, object]:
+def _scheduler(status: pb.GetSchedulerStatusResponse) -> dict[str, Any]:
     return {
         "uptime_seconds": status.uptime_seconds,
         "running_count": status.running_count,
@@ -68,7 +70,7 @@ def _scheduler(status: pb.GetSchedulerStatusResponse) -> dict[str, object]:
     }
 
 
-def _worker(worker: pb.WorkerStatus) -> dict[str, object]:
+def _worker(worker: pb.WorkerStatus) -> dict[str, Any]:
     state = "draining" if worker.draining else "ready" if worker.ready else "not ready"
     return {
         "id": worker.worker_id,
@@ -84,7 +86,7 @@ def _worker(worker: pb.WorkerStatus) -> dict[str, object]:
     }
 
 
-def _link(worker: pb.WorkerStatus) -> dict[str, object] | None:
+def _link(worker: pb.WorkerStatus) -> dict[str, Any] | None:
     """Return the rate that the link can have, and where that is known from; None if unknown."""
     if worker.emulated_link_bytes_per_second:
         return {"kind": "emulated", "bytes_per_second": worker.emulated_link_bytes_per_second}
@@ -96,7 +98,7 @@ def _link(worker: pb.WorkerStatus) -> dict[str, object] | None:
     return None
 
 
-def _telemetry(telemetry: types_pb2.Telemetry) -> dict[str, object]:
+def _telemetry(telemetry: types_pb2.Telemetry) -> dict[str, Any]:
     has_split = telemetry.HasField("split_tokens")
     return {
         "uptime_seconds": telemetry.uptime_seconds,

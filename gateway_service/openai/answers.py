@@ -5,18 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, NotRequired, Protocol, TypedDict
 
 from gateway_service.plan_report import plan_report
 from splitpoint.errors import Internal, Unavailable
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 
-FINISH_REASONS = {
+# Fields that several answers have. A text beside a type is its description in the OpenAPI document.
+FinishReason = Literal["stop", "length"]
+Seconds = Annotated[int, "Seconds since 1970."]
+StopReason = Annotated[str | None, "The stop string that ended the text."]
+PlanReport = Annotated[
+    dict[str, Any],
+    "Only with include_plan: the plan, its reason, and times. See docs/gateway.md.",
+]
+FINISH_REASONS: dict[types_pb2.FinishReason, FinishReason] = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
 }
 DONE = b"data: [DONE]\n\n"
+# Between the text of a chunk and its usage.
+_NO_END = ',"logprobs":null,"finish_reason":null}]'
 _LEAST_LOGPROB = -9999.0
 
 
@@ -57,8 +67,7 @@ class Answer:
 class StreamWriter(Protocol):
     """Renders one stream: bytes of server-sent events for each of the scheduler's messages.
 
-    Not of one choice, but of all: `index` is the position of a message's request in
-    `Job.requests`.
+    It renders all choices: `index` is the position of a message's request in `Job.requests`.
     """
 
     def begin(self, prompt_tokens: int) -> bytes:
@@ -82,69 +91,96 @@ class StreamWriter(Protocol):
         ...
 
 
-class Asking(Protocol):
-    """What a body asks of the scheduler.
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form in which a client wants its answer.
 
     Attributes:
-        requests: sent all at once; the answers keep their order.
+        has_running_usage: each chunk of a stream has a usage, as vLLM's; only with the last one.
+        prompt_logprobs: likeliest tokens to report at each position of the prompt; None: nothing.
     """
 
-    requests: Sequence[pb.GenerateRequest]
+    is_stream: bool
+    has_usage: bool
+    has_running_usage: bool
+    has_plan: bool
+    prompt_logprobs: int | None
 
 
-class Job(Asking, Protocol):
+@dataclass(slots=True, kw_only=True)
+class Job:
     """One body, read: what to ask of the scheduler, and how its answers are rendered.
 
     Attributes:
         id: of the answer; the first request's id.
-        is_stream: the client wants server-sent events.
+        created: seconds since 1970.
+        requests: sent all at once; the answers keep their order.
         parameter_names: the client's fields by the scheduler's, for errors; see
             `errors.parameter_of`.
     """
 
     id: str
-    is_stream: bool
+    created: int
+    model: str
+    requests: Sequence[pb.GenerateRequest]
+    form: Form
     parameter_names: dict[str, str]
 
-    def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the JSON object for whole answers, in the order of `requests`."""
-        ...
+    def result(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
+        """Return the JSON object for whole answers, in the order of `requests`.
+
+        Raises Internal, Unavailable if an answer is not whole.
+        """
+        raise NotImplementedError
 
     def writer(self) -> StreamWriter:
         """Return a new renderer of the stream."""
-        ...
-
-
-class ModelJob(Job, Protocol):
-    """A job that may depend on facts of its model."""
-
-    model: str
-
-    @property
-    def needs_model(self) -> bool:
-        """True if `model_found` must be called before the requests are sent."""
-        ...
-
-    def model_found(self, model: pb.Model) -> None:
-        """Take the facts. Raises InvalidArgument if the model cannot do what the body asks for."""
-        ...
+        raise NotImplementedError
 
 
 # -- parts that endpoints share --------------------------------------------------------------
 
 
-class _Named(Protocol):
+class PromptTokensDetails(TypedDict):
+    cached_tokens: Annotated[
+        int, "Of the prompt; they were not computed again. Absent before a stream's end."
+    ]
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: NotRequired[PromptTokensDetails]
+
+
+class RankedToken(TypedDict):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, RankedToken] | None],
+    "Only if asked for: of each token of the prompt, by token id. Null for the first one.",
+]
+
+
+class Head(TypedDict):
+    """Fields of every answer and chunk of chats and completions."""
+
     id: str
-    created: int
+    created: Seconds
     model: str
+    splitpoint: NotRequired[PlanReport]
 
 
-def head_of(job: _Named, object_name: str) -> dict[str, Any]:
+def head_of(job: Job, object_name: str) -> dict[str, Any]:
     """Return the fields that every object of an answer begins with."""
     return {"id": job.id, "object": object_name, "created": job.created, "model": job.model}
 
 
-def finish_reason_of(complete: pb.GenerateComplete) -> str:
+def finish_reason_of(complete: pb.GenerateComplete) -> FinishReason:
     """Return OpenAI's word. Raises Unavailable for an answer that was cut off."""
     reason = FINISH_REASONS.get(complete.finish_reason)
     if reason is None:
@@ -152,7 +188,7 @@ def finish_reason_of(complete: pb.GenerateComplete) -> str:
     return reason
 
 
-def usage_of(completes: Sequence[pb.GenerateComplete], choices_per_prompt: int) -> dict[str, Any]:
+def usage_of(completes: Sequence[pb.GenerateComplete], choices_per_prompt: int) -> Usage:
     """Return the usage of answers, `choices_per_prompt` of which follow each other for a prompt.
 
     Each prompt counts once, with the cached tokens of its first answer.
@@ -193,29 +229,63 @@ class RunningUsage:
         )
 
 
-def plan_of(completes: Iterable[pb.GenerateComplete]) -> dict[str, Any] | None:
-    """Return what `include_plan` asks for: of the first choice."""
-    return next((plan_report(complete) for complete in completes), None)
-
-
 def frame(value: Any) -> bytes:
     """Return one server-sent event with a JSON value."""
     return b"data: " + dumped(value) + b"\n\n"
 
 
-def last_frames(
-    head: Mapping[str, Any], usage: Mapping[str, Any] | None, plan: Mapping[str, Any] | None
-) -> bytes:
-    """Return the end of a stream of chunks: the usage and the plan if there are any, and the mark.
+class ChunkStream:
+    """What streams of chunks have in common (`StreamWriter`).
 
-    `head`: the fields that each chunk begins with.
+    A frame of text is a constant head, the text as JSON, and a constant tail: no object per token.
+
+    Args:
+        object_name: of each chunk.
+        part: field of a choice that has its text.
+        choices_per_prompt: requests that follow each other for one prompt.
     """
-    final = {**head, "choices": []}
-    if usage is not None:
-        final["usage"] = usage
-    if plan is not None:
-        final["splitpoint"] = plan
-    return DONE if usage is None and plan is None else frame(final) + DONE
+
+    def __init__(self, job: Job, object_name: str, part: str, choices_per_prompt: int) -> None:
+        self._form = job.form
+        self._head = head_of(job, object_name)
+        self._choices_per_prompt = choices_per_prompt
+        start = f'data: {dumped(self._head).decode()[:-1]},"choices":[{{"index":'
+        self._heads = [f'{start}{index},"{part}":' for index in range(len(job.requests))]
+        self._plain_end = ',"usage":null}\n\n' if job.form.has_usage else "}\n\n"
+        self._plain_tail = f"{_NO_END}{self._plain_end}"
+        self._usages = RunningUsage(len(job.requests)) if job.form.has_running_usage else None
+        self._completes: list[pb.GenerateComplete | None] = [None] * len(job.requests)
+
+    def end(self) -> bytes:
+        completes = [complete for complete in self._completes if complete is not None]
+        final = {**self._head, "choices": []}
+        if self._form.has_usage:
+            final["usage"] = usage_of(completes, self._choices_per_prompt)
+        if self._form.has_plan:
+            final["splitpoint"] = plan_report(completes[0])
+        return DONE if len(final) == len(self._head) + 1 else frame(final) + DONE
+
+    def failed(self, error: Mapping[str, Any]) -> bytes:
+        return error_frame(error)
+
+    def _end(self, index: int) -> str:
+        """Return the end of the next frame of a choice, with its usage so far if it is wanted."""
+        usages = self._usages
+        return self._plain_end if usages is None else f"{usages.ending(index)}}}\n\n"
+
+    def _tail(self, index: int, logprobs: Mapping[str, Any] | None = None) -> str:
+        """Return what follows the text of a frame that does not end its choice."""
+        if logprobs is not None:
+            text = dumped(logprobs).decode()
+            return f',"logprobs":{text},"finish_reason":null}}]{self._end(index)}'
+        return self._plain_tail if self._usages is None else f"{_NO_END}{self._end(index)}"
+
+    def _last(self, index: int, text: str, reason: str, complete: pb.GenerateComplete) -> str:
+        """Return the frame that ends a choice. `text`: as JSON."""
+        self._completes[index] = complete
+        stop_reason = complete.matched_stop or None
+        ending = {"logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
+        return f"{self._heads[index]}{text},{dumped(ending).decode()[1:]}]{self._end(index)}"
 
 
 def error_frame(error: Mapping[str, Any]) -> bytes:
@@ -242,7 +312,7 @@ def token_text(token: bytes) -> str:
 
 def prompt_logprobs_of(
     positions: Iterable[types_pb2.PositionLogprobs], count: int
-) -> list[dict[str, Any] | None]:
+) -> PromptLogprobs:
     """Return vLLM's `prompt_logprobs`: of each token of the prompt an object by token ids.
 
     It has the token and the `count` likeliest ones; null stands for the first token, which follows
@@ -251,7 +321,7 @@ def prompt_logprobs_of(
     return [_position(each, count) if each.chosen_rank else None for each in positions]
 
 
-def _position(position: types_pb2.PositionLogprobs, count: int) -> dict[str, Any]:
+def _position(position: types_pb2.PositionLogprobs, count: int) -> dict[str, RankedToken]:
     found = {
         str(each.token_id): _ranked(each.logprob, rank, each.token_bytes)
         for rank, each in enumerate(position.top[:count], 1)
@@ -261,7 +331,7 @@ def _position(position: types_pb2.PositionLogprobs, count: int) -> dict[str, Any
     return found
 
 
-def _ranked(logprob: float, rank: int, token: bytes) -> dict[str, Any]:
+def _ranked(logprob: float, rank: int, token: bytes) -> RankedToken:
     return {"logprob": finite_logprob(logprob), "rank": rank, "decoded_token": token_text(token)}
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 from urllib.parse import parse_qsl
 
+from gateway_service.openai.answers import Seconds
 from gateway_service.openai.fields import Field, Table, Use
 from gateway_service.openai.responses import METADATA
 from gateway_service.openai.values import one_of, text_of, wrong
 from splitpoint.errors import InvalidArgument
 
-PURPOSE = "batch"
 _LEAST_SECONDS, MOST_SECONDS = 3600, 30 * 24 * 3600
 _MOST_NAME = 512
 
@@ -36,6 +36,107 @@ BATCH_FIELDS = Table(
 )
 
 
+UPLOAD = {
+    "type": "object",
+    "properties": {
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": _LEAST_SECONDS,
+            "maximum": MOST_SECONDS,
+        },
+    },
+    "required": ["purpose", "file"],
+    "additionalProperties": False,
+}
+
+
+Purpose = Literal["batch", "batch_output"]
+
+
+class File(TypedDict):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: Seconds
+    expires_at: Seconds
+    filename: str
+    purpose: Purpose
+    status: Literal["processed"]
+
+
+class DeletedFile(TypedDict):
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class BatchError(TypedDict):
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchErrors(TypedDict):
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class RequestCounts(TypedDict):
+    total: int
+    completed: int
+    failed: int
+
+
+class Batch(TypedDict):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating",
+        "in_progress",
+        "cancelling",
+        "completed",
+        "failed",
+        "expired",
+        "cancelled",
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: Seconds
+    expires_at: Seconds
+    in_progress_at: NotRequired[Seconds]
+    cancelling_at: NotRequired[Seconds]
+    finalizing_at: NotRequired[Seconds]
+    completed_at: NotRequired[Seconds]
+    failed_at: NotRequired[Seconds]
+    expired_at: NotRequired[Seconds]
+    cancelled_at: NotRequired[Seconds]
+    request_counts: RequestCounts
+    metadata: dict[str, Any] | None
+
+
+class _Page(TypedDict):
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Files(_Page):
+    data: list[File]
+
+
+class Batches(_Page):
+    data: list[Batch]
+
+
 def read_upload(values: Mapping[str, str]) -> tuple[str, int | None]:
     """Return the name of an uploaded file, and the seconds that it is kept; None: as others.
 
@@ -51,8 +152,8 @@ def read_upload(values: Mapping[str, str]) -> tuple[str, int | None]:
     for name in ("file", "purpose"):
         if name not in values:
             raise wrong(name, "is missing", reason="MISSING_REQUIRED_PARAMETER")
-    if values["purpose"] != PURPOSE:
-        raise wrong("purpose", f"must be {PURPOSE}")
+    if values["purpose"] != "batch":
+        raise wrong("purpose", "must be batch")
     if len(values["file"]) > _MOST_NAME:
         raise wrong("file", f"has a name of more than {_MOST_NAME} characters")
     seconds = values.get("expires_after[seconds]")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from gateway_service.openai.answers import (
     Answer,
-    RunningUsage,
+    ChunkStream,
+    Head,
+    PromptLogprobs,
+    StopReason,
+    Usage,
     dumped,
-    error_frame,
     finish_reason_of,
     finite_logprob,
-    head_of,
-    last_frames,
-    plan_of,
     prompt_logprobs_of,
     quoted,
     token_text,
@@ -28,9 +28,8 @@ from gateway_service.openai.sampling import (
     TEXT_FIELDS,
     choices_of,
     constraint_names,
+    form_of,
     generate_request,
-    has_running_usage,
-    stream_options,
 )
 from gateway_service.openai.tools import (
     PARALLEL_TOOL_CALLS,
@@ -43,11 +42,10 @@ from gateway_service.openai.tools import (
     tool_use,
 )
 from gateway_service.openai.values import BOOLEAN, integer, wrong
+from gateway_service.plan_report import plan_report
 from gateway_service.tool_calls.splitter import CallStart, Piece, ToolCallParser, parse
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
-
-OBJECT_NAME = "chat.completion"
 
 
 def _refused(name: str, help: str, *neutral: Any, is_extension: bool = False) -> Field:
@@ -98,30 +96,109 @@ CHAT_FIELDS = Table(
 )
 
 
+Arguments = Annotated[str, "As the model wrote them."]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Token(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(Token):
+    top_logprobs: list[Token]
+
+
+class Logprobs(TypedDict):
+    content: list[TokenLogprobs]
+    refusal: None
+
+
+class Function(TypedDict):
+    name: str
+    arguments: Arguments
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
+class Message(TypedDict):
+    role: Literal["assistant"]
+    content: Annotated[str | None, "Null if there are only calls."]
+    refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class Choice(TypedDict):
+    index: int
+    message: Message
+    logprobs: Logprobs | None
+    finish_reason: FinishReason
+    stop_reason: StopReason
+
+
+class ChatCompletion(Head):
+    object: Literal["chat.completion"]
+    choices: list[Choice]
+    usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: Arguments
+
+
+class ToolCallDelta(TypedDict):
+    index: int
+    id: NotRequired[Annotated[str, "Only where the call begins."]]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class Delta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCallDelta]]
+
+
+class ChunkChoice(TypedDict):
+    index: int
+    delta: Delta
+    logprobs: Logprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[StopReason]
+
+
+class ChatCompletionChunk(Head):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+
+
 @dataclass(slots=True, kw_only=True)
 class ChatJob(CallingJob):
-    """A body of /v1/chat/completions (`answers.Job`)."""
+    """A body of /v1/chat/completions."""
 
-    has_usage: bool
-    # In each chunk, too.
-    has_running_usage: bool
-    # Likeliest tokens to report at each position of the prompt; None: no position.
-    prompt_logprobs: int | None
-
-    def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the answer's JSON object. Raises Internal, Unavailable if one is not whole."""
+    def result(self, answers: Sequence[Answer]) -> ChatCompletion:
         completes = [answer.finished for answer in answers]
-        found = {
-            **head_of(self, OBJECT_NAME),
+        found: ChatCompletion = {
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.model,
             "choices": [choice_of(self, index, answer) for index, answer in enumerate(answers)],
             "usage": usage_of(completes, len(completes)),
         }
-        if self.prompt_logprobs is not None:
+        if (count := self.form.prompt_logprobs) is not None:
             # As vLLM: once, since all choices have the same prompt.
-            positions = answers[0].prompt_logprobs
-            found["prompt_logprobs"] = prompt_logprobs_of(positions, self.prompt_logprobs)
-        if self.has_plan:
-            found["splitpoint"] = plan_of(completes)
+            found["prompt_logprobs"] = prompt_logprobs_of(answers[0].prompt_logprobs, count)
+        if self.form.has_plan:
+            found["splitpoint"] = plan_report(completes[0])
         return found
 
     def writer(self) -> ChatStream:
@@ -151,18 +228,14 @@ def read_chat(body: Any, *, request_id: str, created: int) -> ChatJob:
         request.sampling.logprobs = values.get("top_logprobs", 0)
     elif values.get("top_logprobs"):
         raise wrong("top_logprobs", "needs logprobs to be true")
-    options = stream_options(values)
+    form = form_of(values)
     return ChatJob(
         id=request_id,
         created=created,
         model=values["model"],
         requests=choices_of(request, request_id, 0, values.get("n", 1)),
-        is_stream=values.get("stream", False),
-        has_usage=options.get("include_usage", False),
-        has_running_usage=has_running_usage(options),
-        has_plan=options.get("include_plan", False) or values.get("include_plan", False),
+        form=form,
         has_logprobs=has_logprobs,
-        prompt_logprobs=values.get("prompt_logprobs"),
         tools=tools,
         parameter_names=_parameter_names(values, tools),
     )
@@ -178,30 +251,10 @@ def _parameter_names(values: Mapping[str, Any], tools: ToolUse) -> dict[str, str
     return names | constraint_names(values)
 
 
-CHUNK_NAME = "chat.completion.chunk"
-# Between the delta of a chunk and its usage.
-_NO_END = ',"logprobs":null,"finish_reason":null}]'
-
-
-class AnsweredChat(Protocol):
-    """What the rendering needs of a chat's job."""
-
-    id: str
-    created: int
-    model: str
-    requests: Sequence[pb.GenerateRequest]
-    has_usage: bool
-    has_running_usage: bool
-    has_plan: bool
-    has_logprobs: bool
-    tools: ToolUse
-    tool_call_format: str
-
-
-def choice_of(job: AnsweredChat, index: int, answer: Answer) -> dict[str, Any]:
+def choice_of(job: ChatJob, index: int, answer: Answer) -> Choice:
     """Return one whole choice."""
     complete = answer.finished
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    message: Message = {"role": "assistant", "content": answer.text, "refusal": None}
     has_calls = False
     parser = job.tools.parser(job.tool_call_format)
     if parser is not None:
@@ -227,18 +280,20 @@ def choice_of(job: AnsweredChat, index: int, answer: Answer) -> dict[str, Any]:
     }
 
 
-def finish_reason(tools: ToolUse, complete: pb.GenerateComplete, *, has_calls: bool) -> str:
+def finish_reason(
+    tools: ToolUse, complete: pb.GenerateComplete, *, has_calls: bool
+) -> FinishReason:
     """Return OpenAI's word: a call that the client named itself ends with stop."""
     reason = finish_reason_of(complete)
     is_own = has_calls and not isinstance(tools.choice, NamedFunction)
     return "tool_calls" if is_own and reason == "stop" else reason
 
 
-def _logprobs(positions: Iterable[types_pb2.PositionLogprobs]) -> dict[str, Any]:
+def _logprobs(positions: Iterable[types_pb2.PositionLogprobs]) -> Logprobs:
     return {"content": token_logprobs(positions), "refusal": None}
 
 
-def token_logprobs(positions: Iterable[types_pb2.PositionLogprobs]) -> list[dict[str, Any]]:
+def token_logprobs(positions: Iterable[types_pb2.PositionLogprobs]) -> list[TokenLogprobs]:
     """Return OpenAI's objects of tokens with their alternatives."""
     return [
         {
@@ -249,7 +304,7 @@ def token_logprobs(positions: Iterable[types_pb2.PositionLogprobs]) -> list[dict
     ]
 
 
-def _token(token: bytes, logprob: float) -> dict[str, Any]:
+def _token(token: bytes, logprob: float) -> Token:
     return {
         "token": token_text(token),
         "logprob": finite_logprob(logprob),
@@ -257,25 +312,14 @@ def _token(token: bytes, logprob: float) -> dict[str, Any]:
     }
 
 
-class ChatStream:
-    """Renders the stream of a job (`answers.StreamWriter`).
+class ChatStream(ChunkStream):
+    """Renders the stream of a job."""
 
-    A frame of text is a constant head, the text as JSON, and a constant tail: no object per token.
-    """
-
-    def __init__(self, job: AnsweredChat) -> None:
+    def __init__(self, job: ChatJob) -> None:
+        super().__init__(job, "chat.completion.chunk", "delta", len(job.requests))
         self._job = job
-        self._start = f"data: {dumped(head_of(job, CHUNK_NAME)).decode()[:-1]},"
-        self._plain_end = ',"usage":null}\n\n' if job.has_usage else "}\n\n"
-        self._usages = RunningUsage(len(job.requests)) if job.has_running_usage else None
-        self._heads = [
-            f'{self._start}"choices":[{{"index":{index},"delta":'
-            for index in range(len(job.requests))
-        ]
-        self._plain_tail = f"{_NO_END}{self._plain_end}"
         self._parsers = [job.tools.parser(job.tool_call_format) for _ in job.requests]
         self._has_calls = [False] * len(job.requests)
-        self._completes: list[pb.GenerateComplete | None] = [None] * len(job.requests)
 
     def begin(self, prompt_tokens: int) -> bytes:
         if self._usages is not None:
@@ -300,35 +344,11 @@ class ChatStream:
         return self._frames(index, deltas, chunk.logprobs)
 
     def complete(self, index: int, complete: pb.GenerateComplete) -> bytes:
-        self._completes[index] = complete
         deltas = self._deltas(index, self._parsers[index], complete.text, is_last=True)
         has_calls = self._has_calls[index]
-        ending = {
-            "logprobs": None,
-            "finish_reason": finish_reason(self._job.tools, complete, has_calls=has_calls),
-            "stop_reason": complete.matched_stop or None,
-        }
-        last = f"{self._heads[index]}{{}},{dumped(ending).decode()[1:]}]{self._end(index)}"
+        reason = finish_reason(self._job.tools, complete, has_calls=has_calls)
+        last = self._last(index, "{}", reason, complete)
         return self._frames(index, deltas, ()) + last.encode()
-
-    def end(self) -> bytes:
-        job = self._job
-        completes = [complete for complete in self._completes if complete is not None]
-        usage = usage_of(completes, len(completes)) if job.has_usage else None
-        plan = plan_of(completes) if job.has_plan else None
-        return last_frames(head_of(job, CHUNK_NAME), usage, plan)
-
-    def failed(self, error: Mapping[str, Any]) -> bytes:
-        return error_frame(error)
-
-    def _end(self, index: int) -> str:
-        """Return the end of the next frame of a choice, with its usage so far if it is wanted."""
-        usages = self._usages
-        return self._plain_end if usages is None else f"{usages.ending(index)}}}\n\n"
-
-    def _tail(self, index: int) -> str:
-        """Return what follows the delta of a frame that does not end its choice."""
-        return self._plain_tail if self._usages is None else f"{_NO_END}{self._end(index)}"
 
     def _deltas(
         self, index: int, parser: ToolCallParser | None, text: str, *, is_last: bool = False
@@ -348,7 +368,7 @@ class ChatStream:
             arguments = f'{{"arguments":{quoted(piece.text)}}}'
             return f'{{"tool_calls":[{{"index":{piece.index},"function":{arguments}}}]}}'
         self._has_calls[index] = True
-        call = {
+        call: ToolCallDelta = {
             "index": piece.index,
             "id": call_id(self._job.tool_call_format),
             "type": "function",
@@ -362,10 +382,8 @@ class ChatStream:
         """Return a frame for each delta; the first has the log-probabilities."""
         if positions and not deltas:
             deltas = ['{"content":""}']
-        tail, frames = self._tail(index), []
-        if positions:
-            logprobs = dumped(_logprobs(positions)).decode()
-            tail = f',"logprobs":{logprobs},"finish_reason":null}}]{self._end(index)}'
+        frames = []
+        tail = self._tail(index, _logprobs(positions) if positions else None)
         for delta in deltas:
             frames.append(f"{self._heads[index]}{delta}{tail}")
             tail = self._tail(index)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 from gateway_service.openai.answers import (
     Answer,
-    RunningUsage,
-    dumped,
-    error_frame,
+    ChunkStream,
+    FinishReason,
+    Head,
+    Job,
+    PromptLogprobs,
+    StopReason,
+    Usage,
     finish_reason_of,
     finite_logprob,
-    head_of,
-    last_frames,
-    plan_of,
     prompt_logprobs_of,
     quoted,
     token_text,
@@ -30,9 +31,8 @@ from gateway_service.openai.sampling import (
     check_copies,
     choices_of,
     constraint_names,
+    form_of,
     generate_request,
-    has_running_usage,
-    stream_options,
 )
 from gateway_service.openai.values import (
     BOOLEAN,
@@ -43,11 +43,12 @@ from gateway_service.openai.values import (
     wrong,
     wrong_type,
 )
+from gateway_service.plan_report import plan_report
 from splitpoint.config import counted
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 
-OBJECT = "text_completion"
+_OBJECT: Literal["text_completion"] = "text_completion"
 # OpenAI's, where a client says nothing.
 _DEFAULT_MAX_TOKENS = 16
 # What one body may ask for at most: prompts times n.
@@ -138,34 +139,59 @@ COMPLETION_FIELDS = Table(
 )
 
 
-@dataclass(slots=True)
-class CompletionJob:
-    """A body of /v1/completions (`answers.Job`). Choices of a prompt follow each other.
+class Logprobs(TypedDict):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class Choice(TypedDict):
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: FinishReason
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    stop_reason: StopReason
+
+
+class Completion(Head):
+    object: Literal["text_completion"]
+    choices: list[Choice]
+    usage: Usage
+
+
+class ChunkChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[StopReason]
+
+
+class CompletionChunk(Head):
+    object: Literal["text_completion"]
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionJob(Job):
+    """A body of /v1/completions. Choices of a prompt follow each other.
 
     Attributes:
+        logprobs: likeliest tokens to report at each position of the text; None: nothing.
+        drops_answer: the prompt alone was asked for; the one token that is computed is left out.
+        echoes: the text of each prompt; empty without `echo`.
         to_detokenize: prompts of token ids that are echoed, by their index: `detokenized` takes
             their texts before the answers are rendered.
     """
 
-    id: str
-    created: int
-    model: str
-    requests: Sequence[pb.GenerateRequest]
     choices_per_prompt: int
-    is_stream: bool
-    has_usage: bool
-    # In each chunk, too.
-    has_running_usage: bool
-    has_plan: bool
-    # Likeliest tokens to report at each position of the text, and of the prompt; None: nothing.
     logprobs: int | None
-    prompt_logprobs: int | None
-    # The prompt alone was asked for: the one token that is computed is left out.
     drops_answer: bool
-    # Of each prompt; empty without `echo`.
     echoes: list[str] = field(default_factory=list)
     to_detokenize: dict[int, pb.DetokenizeRequest] = field(default_factory=dict)
-    parameter_names: dict[str, str] = field(default_factory=dict)
 
     def detokenized(self, index: int, text: str) -> None:
         """Take the text of one entry of `to_detokenize`."""
@@ -175,42 +201,42 @@ class CompletionJob:
         """Return what the text of a choice begins with."""
         return self.echoes[index // self.choices_per_prompt] if self.echoes else ""
 
-    def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the JSON object. Raises Internal, Unavailable if an answer is not whole."""
+    def result(self, answers: Sequence[Answer]) -> Completion:
         if self.drops_answer:
             answers = [_emptied(answer) for answer in answers]
         completes = [answer.finished for answer in answers]
-        found = {
-            **head_of(self, OBJECT),
+        found: Completion = {
+            "id": self.id,
+            "object": _OBJECT,
+            "created": self.created,
+            "model": self.model,
             "choices": [
                 self._choice(index, answer, complete)
                 for index, (answer, complete) in enumerate(zip(answers, completes, strict=True))
             ],
             "usage": usage_of(completes, self.choices_per_prompt),
         }
-        if self.has_plan:
-            found["splitpoint"] = plan_of(completes)
+        if self.form.has_plan:
+            found["splitpoint"] = plan_report(completes[0])
         return found
 
     def writer(self) -> CompletionStream:
         return CompletionStream(self)
 
-    def _choice(self, index: int, answer: Answer, complete: pb.GenerateComplete) -> dict[str, Any]:
+    def _choice(self, index: int, answer: Answer, complete: pb.GenerateComplete) -> Choice:
         logprobs = None
         if self.logprobs is not None:
             positions = answer.prompt_logprobs if self.echoes else []
             logprobs = TokenLogprobs(self.logprobs).add(answer.logprobs, positions)
-        found = {
+        found: Choice = {
             "index": index,
             "text": self.echo_of(index) + answer.text,
             "logprobs": logprobs,
             "finish_reason": finish_reason_of(complete),
             "stop_reason": complete.matched_stop or None,
         }
-        if self.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_logprobs_of(
-                answer.prompt_logprobs, self.prompt_logprobs
-            )
+        if (count := self.form.prompt_logprobs) is not None:
+            found["prompt_logprobs"] = prompt_logprobs_of(answer.prompt_logprobs, count)
         return found
 
 
@@ -232,7 +258,7 @@ def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJo
     most_tokens = values.get("max_tokens", _DEFAULT_MAX_TOKENS)
     if not most_tokens and not has_echo:
         raise wrong("max_tokens", "must be at least 1 without echo")
-    options = stream_options(values)
+    form = form_of(values)
     shared = generate_request(values)
     # A prompt is computed for the token behind it.
     shared.sampling.max_tokens = max(1, most_tokens)
@@ -254,12 +280,8 @@ def read_completion(body: Any, *, request_id: str, created: int) -> CompletionJo
         model=values["model"],
         requests=requests,
         choices_per_prompt=count,
-        is_stream=values.get("stream", False),
-        has_usage=options.get("include_usage", False),
-        has_running_usage=has_running_usage(options),
-        has_plan=options.get("include_plan", False) or values.get("include_plan", False),
+        form=form,
         logprobs=logprobs,
-        prompt_logprobs=values.get("prompt_logprobs"),
         drops_answer=not most_tokens,
         parameter_names=constraint_names(values),
     )
@@ -321,12 +343,12 @@ class TokenLogprobs:
         self,
         positions: Sequence[types_pb2.PositionLogprobs],
         prompt: Sequence[types_pb2.PositionLogprobs] = (),
-    ) -> dict[str, Any]:
+    ) -> Logprobs:
         """Return the log-probabilities of these tokens; offsets go on from the part before.
 
         `prompt`: of tokens before them that are the prompt's; its first one follows nothing.
         """
-        found: dict[str, list[Any]] = {
+        found: Logprobs = {
             "text_offset": [],
             "token_logprobs": [],
             "tokens": [],
@@ -362,36 +384,21 @@ class TokenLogprobs:
 # -- streams ----------------------------------------------------------------------------------
 
 
-# Between the text of a chunk and its usage.
-_NO_END = ',"logprobs":null,"finish_reason":null}]'
-
-
-class CompletionStream:
-    """Renders the stream of a job (`answers.StreamWriter`).
-
-    A frame is a constant head, the text as JSON, and a constant tail: no object per token.
-    """
+class CompletionStream(ChunkStream):
+    """Renders the stream of a job."""
 
     def __init__(self, job: CompletionJob) -> None:
+        super().__init__(job, _OBJECT, "text", job.choices_per_prompt)
         self._job = job
-        start = dumped(head_of(job, OBJECT)).decode()[:-1]
-        self._usage = ',"usage":null' if job.has_usage else ""
-        self._usages = RunningUsage(len(job.requests)) if job.has_running_usage else None
-        self._heads = [
-            f'data: {start},"choices":[{{"index":{index},"text":'
-            for index in range(len(job.requests))
-        ]
-        self._tail = f"{_NO_END}{self._usage}}}\n\n"
         self._logprobs: list[TokenLogprobs] = []
         if job.logprobs is not None:
             self._logprobs = [TokenLogprobs(job.logprobs) for _ in job.requests]
-        self._completes: list[pb.GenerateComplete | None] = [None] * len(job.requests)
 
     def begin(self, prompt_tokens: int) -> bytes:
         if not self._job.echoes:
             return b""
         frames = (
-            f"{head}{quoted(self._job.echo_of(index))}{self._tail}"
+            f"{head}{quoted(self._job.echo_of(index))}{self._plain_tail}"
             for index, head in enumerate(self._heads)
         )
         return "".join(frames).encode()
@@ -400,40 +407,17 @@ class CompletionStream:
         if self._job.drops_answer:
             del chunk.token_ids[:], chunk.logprobs[:]
             chunk.text = ""
-        head, tail, usage = self._heads[index], self._tail, self._usage
         if self._usages is not None:
             self._usages.add(index, chunk)
-            usage = self._usages.ending(index)
-            tail = f"{_NO_END}{usage}}}\n\n"
-        if not self._logprobs:
-            if not chunk.text:  # a part of a character, whose text comes with its last token
-                return b""
-            return f"{head}{quoted(chunk.text)}{tail}".encode()
-        logprobs = self._logprobs[index].add(chunk.logprobs, chunk.prompt_logprobs)
-        ending = f',"logprobs":{dumped(logprobs).decode()},"finish_reason":null}}]{usage}}}'
-        return f"{head}{quoted(chunk.text)}{ending}\n\n".encode()
+        logprobs = None
+        if self._logprobs:
+            logprobs = self._logprobs[index].add(chunk.logprobs, chunk.prompt_logprobs)
+        elif not chunk.text:  # a part of a character, whose text comes with its last token
+            return b""
+        return f"{self._heads[index]}{quoted(chunk.text)}{self._tail(index, logprobs)}".encode()
 
     def complete(self, index: int, complete: pb.GenerateComplete) -> bytes:
         if self._job.drops_answer:
             complete = _without_token(complete)
-        self._completes[index] = complete
-        last = dumped(
-            {
-                "logprobs": None,
-                "finish_reason": finish_reason_of(complete),
-                "stop_reason": complete.matched_stop or None,
-            }
-        ).decode()
-        head = self._heads[index]
-        usage = self._usage if self._usages is None else self._usages.ending(index)
-        return f"{head}{quoted(complete.text)},{last[1:]}]{usage}}}\n\n".encode()
-
-    def end(self) -> bytes:
-        job = self._job
-        completes = [complete for complete in self._completes if complete is not None]
-        usage = usage_of(completes, job.choices_per_prompt) if job.has_usage else None
-        plan = plan_of(completes) if job.has_plan else None
-        return last_frames(head_of(job, OBJECT), usage, plan)
-
-    def failed(self, error: Mapping[str, Any]) -> bytes:
-        return error_frame(error)
+        reason = finish_reason_of(complete)
+        return self._last(index, quoted(complete.text), reason, complete).encode()

@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 from gateway_service.openai.answers import Answer, dumped
 from gateway_service.openai.completions import PROMPT, request_of
@@ -21,7 +21,33 @@ from splitpoint.errors import Internal
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 
-POOLING = "last"
+
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class _Rest(TypedDict):
+    object: Literal["list"]
+    model: str
+    pooling: Annotated[Literal["last"], "The state of the last token is the embedding."]
+    usage: EmbeddingUsage
+
+
+class Embeddings(_Rest):
+    data: list[Embedding]
+
 
 EMBEDDING_FIELDS = Table(
     [
@@ -67,7 +93,7 @@ EMBEDDING_FIELDS = Table(
 
 @dataclass(slots=True)
 class EmbeddingJob:
-    """A body of /v1/embeddings (`answers.Asking`)."""
+    """A body of /v1/embeddings."""
 
     id: str
     model: str
@@ -88,19 +114,19 @@ class EmbeddingJob:
             length = math.hypot(*values)
             if length > 0:
                 values = array("f", [value / length for value in values])
-        embedding: Any = values.tolist()
+        found: Embedding = {"object": "embedding", "index": index, "embedding": values.tolist()}
         if self.is_base64:
-            embedding = base64.b64encode(values.tobytes()).decode()
-        return dumped({"object": "embedding", "index": index, "embedding": embedding})
+            found["embedding"] = base64.b64encode(values.tobytes()).decode()
+        return dumped(found)
 
     def body(self, items: Sequence[bytes], answers: Sequence[Answer]) -> bytes:
         """Return the JSON of the whole answer."""
         usages = [answer.finished.usage for answer in answers]
         count = sum(usage.prompt_tokens for usage in usages)
-        rest = {
+        rest: _Rest = {
             "object": "list",
             "model": self.model,
-            "pooling": POOLING,
+            "pooling": "last",
             "usage": {
                 "prompt_tokens": count,
                 "total_tokens": count,

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, TypedDict
 
 from splitpoint.errors import (
     Aborted,
@@ -35,17 +35,28 @@ class HttpError(SplitpointError):
         self.field = field
 
 
+class ErrorObject(TypedDict):
+    message: str
+    type: str
+    param: Annotated[str | None, "The field that is wrong."]
+    code: Annotated[str | None, "A stable name of the cause."]
+
+
+class Error(TypedDict):
+    error: ErrorObject
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
     """What a client gets: the status, further headers, and the body's `error` object."""
 
     status: int
-    error: Mapping[str, Any]
+    error: ErrorObject
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def body(self) -> dict[str, Any]:
-        return {"error": dict(self.error)}
+    def body(self) -> Error:
+        return {"error": self.error}
 
 
 # By kind of error: the status, and OpenAI's type.

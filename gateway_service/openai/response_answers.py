@@ -4,18 +4,153 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, NotRequired, Protocol, TypedDict
 
-from gateway_service.openai.answers import dumped, finish_reason_of, quoted
-from gateway_service.openai.chat_completions import token_logprobs
+from gateway_service.openai.answers import (
+    Form,
+    PlanReport,
+    Seconds,
+    dumped,
+    finish_reason_of,
+    quoted,
+)
+from gateway_service.openai.chat_completions import TokenLogprobs, token_logprobs
 from gateway_service.openai.tools import ToolUse, call_id
 from gateway_service.plan_report import plan_report
 from gateway_service.tool_calls.splitter import CallStart, Piece
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 
-_MAX_TOKENS = {"reason": "max_output_tokens"}
 _TEXT_DELTA = "response.output_text.delta"
+Status = Annotated[Literal["completed", "incomplete", "in_progress"], "in_progress only in events."]
+
+
+class TextPart(TypedDict):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprobs]
+
+
+class OutputMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    status: Status
+    role: Literal["assistant"]
+    content: list[TextPart]
+
+
+class FunctionCall(TypedDict):
+    id: str
+    type: Literal["function_call"]
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | FunctionCall
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class Reasoning(TypedDict):
+    effort: None
+    summary: None
+
+
+class Text(TypedDict):
+    format: dict[str, Any]
+
+
+class NamedTool(TypedDict):
+    type: Literal["function"]
+    name: str
+
+
+class Tool(NamedTool):
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+
+
+class InputTokensDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: Annotated[int, "Always 0: writes are not counted."]
+
+
+class OutputTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Repeated(TypedDict):
+    """The part of a response that is the same from its first event on."""
+
+    background: Literal[False]
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    model: str
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: Reasoning
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float
+    text: Text
+    tool_choice: str | NamedTool
+    tools: list[Tool]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    # Never there, but `Response` has it, which is made of this.
+    splitpoint: NotRequired[PlanReport]
+
+
+class Response(Repeated):
+    id: str
+    object: Literal["response"]
+    created_at: Seconds
+    status: Status
+    error: None
+    incomplete_details: IncompleteDetails | None
+    output: list[OutputItem]
+    usage: Usage | None
+
+
+_PLACE = {"item_id": str, "output_index": int}
+_PART = {**_PLACE, "content_index": int}
+_TEXT = {**_PART, "logprobs": list[TokenLogprobs]}
+# What events have beside their type and number, by the types.
+EVENTS: dict[tuple[str, ...], dict[str, Any]] = {
+    (
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+    ): {"response": Response},
+    ("response.output_item.added", "response.output_item.done"): {
+        "output_index": int,
+        "item": OutputItem,
+    },
+    ("response.content_part.added", "response.content_part.done"): {**_PART, "part": TextPart},
+    (_TEXT_DELTA,): {**_TEXT, "delta": str},
+    ("response.output_text.done",): {**_TEXT, "text": str},
+    ("error",): {"code": str | None, "message": str, "param": str | None},
+    ("response.function_call_arguments.delta",): {**_PLACE, "delta": str},
+    ("response.function_call_arguments.done",): {**_PLACE, "name": str, "arguments": str},
+}
 
 
 class AnsweredResponse(Protocol):
@@ -23,13 +158,13 @@ class AnsweredResponse(Protocol):
 
     id: str
     created: int
-    has_plan: bool
+    form: Form
     has_logprobs: bool
     tools: ToolUse
     tool_call_format: str
-    repeated: dict[str, Any]
+    repeated: Repeated
 
-    def finished(self, output: Sequence[Mapping[str, Any]]) -> None:
+    def finished(self, output: Sequence[OutputItem]) -> None:
         """Take the whole output, before its client is told of the end."""
         ...
 
@@ -46,12 +181,12 @@ class ResponseBuilder:
     def __init__(self, job: AnsweredResponse) -> None:
         self._job = job
         self._parser = job.tools.parser(job.tool_call_format)
-        self._output: list[dict[str, Any]] = []
+        self._output: list[OutputItem] = []
         # The last item is being written.
         self._is_open = False
         self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
-        self._new_logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._new_logprobs: list[TokenLogprobs] = []
         self._complete: pb.GenerateComplete | None = None
 
     @property
@@ -64,7 +199,7 @@ class ResponseBuilder:
         """Id of the message that is being written; empty: none is."""
         if not self._is_open or self._output[-1]["type"] != "message":
             return ""
-        return str(self._output[-1]["id"])
+        return self._output[-1]["id"]
 
     def add(self, text: str, logprobs: Iterable[types_pb2.PositionLogprobs] = ()) -> list[Event]:
         """Take further text."""
@@ -92,26 +227,26 @@ class ResponseBuilder:
         )
         return events
 
-    def response(self) -> dict[str, Any]:
+    def response(self) -> Response:
         """Return the response as it is now."""
         complete, job = self._complete, self._job
-        status, details = "in_progress", None
+        status: Status = "in_progress"
         if complete is not None:
             is_cut = finish_reason_of(complete) == "length"
             status = "incomplete" if is_cut else "completed"
-            details = _MAX_TOKENS if is_cut else None
-        found = {
+        is_incomplete = status == "incomplete"
+        found: Response = {
             "id": job.id,
             "object": "response",
             "created_at": job.created,
             "status": status,
             "error": None,
-            "incomplete_details": details,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
             **job.repeated,
             "output": [*self._output],
             "usage": None if complete is None else _usage(complete.usage),
         }
-        if job.has_plan and complete is not None:
+        if job.form.has_plan and complete is not None:
             found["splitpoint"] = plan_report(complete)
         return found
 
@@ -145,7 +280,7 @@ class ResponseBuilder:
         return events
 
     def _open_message(self) -> list[Event]:
-        item = {
+        item: OutputMessage = {
             "id": _new_id("msg"),
             "type": "message",
             "status": "in_progress",
@@ -157,10 +292,10 @@ class ResponseBuilder:
         events.append(("response.content_part.added", self._at(content_index=0, part=part)))
         return events
 
-    def _close_message(self, text: str) -> list[Event]:
+    def _close_message(self, item: OutputMessage, text: str) -> list[Event]:
         self._logprobs += self._new_logprobs
         part = _text_part(text, self._logprobs)
-        self._output[-1]["content"] = [part]
+        item["content"] = [part]
         done = self._at(content_index=0, text=text, logprobs=self._logprobs)
         return [
             ("response.output_text.done", done),
@@ -171,7 +306,7 @@ class ResponseBuilder:
 
     def _open_call(self, name: str) -> list[Event]:
         self._new_logprobs = []
-        item = {
+        item: FunctionCall = {
             "id": _new_id("fc"),
             "type": "function_call",
             "status": "in_progress",
@@ -181,8 +316,7 @@ class ResponseBuilder:
         }
         return self._open(item)
 
-    def _close_call(self, text: str) -> list[Event]:
-        item = self._output[-1]
+    def _close_call(self, item: FunctionCall, text: str) -> list[Event]:
         item["arguments"] = text
         self._new_logprobs = []  # only texts have them
         done = self._at(name=item["name"], arguments=text)
@@ -190,23 +324,25 @@ class ResponseBuilder:
 
     # -- items
 
-    def _open(self, item: dict[str, Any]) -> list[Event]:
+    def _open(self, item: OutputItem) -> list[Event]:
         self._output.append(item)
         self._is_open = True
         self._texts, self._logprobs = [], []
-        place = {"output_index": len(self._output) - 1, "item": dict(item)}
+        place = {"output_index": len(self._output) - 1, "item": item.copy()}
         return [("response.output_item.added", place)]
 
-    def _close(self, status: str) -> list[Event]:
+    def _close(self, status: Status) -> list[Event]:
         """End the open item, if there is one."""
         if not self._is_open:
             return []
         self._is_open = False
         item, text = self._output[-1], "".join(self._texts)
-        is_message = item["type"] == "message"
-        events = self._close_message(text) if is_message else self._close_call(text)
+        if item["type"] == "message":
+            events = self._close_message(item, text)
+        else:
+            events = self._close_call(item, text)
         item["status"] = status
-        place = {"output_index": len(self._output) - 1, "item": dict(item)}
+        place = {"output_index": len(self._output) - 1, "item": item.copy()}
         return [*events, ("response.output_item.done", place)]
 
     def _at(self, **fields: Any) -> dict[str, Any]:
@@ -218,7 +354,7 @@ class ResponseBuilder:
         }
 
 
-def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _text_part(text: str, logprobs: list[TokenLogprobs]) -> TextPart:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
@@ -226,7 +362,7 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-def _usage(usage: pb.Usage) -> dict[str, Any]:
+def _usage(usage: pb.Usage) -> Usage:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway_service.openai.fields import Field, Table
 from gateway_service.openai.messages import MOST_MESSAGES, read_part
+from gateway_service.openai.response_answers import NamedTool, Tool
 from gateway_service.openai.tools import (
     FUNCTION_FIELDS,
     FUNCTION_NAME,
@@ -183,12 +184,18 @@ def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def shown_tool(tool: Mapping[str, Any]) -> Tool:
     """Return a function as a response repeats it, with what was left out."""
-    return {"description": None, "parameters": None, "strict": None, **tool}
+    return {
+        "description": tool.get("description"),
+        "parameters": tool.get("parameters"),
+        "strict": tool.get("strict"),
+        "type": "function",
+        "name": tool["name"],
+    }
 
 
-def shown_choice(choice: str | NamedFunction) -> str | dict[str, str]:
+def shown_choice(choice: str | NamedFunction) -> str | NamedTool:
     """Return a tool_choice as a response repeats it."""
     if isinstance(choice, NamedFunction):
         return {"type": "function", "name": choice.name}

@@ -15,7 +15,13 @@ from gateway_service.openai.messages import (
     as_json,
     chat_prompt,
 )
-from gateway_service.openai.response_answers import ResponseBuilder, ResponseStream
+from gateway_service.openai.response_answers import (
+    OutputItem,
+    Repeated,
+    Response,
+    ResponseBuilder,
+    ResponseStream,
+)
 from gateway_service.openai.response_input import (
     INPUT,
     TOOL,
@@ -29,8 +35,8 @@ from gateway_service.openai.sampling import (
     COMMON_FIELDS,
     JSON_SCHEMA,
     MOST_LOGPROBS,
+    form_of,
     generate_request,
-    stream_options,
 )
 from gateway_service.openai.tools import (
     MOST_TOOLS,
@@ -167,7 +173,7 @@ RESPONSE_FIELDS = Table(
 
 @dataclass(slots=True, kw_only=True)
 class ResponseJob(CallingJob):
-    """A body of /v1/responses (`answers.Job`).
+    """A body of /v1/responses.
 
     Attributes:
         repeated: what the answer repeats of the body.
@@ -178,7 +184,7 @@ class ResponseJob(CallingJob):
         keep: takes the conversation with its answer, as JSON; None: it is not kept.
     """
 
-    repeated: dict[str, Any]
+    repeated: Repeated
     previous_id: str
     is_stored: bool
     instructions: list[Message]
@@ -193,7 +199,7 @@ class ResponseJob(CallingJob):
         messages = as_json("input", [*self.instructions, *self.messages])
         self.requests[0].chat.messages = messages
 
-    def finished(self, output: Sequence[Mapping[str, Any]]) -> None:
+    def finished(self, output: Sequence[OutputItem]) -> None:
         """Keep the conversation with its answer, if it is to be kept.
 
         One that ends in half a call is not: no model could go on with it.
@@ -207,8 +213,7 @@ class ResponseJob(CallingJob):
             return
         self.keep(json.dumps([*self.messages, *answered]).encode())
 
-    def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the answer's JSON object. Raises Internal, Unavailable if it is not whole."""
+    def result(self, answers: Sequence[Answer]) -> Response:
         answer, *_ = answers
         builder = ResponseBuilder(self)
         builder.add(answer.text, answer.logprobs)
@@ -250,14 +255,13 @@ def read_response(body: Any, *, request_id: str, created: int) -> ResponseJob:
         request.sampling.logprobs = values.get("top_logprobs", 0)
     elif values.get("top_logprobs"):
         raise wrong("top_logprobs", f"needs include to have {_LOGPROBS}")
-    stream_options(values)
+    form = form_of(values)
     return ResponseJob(
         id=request_id,
         created=created,
         model=values["model"],
         requests=[request],
-        is_stream=values.get("stream", False),
-        has_plan=values.get("include_plan", False),
+        form=form,
         has_logprobs=has_logprobs,
         tools=tools,
         repeated=_repeated(values, tools, body),
@@ -283,8 +287,7 @@ def _constraint(text_format: Mapping[str, Any]) -> types_pb2.StructuredOutput | 
     return types_pb2.StructuredOutput(json_object=True) if kind == "json_object" else None
 
 
-def _repeated(values: Mapping[str, Any], tools: ToolUse, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of the answer that is the same from its first event on."""
+def _repeated(values: Mapping[str, Any], tools: ToolUse, body: Mapping[str, Any]) -> Repeated:
     given = values.get("tools", ())
     shown_format = (body.get("text") or {}).get("format") or {"type": "text"}
     return {

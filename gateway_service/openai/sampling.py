@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from gateway_service.openai.answers import Form
 from gateway_service.openai.fields import Field, Table, Use, nested
 from gateway_service.openai.values import (
     BOOLEAN,
@@ -84,18 +85,19 @@ STREAM_OPTIONS = Table(
 )
 
 
-def stream_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field of this name, empty if it is absent. Raises InvalidArgument."""
-    options: dict[str, Any] = values.get("stream_options", {})
-    if "stream_options" in values and not values.get("stream", False):
+def form_of(values: Mapping[str, Any]) -> Form:
+    """Return the form of the answer. Raises InvalidArgument."""
+    options, is_stream = values.get("stream_options", {}), values.get("stream", False)
+    if "stream_options" in values and not is_stream:
         raise wrong("stream_options", "needs stream to be true")
-    return options
-
-
-def has_running_usage(options: Mapping[str, Any]) -> bool:
-    """Return True if each chunk of a stream has a usage, as vLLM's does: only with the last one."""
-    both = ("include_usage", "continuous_usage_stats")
-    return all(options.get(name, False) for name in both)
+    has_usage = options.get("include_usage", False)
+    return Form(
+        is_stream=is_stream,
+        has_usage=has_usage,
+        has_running_usage=has_usage and options.get("continuous_usage_stats", False),
+        has_plan=options.get("include_plan", False) or values.get("include_plan", False),
+        prompt_logprobs=values.get("prompt_logprobs"),
+    )
 
 
 _JSON_SCHEMA_FORMAT = Table(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
+from gateway_service.openai.answers import Seconds
 from gateway_service.openai.fields import Field, Table
 from gateway_service.openai.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
 from gateway_service.openai.tools import TOOLS
@@ -13,7 +14,36 @@ from gateway_service.openai.values import BOOLEAN, TOKEN_IDS, text_of, wrong
 from splitpoint.v1 import scheduler_pb2 as pb
 
 
-def model_object(model: pb.Model, created: int) -> dict[str, Any]:
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: Seconds
+    owned_by: str
+    max_model_len: Annotated[int, "Tokens of prompt and answer together."]
+    vocabulary_size: int
+    has_chat_template: bool
+    has_structured_output: bool
+    tool_call_format: Annotated[str | None, "hermes, llama3_json or mistral."]
+    ready_worker_count: int
+
+
+class Models(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(TypedDict):
+    prompt: str
+
+
+def model_object(model: pb.Model, created: int) -> Model:
     """Return one model. `created`: seconds since 1970, which the scheduler does not know."""
     return {
         "id": model.name,
@@ -29,7 +59,7 @@ def model_object(model: pb.Model, created: int) -> dict[str, Any]:
     }
 
 
-def model_list(models: Iterable[pb.Model], created: int) -> dict[str, Any]:
+def model_list(models: Iterable[pb.Model], created: int) -> Models:
     """Return all served models."""
     return {"object": "list", "data": [model_object(model, created) for model in models]}
 
@@ -73,7 +103,7 @@ class TokenizeJob:
     request: pb.TokenizeRequest
     has_texts: bool
 
-    def result(self, response: pb.TokenizeResponse, context_length: int) -> dict[str, Any]:
+    def result(self, response: pb.TokenizeResponse, context_length: int) -> Tokens:
         return {
             "count": len(response.token_ids),
             "max_model_len": context_length,

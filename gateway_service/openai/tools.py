@@ -6,9 +6,10 @@ import json
 import secrets
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from gateway_service.openai.answers import Job
 from gateway_service.openai.fields import Field, Table, nested
 from gateway_service.openai.values import (
     BOOLEAN,
@@ -237,23 +238,16 @@ def _take_format(requests: Iterable[pb.GenerateRequest], model: pb.Model) -> str
 
 
 @dataclass(slots=True, kw_only=True)
-class CallingJob:
-    """What the jobs have in common whose answers may call tools (`answers.ModelJob`).
+class CallingJob(Job):
+    """What the jobs have in common whose answers may call tools.
 
     Attributes:
         tool_call_format: of the model; empty unless `needs_model`.
     """
 
-    id: str
-    created: int
-    model: str
-    requests: Sequence[pb.GenerateRequest]
-    is_stream: bool
-    has_plan: bool
     has_logprobs: bool
     tools: ToolUse
     tool_call_format: str = ""
-    parameter_names: dict[str, str] = field(default_factory=dict)
 
     @property
     def needs_model(self) -> bool:

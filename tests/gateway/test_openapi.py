@@ -10,7 +10,7 @@ import pytest
 
 from gateway_service.app import routes_of
 from gateway_service.endpoints.endpoint import Gateway
-from gateway_service.openapi.document import document
+from gateway_service.openapi import document
 
 # The page for people, and its files.
 _NO_API = {"/", "/page/{name}"}

@@ -17,6 +17,7 @@ from starlette.types import Message
 from gateway_service.app import App
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.endpoints.page import INDEX, POLICY, PageFile, read_files, status_reading
+from gateway_service.openapi import Status
 from gateway_service.settings import Limits
 from gateway_service.upstream import Upstream
 from splitpoint.observe.meters import Meters
@@ -237,7 +238,7 @@ def worker(**fields: Any) -> pb.WorkerStatus:
     return pb.WorkerStatus(worker_id="0", address="unix:/w0", ready=True, **fields)
 
 
-def reading(*workers: pb.WorkerStatus, waiting: int = 0) -> dict[str, object]:
+def reading(*workers: pb.WorkerStatus, waiting: int = 0) -> Status:
     queue = pb.GetQueueResponse(
         requests=[
             pb.QueuedRequest(request_id="secret-id", tenant="secret-tenant", reason="full")
@@ -249,17 +250,13 @@ def reading(*workers: pb.WorkerStatus, waiting: int = 0) -> dict[str, object]:
     return status_reading(scheduler, queue, pb.ListWorkersResponse(workers=workers))
 
 
-def the_worker(*workers: pb.WorkerStatus) -> dict[str, object]:
-    found = reading(*workers)["workers"]
-    assert isinstance(found, list)
-    assert isinstance(found[0], dict)
-    return found[0]
+def the_worker(*workers: pb.WorkerStatus) -> dict[str, Any]:
+    return reading(*workers)["workers"][0]
 
 
 def test_a_long_queue_is_cut_and_counted_and_names_no_tenant() -> None:
     found = reading(waiting=8)
     queue = found["queue"]
-    assert isinstance(queue, dict)
     assert (queue["waiting_count"], queue["capacity"]) == (8, 9)
     assert queue["requests"] == [{"waited_seconds": 0.0, "reason": "full"}] * 5
     assert "secret" not in str(found)

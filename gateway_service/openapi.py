@@ -1,20 +1,75 @@
-"""The OpenAPI 3.1 document: paths, their bodies by the tables of fields, answers and errors."""
+"""The OpenAPI 3.1 document, and the tables of fields in the documentation.
+
+Bodies are described by the tables by which they are read, answers by the types that their builders
+return. `python -m gateway_service.openapi NAME` prints the fields of one kind of body.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+import json
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    TypedDict,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
-from gateway_service.openai.batches import BATCH_FIELDS
-from gateway_service.openai.chat_completions import CHAT_FIELDS
-from gateway_service.openai.completions import COMPLETION_FIELDS
-from gateway_service.openai.embeddings import EMBEDDING_FIELDS
-from gateway_service.openai.fields import Table
+from gateway_service.openai.answers import Usage
+from gateway_service.openai.batches import (
+    BATCH_FIELDS,
+    UPLOAD,
+    Batch,
+    Batches,
+    DeletedFile,
+    File,
+    Files,
+)
+from gateway_service.openai.chat_completions import (
+    CHAT_FIELDS,
+    ChatCompletion,
+    ChatCompletionChunk,
+)
+from gateway_service.openai.completions import COMPLETION_FIELDS, Completion, CompletionChunk
+from gateway_service.openai.embeddings import EMBEDDING_FIELDS, Embeddings
+from gateway_service.openai.errors import Error
+from gateway_service.openai.fields import Field, Table, Use
+from gateway_service.openai.response_answers import EVENTS, Response
 from gateway_service.openai.responses import RESPONSE_FIELDS
-from gateway_service.openai.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
-from gateway_service.openapi import schemas
-from gateway_service.openapi.schemas import Schema, reference
+from gateway_service.openai.tokens import (
+    DETOKENIZE_FIELDS,
+    TOKENIZE_FIELDS,
+    Model,
+    Models,
+    Text,
+    Tokens,
+)
+
+Schema = Mapping[str, Any]
+
+
+class Health(TypedDict):
+    status: Literal["ok"]
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Status(TypedDict):
+    scheduler: dict[str, Any]
+    queue: dict[str, Any]
+    workers: list[dict[str, Any]]
+
 
 _BODIES: dict[str, Table] = {
     "CompletionRequest": COMPLETION_FIELDS,
@@ -25,29 +80,107 @@ _BODIES: dict[str, Table] = {
     "TokenizeRequest": TOKENIZE_FIELDS,
     "DetokenizeRequest": DETOKENIZE_FIELDS,
 }
-_ANSWERS: dict[str, Schema] = {
-    "Batch": schemas.BATCH,
-    "Batches": schemas.page_of("Batch"),
-    "ChatCompletion": schemas.CHAT_COMPLETION,
-    "ChatCompletionChunk": schemas.CHAT_CHUNK,
-    "Completion": schemas.COMPLETION,
-    "CompletionChunk": schemas.COMPLETION_CHUNK,
-    "Embeddings": schemas.EMBEDDINGS,
-    "DeletedFile": schemas.DELETED_FILE,
-    "Error": schemas.ERROR,
-    "File": schemas.FILE,
-    "Files": schemas.page_of("File"),
-    "Health": schemas.HEALTH,
-    "Model": schemas.MODEL,
-    "Models": schemas.MODELS,
-    "Response": schemas.RESPONSE,
-    "ResponseEvent": schemas.RESPONSE_EVENT,
-    "Status": schemas.STATUS,
-    "Text": schemas.TEXT,
-    "Tokens": schemas.TOKENS,
-    "Usage": schemas.USAGE,
-    "Version": schemas.VERSION,
+# Types that have a name in the document; others are written where they are used.
+_ANSWERS: dict[str, Any] = {
+    "Batch": Batch,
+    "Batches": Batches,
+    "ChatCompletion": ChatCompletion,
+    "ChatCompletionChunk": ChatCompletionChunk,
+    "Completion": Completion,
+    "CompletionChunk": CompletionChunk,
+    "Embeddings": Embeddings,
+    "DeletedFile": DeletedFile,
+    "Error": Error,
+    "File": File,
+    "Files": Files,
+    "Health": Health,
+    "Model": Model,
+    "Models": Models,
+    "Response": Response,
+    "Status": Status,
+    "Text": Text,
+    "Tokens": Tokens,
+    "Usage": Usage,
+    "Version": Version,
 }
+_NAMES = {kind: name for name, kind in _ANSWERS.items()}
+_PLAIN: dict[Any, Schema] = {
+    str: {"type": "string"},
+    # All are counts or times.
+    int: {"type": "integer", "minimum": 0},
+    float: {"type": "number"},
+    bool: {"type": "boolean"},
+    type(None): {"type": "null"},
+    Any: {},
+}
+
+
+def _reference(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _schema_of(kind: Any) -> Schema:
+    """Return the JSON schema of a type of answers."""
+    if name := _NAMES.get(kind):
+        return _reference(name)
+    return _PLAIN[kind] if kind in _PLAIN else _written_out(kind)
+
+
+def _written_out(kind: Any) -> Schema:
+    """Return the JSON schema of a type that is not plain, with its fields or alternatives."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_typeddict(kind):
+        return _object_of(get_type_hints(kind, include_extras=True))
+    if origin is NotRequired:
+        return _schema_of(arguments[0])
+    if origin is Annotated:
+        return {**_schema_of(arguments[0]), "description": arguments[1]}
+    if origin is Literal:
+        is_text = isinstance(arguments[0], str)
+        return {"type": "string", "enum": [*arguments]} if is_text else {"const": arguments[0]}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema_of(each) for each in arguments]}
+    if origin is list:
+        return {"type": "array", "items": _schema_of(arguments[0])}
+    assert origin is dict, kind
+    values = _schema_of(arguments[1])
+    return {"type": "object", "additionalProperties": values} if values else {"type": "object"}
+
+
+def _object_of(fields: Mapping[str, Any]) -> Schema:
+    """Return the JSON schema of an object with fields of these types."""
+    return {
+        "type": "object",
+        "properties": {name: _schema_of(kind) for name, kind in fields.items()},
+        "required": [name for name, kind in fields.items() if get_origin(kind) is not NotRequired],
+    }
+
+
+def _event_of_response() -> Schema:
+    common = {"sequence_number": int}
+    kinds = ((Literal[names], fields) for names, fields in EVENTS.items())
+    return {"anyOf": [_object_of({"type": kind, **common, **fields}) for kind, fields in kinds]}
+
+
+def _events(name: str, *, ends_with_mark: bool) -> Schema:
+    """One server-sent event: an object of this name as JSON.
+
+    `ends_with_mark`: the stream ends with [DONE], or with an error.
+    """
+    content = _reference(name)
+    if ends_with_mark:
+        content = {"anyOf": [content, _reference("Error")]}
+    data: Schema = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": content,
+    }
+    if ends_with_mark:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}
+    properties = {"event": _PLAIN[str], "data": data}
+    return {"type": "object", "properties": properties, "required": ["data"]}
+
+
 _ERRORS = {
     400: "The request is wrong: `param` names the field.",
     401: "The key is missing or unknown.",
@@ -78,7 +211,7 @@ _WARNING = {
 def _error(status: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "description": _ERRORS[status],
-        "content": {"application/json": {"schema": reference("Error")}},
+        "content": {"application/json": {"schema": _reference("Error")}},
     }
     if status in (429, 503):
         found["headers"] = _RETRY_AFTER
@@ -86,7 +219,7 @@ def _error(status: int) -> dict[str, Any]:
 
 
 def _answer(kind: str, description: str, content_type: str = "application/json") -> dict[str, Any]:
-    schema = reference(kind) if content_type == "application/json" else schemas.STRING
+    schema = _reference(kind) if content_type == "application/json" else _PLAIN[str]
     return {"description": description, "content": {content_type: {"schema": schema}}}
 
 
@@ -108,7 +241,7 @@ def _post(
     operation = _operation(name, summary, found, [*_ERRORS])
     operation["requestBody"] = {
         "required": True,
-        "content": {"application/json": {"schema": reference(body)}},
+        "content": {"application/json": {"schema": _reference(body)}},
     }
     return {"post": operation}
 
@@ -135,8 +268,8 @@ def _list(name: str, summary: str, answer: str, most: int) -> dict[str, Any]:
     limit = {"type": "integer", "minimum": 1, "maximum": most}
     found["get"]["parameters"] = [
         {"name": "limit", "in": "query", "schema": limit},
-        {"name": "after", "in": "query", "schema": schemas.STRING},
-        {"name": "order", "in": "query", "schema": schemas.one_of("asc", "desc")},
+        {"name": "after", "in": "query", "schema": _PLAIN[str]},
+        {"name": "order", "in": "query", "schema": {"type": "string", "enum": ["asc", "desc"]}},
     ]
     return found
 
@@ -145,7 +278,7 @@ def _batch_paths() -> dict[str, Any]:
     upload = _operation("create_file", "Keep a file.", _answer("File", "The file."), [*_ERRORS])
     upload["requestBody"] = {
         "required": True,
-        "content": {"multipart/form-data": {"schema": schemas.UPLOAD}},
+        "content": {"multipart/form-data": {"schema": UPLOAD}},
     }
     content = _answer("", "The file.", "application/octet-stream")
     removed = _operation(
@@ -196,21 +329,21 @@ def _paths() -> dict[str, Any]:
             "Answer a chat.",
             "ChatCompletionRequest",
             "ChatCompletion",
-            events=schemas.events("ChatCompletionChunk", ends_with_mark=True),
+            events=_events("ChatCompletionChunk", ends_with_mark=True),
         ),
         "/v1/completions": _post(
             "create_completion",
             "Complete texts.",
             "CompletionRequest",
             "Completion",
-            events=schemas.events("CompletionChunk", ends_with_mark=True),
+            events=_events("CompletionChunk", ends_with_mark=True),
         ),
         "/v1/responses": _post(
             "create_response",
             "Answer an input, or go on with a conversation.",
             "ResponseRequest",
             "Response",
-            events=schemas.events("ResponseEvent", ends_with_mark=False),
+            events=_events("ResponseEvent", ends_with_mark=False),
         ),
         "/v1/embeddings": _post(
             "create_embeddings",
@@ -249,7 +382,7 @@ def _paths() -> dict[str, Any]:
             "This document.",
             {
                 "description": "OpenAPI 3.1.",
-                "content": {"application/json": {"schema": schemas.OBJECT}},
+                "content": {"application/json": {"schema": {"type": "object"}}},
             },
         ),
     }
@@ -270,7 +403,74 @@ def document(version: str, *, needs_key: bool) -> dict[str, Any]:
         "security": [bearer] if needs_key else [{}, bearer],
         "paths": _paths(),
         "components": {
-            "schemas": {**{name: table.schema for name, table in _BODIES.items()}, **_ANSWERS},
+            "schemas": {
+                **{name: table.schema for name, table in _BODIES.items()},
+                **{name: _written_out(kind) for name, kind in _ANSWERS.items()},
+                "ResponseEvent": _event_of_response(),
+            },
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+# -- the documentation ---------------------------------------------------------------------
+
+
+_TABLES: dict[str, Table] = {
+    "chat": CHAT_FIELDS,
+    "completions": COMPLETION_FIELDS,
+    "responses": RESPONSE_FIELDS,
+    "embeddings": EMBEDDING_FIELDS,
+    "batches": BATCH_FIELDS,
+    "tokenize": TOKENIZE_FIELDS,
+    "detokenize": DETOKENIZE_FIELDS,
+}
+
+
+def _rows(table: Table) -> Iterator[str]:
+    """Yield the lines of the table: what is read, then what is ignored and what is refused."""
+    yield "| field | default | meaning |"
+    yield "|---|---|---|"
+    for field in table.fields.values():
+        if field.use is Use.READ:
+            star = "*" if field.is_extension else ""
+            yield f"| `{field.name}`{star} | {_default(field)} | {_cell(field.help)} |"
+    others = [field for field in table.fields.values() if field.use is not Use.READ]
+    if not others:
+        return
+    yield ""
+    yield "| field | is | why |"
+    yield "|---|---|---|"
+    for field in others:
+        star = "*" if field.is_extension else ""
+        yield f"| `{field.name}`{star} | {_use(field)} | {_cell(field.help)} |"
+
+
+def _default(field: Field) -> str:
+    if field.is_required:
+        return "required"
+    return "" if field.default is None else f"`{json.dumps(field.default)}`"
+
+
+def _use(field: Field) -> str:
+    if field.use is Use.IGNORED:
+        return "ignored"
+    neutral = " or ".join(f"`{json.dumps(value)}`" for value in field.neutral)
+    return f"refused, except {neutral}" if neutral else "refused"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return exit code 2 for an unknown name."""
+    if len(arguments) != 1 or arguments[0] not in _TABLES:
+        print(f"name one of {', '.join(_TABLES)}", file=sys.stderr)
+        return 2
+    print("\n".join(_rows(_TABLES[arguments[0]])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
