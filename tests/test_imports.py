@@ -39,14 +39,13 @@ POINTS_UP = {"splitpoint/__init__.py": {"splitpoint_offline"}}
 # Only the worker computes; benchmarks run it in their own process.
 TORCH_FILES = (
     "worker_service/",
-    "splitpoint_cli/bench/decode/ours.py",
-    "splitpoint_cli/bench/decode/perplexity.py",
-    "splitpoint_cli/bench/decode/runs.py",
+    "splitpoint_cli/bench/decode_runs.py",
     "splitpoint_cli/bench/engine.py",
     "splitpoint_cli/bench/limits.py",
     "splitpoint_cli/bench/local_store.py",
     "splitpoint_cli/bench/offload_host.py",
     "splitpoint_cli/bench/offload_runs.py",
+    "splitpoint_cli/bench/our_worker.py",
     "splitpoint_cli/bench/pooled.py",
     "splitpoint_cli/bench/restore_runs.py",
     "splitpoint_cli/bench/stored_prefixes.py",
@@ -344,7 +343,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("request", "chat", "batch", "top"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.ending", "bench.harness", "bench.texts", "bench.local_store", "bench.engine"),
-        *("bench.picture", "bench.offload_report", "bench.limits", "bench.shared", "bench.decode"),
+        *("bench.picture", "bench.offload_report", "bench.limits", "bench.shared"),
         "bench.store",
         *(
             "bench.growth",

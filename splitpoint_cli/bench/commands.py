@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from splitpoint_cli.bench import offload, restore
-from splitpoint_cli.bench.decode import command as decode
+from splitpoint_cli.bench import decode, offload, restore
 from splitpoint_cli.bench.ending import ending_by_signals
 from splitpoint_cli.bench.growth import command as growth
 from splitpoint_cli.bench.numerics import command as numerics

@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from splitpoint_cli.bench import offload_report, restore_report
-from splitpoint_cli.bench.decode import report as decode_report
+from splitpoint_cli.bench import decode_report, offload_report, restore_report
 from splitpoint_cli.bench.harness import LINE_SECONDS, Progress
 from splitpoint_cli.bench.store import report as store_report
 from splitpoint_cli.main import app

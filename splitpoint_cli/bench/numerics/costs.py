@@ -8,13 +8,13 @@ import torch
 
 from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, Numerics
-from splitpoint_cli.bench.decode.ours import OurWorker
-from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts
-from splitpoint_cli.bench.decode.report import Run
-from splitpoint_cli.bench.decode.report import Workload as DecodeWorkload
+from splitpoint_cli.bench.decode_report import Run
+from splitpoint_cli.bench.decode_report import Workload as DecodeWorkload
 from splitpoint_cli.bench.numerics.report import Cost, NumericsWorkload
+from splitpoint_cli.bench.our_worker import OurWorker
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.texts import Prompts, random_prompts
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels.choice import Choice, in_use, use
 from worker_service.kernels.gpu_order import adds_in_one_order, use_one_order

@@ -13,12 +13,12 @@ from splitpoint.errors import Internal
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.shapes import ArenaLayout, chunks_of
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
-from splitpoint_cli.bench.decode.prompts import Prompts
 from splitpoint_cli.bench.numerics.report import Answer, Logprobs, NumericsWorkload, Work
 from splitpoint_cli.bench.numerics.variants import BATCH, REFERENCE, Cached, Variant
 from splitpoint_cli.bench.shared.engine_memory import exact_memory
 from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
 from splitpoint_cli.bench.shared.local_store import LocalStore
+from splitpoint_cli.bench.texts import Prompts
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import STAGING_PAGES, draft_window_pages
 from worker_service.drafts.drafter import Drafter

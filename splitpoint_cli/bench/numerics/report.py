@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from splitpoint_cli.bench.decode.report import Run
+from splitpoint_cli.bench.decode_report import Run
 from splitpoint_cli.bench.numerics.variants import REFERENCE, Variant
 from splitpoint_cli.bench.shared.report import commit, hardware, report_table
 from splitpoint_cli.output import seconds_text

@@ -17,7 +17,6 @@ from splitpoint.errors import Internal
 from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.shapes import DataType, Encoding, Numerics
-from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts
 from splitpoint_cli.bench.numerics.costs import measure_costs
 from splitpoint_cli.bench.numerics.host import NumericsHost
 from splitpoint_cli.bench.numerics.report import (
@@ -31,6 +30,7 @@ from splitpoint_cli.bench.numerics.variants import BATCH, REFERENCE, Cached, Spl
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
 from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.texts import Prompts, random_prompts
 from splitpoint_cli.output import duration_text
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.choice import choose_device

@@ -1,4 +1,7 @@
-"""A benchmark that a signal ends leaves no arena and no process behind, wherever it was."""
+"""A benchmark that a signal ends leaves no arena and no process behind, wherever it was.
+
+One that was killed leaves its arena until the next one comes.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import pytest
 from tiny_models import write_tiny
 
 from splitpoint.config import SHARED_MEMORY
+from splitpoint_cli.bench.ending import bench_arena_path
 from splitpoint_cli.stack.child import child_environment
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -227,3 +231,46 @@ def test_a_signal_ends_the_process_wherever_it_comes(program: str, printed: list
         check=False,
     )
     assert (done.returncode, done.stdout.splitlines()) == (129, printed), done.stderr
+
+
+HOLDER = """
+import sys, time
+from splitpoint.arena.owner import open_or_create_arena
+from splitpoint.shapes import ArenaLayout, BUILT_IN_SHAPES
+from splitpoint_cli.bench.ending import bench_arena_path
+shape = BUILT_IN_SHAPES["opt-125m"]
+layout = ArenaLayout.of(shape, chunk_tokens=16, has_activations=False)
+path = bench_arena_path()
+opened = open_or_create_arena(path, layout, 2)
+print(path, flush=True)
+time.sleep(600)
+"""
+
+
+def holding() -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_killed_benchmarks_leave_nothing_behind_the_next_one() -> None:
+    living, held = holding()
+    killed, left = holding()
+    try:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert left.exists()
+        mine = bench_arena_path()
+        assert not left.parent.exists()
+        # One that runs keeps what it has.
+        assert held.exists()
+        assert mine.parent.name == f"splitpoint-{os.getuid()}-bench-{os.getpid()}"
+        assert mine.parent.parent == SHARED_MEMORY
+    finally:
+        for process in (killed, living):
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        bench_arena_path()
+    assert not held.parent.exists()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.host.processor import compiler
 from splitpoint.shapes import Numerics
-from splitpoint_cli.bench.decode.report import Run
+from splitpoint_cli.bench.decode_report import Run
 from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.bench.numerics import runs
 from splitpoint_cli.bench.numerics.host import NumericsHost

@@ -217,6 +217,19 @@ def test_grouped_queries_have_no_splits_and_the_report_says_why(
     assert picture_of(report).axes
 
 
+def test_a_balanced_link_is_measured_and_named() -> None:
+    """A link that loads everything in the time that recomputing it takes."""
+    arguments = ("--shape", "smollm2-135m", "--layers", "2", "--balance", "--prompt", "130")
+    report = run(*arguments, "--threads", "1")
+    load, tokens = report["contenders"][LOAD], report["contenders"][TOKENS]
+    # An emulated link never takes less than its rate allows.
+    assert load["link_busy_seconds"] > 0.99 * load["link_bytes"] / report["link_rate"]
+    # With grouped queries no activations are stored.
+    assert report["skipped"]
+    assert tokens["link_bytes"] == 0 < load["link_bytes"]
+    assert report["contenders"][BOTH_ENDS]["predicted_seconds"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
@@ -227,6 +240,7 @@ def test_grouped_queries_have_no_splits_and_the_report_says_why(
         (("--layers", "13"), "layers"),
         (("--link-rate", "0"), "link_rate"),
         (("--link-rate", "20"), "link_rate"),
+        (("--link-rate", "100MB", "--balance"), "balance"),
         (("--png", "no/such/folder.png"), "png"),
         (("--png", "out.svg"), "png"),
         (("--output", "no/such/folder.json"), "output"),

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import VOCABULARY, write_tiny
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument
+from splitpoint.host.processor import compiler
 from splitpoint.speculation import DraftMethod
-from splitpoint_cli.bench.decode.command import decode
-from splitpoint_cli.bench.decode.ours import OurWorker, load_decoder
-from splitpoint_cli.bench.decode.peers.messages import Load
-from splitpoint_cli.bench.decode.peers.process import interpreters_of, start_peer
-from splitpoint_cli.bench.decode.report import (
+from splitpoint_cli.bench.decode import decode
+from splitpoint_cli.bench.decode_report import (
     OURS,
+    OURS_INT8,
     Measured,
     Run,
     Workload,
@@ -29,10 +29,14 @@ from splitpoint_cli.bench.decode.report import (
     table_of,
     too_slow,
 )
-from splitpoint_cli.bench.decode.runs import ChildPeer
+from splitpoint_cli.bench.decode_runs import ChildPeer, perplexity
 from splitpoint_cli.bench.limits import MemoryReads
+from splitpoint_cli.bench.our_worker import OurWorker, load_decoder
+from splitpoint_cli.bench.peer_child import Load
+from splitpoint_cli.bench.peers import interpreters_of, start_peer
 from splitpoint_cli.bench.texts import passages, random_prompts, text_prompts
 from splitpoint_cli.main import app
+from worker_service.model.decoder import Decoder
 
 WORKLOAD = Workload("opt-125m", "float32", 2, 20, 6, 3, "cpu", 1, 0)
 
@@ -48,12 +52,12 @@ def test_the_report_compares_medians_with_the_fastest_peer() -> None:
         OURS: [run(2.0, 0.5, tokens), run(1.0, 0.5, tokens), run(9.0, 0.5, tokens)],
         "transformers slow sdpa": [run(8.0, 2.0, tokens)] * 3,
         "transformers fast": [run(4.0, 3.0, other)] * 3,
-        "llama.cpp": [run(1.0, 0.25, tokens)] * 3,
+        "vllm": [run(1.0, 0.25, tokens)] * 3,
     }
     peer_of = {name: name.split()[0] for name in runs if name != OURS}
     # A step of two sequences takes 0.1 s at least.
     report = report_of(WORKLOAD, Measured(runs, peer_of, 20e9, 2 * 10**9))
-    assert report["fastest_peer"] == "llama.cpp"
+    assert report["fastest_peer"] == "vllm"
     assert report["ratio"] == 0.5
     assert report["ratio_to_default_attention"] == 4.0
     beside = report["ratios"]["transformers"]
@@ -72,7 +76,7 @@ def test_the_report_compares_medians_with_the_fastest_peer() -> None:
     assert json.loads(json.dumps(report)) == json.loads(json.dumps(dict(report)))
     table = table_of(report)
     assert table.row_count == 5
-    assert "0.50 x llama.cpp in all" in str(table.caption)
+    assert "0.50 x vllm in all" in str(table.caption)
 
 
 def test_settings_run_again_if_they_may_be_their_peers_fastest_in_any_figure() -> None:
@@ -151,9 +155,7 @@ def test_all_contenders_give_the_same_tokens(tmp_path: Path) -> None:
     prompts = random_prompts(VOCABULARY, 2, 20, seed=0)
     model = load_decoder(write_tiny("opt", tmp_path), WORKLOAD)
     runs = [OurWorker(model, WORKLOAD).run(prompts, 6)]
-    asked = Load(
-        "transformers", "transformers", str(tmp_path), "", "float32", threads=1, batch=2, tokens=26
-    )
+    asked = Load("transformers", str(tmp_path), "float32", threads=1, batch=2, tokens=26)
     process = start_peer(asked, interpreters_of(()))
     try:
         assert process.variants == ("dynamic sdpa", "dynamic eager", "static sdpa", "static eager")
@@ -219,9 +221,48 @@ def test_the_report_says_what_drafts_came_to() -> None:
         ({"model": "somewhere"}, "model"),
         ({"peers": "sglang"}, "peers"),
         ({"temperature": 0.8}, "temperature"),
+        ({"weights": "int3"}, "weights"),
+        ({"weights": "int8", "device": "cuda"}, "weights"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         decode(**options)
     assert caught.value.field == field
+
+
+@torch.inference_mode()
+def test_perplexity_is_that_of_transformers() -> None:
+    folder = resolve_model(None)
+    passages = text_prompts(Path(__file__), folder, 2, 100)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor(passages)
+    expected = float(theirs(ids, labels=ids).loss.exp())
+    model = Decoder.load(folder, torch.device("cpu"), torch.float32)
+    assert perplexity(model, passages) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+def test_a_run_compares_int8_weights_with_native_ones(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    decode(
+        text=Path(__file__),
+        weights="int8",
+        peers="none",
+        batch=2,
+        prompt=100,
+        new=8,
+        repeats=1,
+        threads=1,
+        as_json=True,
+        output=found,
+    )
+    report = json.loads(found.read_text())
+    assert set(report["contenders"]) == {OURS, OURS_INT8}
+    assert report["speculation"] == {}
+    facts = report["int8_weights"]
+    assert facts["step_ratio"] > 0
+    assert facts["agreeing_token_share"] > 0.5
+    # Other weights, and nearly the same predictions.
+    assert facts["int8_perplexity"] != facts["native_perplexity"]
+    assert facts["int8_perplexity"] == pytest.approx(facts["native_perplexity"], rel=0.05)

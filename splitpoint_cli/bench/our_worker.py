@@ -12,7 +12,7 @@ from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.options.cpu_kernels import AUTO, with_panels
 from splitpoint.shapes import ArenaLayout, DataType, WeightFormat
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
-from splitpoint_cli.bench.decode.report import Run, Workload
+from splitpoint_cli.bench.decode_report import Run, Workload
 from splitpoint_cli.bench.engine import (
     admission_of,
     exact_memory,

@@ -1,6 +1,6 @@
 """`splitpoint bench decode`: our worker beside other engines and the limit of the memory.
 
-runs.py has what is run; it is imported, with torch, only once the benchmark starts.
+decode_runs.py has what is run; it is imported, with torch, only once the benchmark starts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
 from splitpoint.shapes import DataType, ModelShape, WeightFormat
 from splitpoint.speculation import ALIASES, MOST_SPECULATIVE_TOKENS, DraftMethod
-from splitpoint_cli.bench import harness as options
-from splitpoint_cli.bench.decode.peers.catalog import check_peers, parse_peers
-from splitpoint_cli.bench.decode.report import Workload, report_of, table_of
+from splitpoint_cli.bench import harness
+from splitpoint_cli.bench.decode_report import Workload, report_of, table_of
 from splitpoint_cli.bench.harness import Progress, hand_over_report
+from splitpoint_cli.bench.peers import check_peers, parse_peers
 from splitpoint_cli.models import find_shape
 from splitpoint_cli.output import AsJson, OutputFile
 
@@ -29,9 +29,7 @@ METHODS = [DraftMethod.SUFFIX, DraftMethod.MODEL, DraftMethod.AUTO]
 _Peers = Annotated[
     str,
     typer.Option(
-        help="Peers, separated by commas: transformers, ctranslate2, openvino, llama.cpp, "
-        "vllm; or none.",
-        metavar="PEER,...|none",
+        help="Peers, separated by commas: transformers, vllm; or none.", metavar="PEER,...|none"
     ),
 ]
 _PeerPython = Annotated[
@@ -89,11 +87,11 @@ _Weights = Annotated[
 
 
 def decode(
-    shape: options.RandomShape = "opt-125m",
-    dtype: options.ElementType = "float32",
-    batch: options.Batch = 8,
-    prompt: options.PromptTokens = 512,
-    new: options.NewTokens = 128,
+    shape: harness.RandomShape = "opt-125m",
+    dtype: harness.ElementType = "float32",
+    batch: harness.Batch = 8,
+    prompt: harness.PromptTokens = 512,
+    new: harness.NewTokens = 128,
     peers: _Peers = "transformers",
     peer_python: _PeerPython = [],  # noqa: B006 - typer's way to say "none"
     text: _Text = None,
@@ -103,10 +101,10 @@ def decode(
     draft_model: _DraftModel = None,
     temperature: _Temperature = 0.0,
     weights: _Weights = "native",
-    repeats: options.Repeats = 5,
-    device: options.ContendersDevice = "cpu",
-    threads: options.Threads = 0,
-    seed: options.Seed = 0,
+    repeats: harness.Repeats = 5,
+    device: harness.ContendersDevice = "cpu",
+    threads: harness.Threads = 0,
+    seed: harness.Seed = 0,
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:
@@ -117,7 +115,7 @@ def decode(
     fastest setting counts; those that are slower by a quarter in the first round run once.
     """
     need_all("a benchmark")
-    options.check_data_type(dtype)
+    harness.check_data_type(dtype)
     _check_weights(weights, device)
     names = parse_peers(peers)
     folder = _checkpoint(text, model)
@@ -133,7 +131,7 @@ def decode(
         new=new,
         repeats=repeats,
         device=device,
-        threads=options.thread_count(threads),
+        threads=harness.thread_count(threads),
         seed=seed,
         peers=names,
         text="" if text is None else text.name,
@@ -144,8 +142,8 @@ def decode(
         weights=weights,
         draft_model="" if draft_model is None else str(resolve_model(draft_model, download=False)),
     )
-    with options.importing_peer():
-        from splitpoint_cli.bench.decode.runs import run_all
+    with harness.importing_peer():
+        from splitpoint_cli.bench.decode_runs import run_all
     measured = run_all(workload, dimensions, text, peer_python, Progress())
     hand_over_report(report_of(workload, measured), table_of, as_json=as_json, output=output)
 
@@ -169,7 +167,7 @@ def _checkpoint(text: Path | None, model: str | None) -> Path | None:
 def _dimensions(shape: str, folder: Path | None, dtype: str) -> ModelShape:
     if folder is not None:
         return read_shape(folder, DataType(dtype))
-    options.built_in_shape(shape.lower())
+    harness.built_in_shape(shape.lower())
     return find_shape(shape, dtype)
 
 

@@ -5,6 +5,7 @@ All run the same weights: random ones, or a checkpoint's, written once by transf
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -18,12 +19,7 @@ from transformers import AutoModelForCausalLM
 from splitpoint.host.processor import SPIN_COUNT
 from splitpoint.shapes import DataType, ModelShape, WeightFormat
 from splitpoint.speculation import DraftMethod
-from splitpoint_cli.bench.decode.ours import OurWorker, load_decoder
-from splitpoint_cli.bench.decode.peers.catalog import PEERS
-from splitpoint_cli.bench.decode.peers.messages import Load, Work
-from splitpoint_cli.bench.decode.peers.process import PeerProcess, interpreters_of, start_peer
-from splitpoint_cli.bench.decode.perplexity import perplexity
-from splitpoint_cli.bench.decode.report import (
+from splitpoint_cli.bench.decode_report import (
     LIMIT,
     OURS,
     OURS_INT8,
@@ -34,10 +30,16 @@ from splitpoint_cli.bench.decode.report import (
 )
 from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.bench.limits import MemoryReads, random_model
+from splitpoint_cli.bench.our_worker import OurWorker, load_decoder
+from splitpoint_cli.bench.peer_child import Load, Work
+from splitpoint_cli.bench.peers import PeerProcess, interpreters_of, start_peer
 from splitpoint_cli.bench.texts import Prompts, random_prompts, text_prompts
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.choice import choose_device
+from worker_service.model.attention import prefill_alone
 from worker_service.model.decoder import Decoder
+from worker_service.model.forward import through_layers
+from worker_service.model.layer import DecoderLayer
 
 # A short run meets all code; a long prompt's own first costs are lost in a median.
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 4
@@ -120,14 +122,9 @@ class Contenders:
     def _add_child(
         self, peer: str, workload: Workload, checkpoint: Path, peer_pythons: Sequence[Path]
     ) -> None:
-        scratch = self._end.enter_context(
-            tempfile.TemporaryDirectory(prefix="splitpoint-bench-peer-")
-        )
         load = Load(
             peer=peer,
-            module=PEERS[peer].module,
             checkpoint=str(checkpoint),
-            scratch=scratch,
             data_type=workload.dtype,
             threads=workload.threads,
             batch=workload.batch,
@@ -138,12 +135,9 @@ class Contenders:
         self._end.callback(process.close)
         self.versions[peer] = process.version
         for variant in process.variants:
-            self._add(peer, variant, ChildPeer(process, variant))
-
-    def _add(self, peer: str, variant: str, contender: Contender) -> None:
-        name = f"{peer} {variant}".strip()
-        self.by_name[name] = contender
-        self.peer_of[name] = peer
+            name = f"{peer} {variant}".strip()
+            self.by_name[name] = ChildPeer(process, variant)
+            self.peer_of[name] = peer
 
 
 def run_all(
@@ -218,3 +212,42 @@ def _write_model(workload: Workload, shape: ModelShape, folder: Path) -> None:
         # Drawn on the CPU: the same weights on each device.
         model = random_model(shape, workload.seed, torch.device("cpu"))
     model.save_pretrained(folder, max_shard_size="1TB")
+
+
+@torch.inference_mode()
+def perplexity(model: Decoder, passages: Prompts) -> float:
+    """Return e to the mean negative log-probability of all tokens but each passage's first.
+
+    Each passage is read by itself, teacher-forced; all weights are on the device. Attention is by
+    torch's products, whatever the worker's kernel is: models that are compared differ in their
+    weights only.
+    """
+    total, count = 0.0, 0
+    for passage in passages:
+        logits = _logits(model, passage)[:-1].double()
+        targets = torch.tensor(passage[1:], device=logits.device)
+        chosen = logits.log_softmax(-1).gather(1, targets[:, None])
+        total -= float(chosen.sum())
+        count += len(targets)
+    return math.exp(total / count)
+
+
+def _logits(model: Decoder, tokens: tuple[int, ...]) -> torch.Tensor:
+    """Return the logits after each token, fp32 `[T, vocabulary]`."""
+
+    def attend(
+        _index: int,
+        layer: DecoderLayer,
+        _inputs: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        return prefill_alone(
+            queries, keys, values, window=layer.window, scale=layer.scale, cap=layer.cap
+        )
+
+    ids = torch.tensor(tokens, device=model.device)
+    positions = torch.arange(len(tokens), device=model.device)
+    hidden = model.embed(ids, positions)
+    return model.logits(through_layers(model.layers, hidden, model.rotary(positions), attend))

@@ -1,20 +1,26 @@
-"""Results of `bench decode`, as JSON and as a table; runs nothing, needs no torch."""
+"""The workload and the results of `bench decode`, as JSON and as a table; needs no torch."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.table import Table
 
 from splitpoint.shapes import WeightFormat
-from splitpoint_cli.bench.harness import agreeing_share, commit, hardware, report_table
+from splitpoint_cli.bench.harness import (
+    Column,
+    agreeing_share,
+    contender_table,
+    json_report,
+    text_of,
+)
+from splitpoint_cli.bench.peers import TRANSFORMERS
 
 OURS = "splitpoint"
 OURS_INT8 = "splitpoint int8 weights"
-TRANSFORMERS = "transformers"
 DEFAULT_ATTENTION = "sdpa"
 LIMIT = "memory limit"
 # A setting of a peer that is slower by this factor is timed once.
@@ -152,11 +158,7 @@ def report_of(workload: Workload, measured: Measured) -> dict[str, Any]:
         for name in peers
         if measured.peer_of[name] == TRANSFORMERS and name.endswith(DEFAULT_ATTENTION)
     ]
-    return {
-        "benchmark": "decode",
-        **asdict(workload),
-        "hardware": hardware(),
-        "commit": commit(),
+    facts = {
         "versions": dict(measured.versions),
         "spin_count": measured.spin_count,
         "contenders": contenders,
@@ -182,6 +184,7 @@ def report_of(workload: Workload, measured: Measured) -> dict[str, Any]:
         },
         "int8_weights": _int8(contenders, measured) if OURS_INT8 in contenders else None,
     }
+    return json_report("decode", asdict(workload), facts)
 
 
 def _facts(batch: int, runs: Sequence[Run], limit_seconds: float) -> dict[str, Any]:
@@ -259,38 +262,35 @@ def _int8(contenders: Mapping[str, Mapping[str, Any]], measured: Measured) -> di
 
 def table_of(report: Mapping[str, Any]) -> Table:
     what = f"the text of {report['text']}" if report["text"] else "random prompts"
-    table = report_table(
-        f"{report['shape']} {report['dtype']}: {report['batch']} sequences, {what}, prompt "
-        f"{report['prompt']}, {report['new']} new, {report['device']}, {report['threads']} threads,"
-        f" {report['hardware']}",
-        *("contender", "tokens/s", "in decode", "TTFT", "step", "x limit"),
-    )
-    for name, facts in report["contenders"].items():
-        table.add_row(
-            name,
-            f"{facts['tokens_per_second']:.1f}",
-            f"{facts['decode_tokens_per_second']:.1f}",
-            f"{facts['first_token_seconds']:.2f} s",
-            f"{1e3 * facts['step_seconds']:.1f} ms",
-            f"{facts['step_over_limit']:.2f}",
-        )
     limit = report["memory_limit"]
-    table.add_row(
-        LIMIT,
-        "",
-        f"{report['batch'] / limit['step_seconds']:.1f}",
-        "",
-        f"{1e3 * limit['step_seconds']:.1f} ms",
-        "1.00",
-    )
+    bound = {
+        "decode_tokens_per_second": report["batch"] / limit["step_seconds"],
+        "step_seconds": limit["step_seconds"],
+        "step_over_limit": 1.0,
+    }
     read = (
         f"a step reads {limit['step_bytes'] / 1e6:.0f} MB, "
         f"memory {limit['read_bytes_per_second'] / 1e9:.1f} GB/s"
     )
-    table.caption = "\n".join(
-        [read, *_peer_lines(report), *_speculation_lines(report), *_int8_lines(report)]
+    return contender_table(
+        f"{report['shape']} {report['dtype']}: {report['batch']} sequences, {what}, prompt "
+        f"{report['prompt']}, {report['new']} new, {report['device']}, {report['threads']} threads,"
+        f" {report['hardware']}",
+        "contender",
+        (
+            Column("tokens/s", _figure("tokens_per_second", "{:.1f}")),
+            Column("in decode", _figure("decode_tokens_per_second", "{:.1f}")),
+            Column("TTFT", _figure("first_token_seconds", "{:.2f} s")),
+            Column("step", lambda each: f"{1e3 * each['step_seconds']:.1f} ms"),
+            Column("x limit", _figure("step_over_limit", "{:.2f}")),
+        ),
+        {**report["contenders"], LIMIT: bound},
+        [read, *_peer_lines(report), *_speculation_lines(report), *_int8_lines(report)],
     )
-    return table
+
+
+def _figure(key: str, form: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda facts: text_of(facts.get(key), form.format)
 
 
 def _int8_lines(report: Mapping[str, Any]) -> list[str]:

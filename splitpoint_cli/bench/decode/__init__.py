@@ -1,1 +1,0 @@
-"""`splitpoint bench decode`: decoding beside other engines and the memory's limit."""
