@@ -343,8 +343,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("request", "chat", "batch", "top"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.ending", "bench.harness", "bench.texts", "bench.local_store", "bench.engine"),
-        *("bench.picture", "bench.offload_report", "bench.limits", "bench.shared"),
-        "bench.store",
+        *("bench.peer_child", "bench.peers", "bench.decode_report", "bench.our_worker"),
+        *("bench.offload_report", "bench.limits", "bench.shared", "bench.store"),
         *(
             "bench.growth",
             "bench.numerics",

@@ -2,7 +2,7 @@
 
 Contenders run in rounds, every other round in reverse order. A report is one JSON object: the
 workload, the machine, what each contender measured, and ratios. Its table has a row for each
-contender. Needs no torch.
+contender, its picture a bar. Needs no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -32,6 +32,10 @@ from rich.table import Table
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
 from splitpoint_cli.output import duration_text, err, hand_over, print_table
+from splitpoint_cli.plots import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # As a worker has it: tokens of a chunk, and prompt tokens of a step.
 CHUNK_TOKENS = 64
@@ -284,3 +288,39 @@ def hand_over_report(
         output=output,
         indent=None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line over the split; `style`, `colour`: as matplotlib has them. None: the next colour."""
+
+    label: str
+    style: str
+    splits: Sequence[float]
+    seconds: Sequence[float]
+    colour: str | None = None
+
+
+def sweep_picture(title: str, lines: Sequence[Line], contenders: Mapping[str, float]) -> Figure:
+    """Draw lines over the split, and a bar for the seconds of each contender, the first on top.
+
+    Raises FailedPrecondition without matplotlib.
+    """
+    figure = new_figure(13, 5)
+    curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+    for line in lines:
+        curves.plot(line.splits, line.seconds, line.style, label=line.label, color=line.colour)
+    curves.set_xlabel("split: tokens rebuilt from activations")
+    curves.set_ylabel("seconds, median")
+    curves.set_ylim(bottom=0)
+    curves.grid(linewidth=0.3)
+    curves.legend(fontsize=8)
+    places, seconds = range(len(contenders)), list(contenders.values())
+    drawn = bars.barh(places, seconds, color="#7f7f7f")
+    bars.bar_label(drawn, [f"{value:.3g} s" for value in seconds], padding=3, fontsize=8)
+    bars.set_yticks(places, list(contenders), fontsize=8)
+    bars.invert_yaxis()
+    bars.set_xlim(0, 1.15 * max(seconds))
+    bars.set_xlabel("seconds, median")
+    figure.suptitle(title, fontsize=10)
+    return figure

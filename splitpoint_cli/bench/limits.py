@@ -13,19 +13,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from splitpoint.checkpoint.decoder import plain_config
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.bench.offload_report import OffloadSample, Step
+from splitpoint_cli.bench.peer_child import ATTENTIONS, TransformersModel, Work
 from splitpoint_cli.bench.texts import Prompts
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.copies import large_zeros
 
 # Far larger than any cache.
 BUFFER_BYTES = 512 << 20
-ATTENTIONS = ("sdpa", "eager")
 
 
 class MemoryReads:
@@ -71,20 +72,6 @@ class MemoryReads:
         return self.bytes_per_second
 
 
-class TokenTimes(StoppingCriteria):
-    """Note when all sequences had each token; never stop anything."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        # generate looks at a value on the device next, which waits all the same.
-        if input_ids.device.type == "cuda":
-            torch.cuda.synchronize(input_ids.device)
-        self.times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
 def random_model(shape: ModelShape, seed: int, device: torch.device) -> Any:
     """Return transformers' model of this shape, with random weights on the device."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -109,8 +96,9 @@ class Peer:
     def __init__(
         self, shape: ModelShape, seed: int, device: torch.device, cache: str = "offloaded"
     ) -> None:
-        self._model = random_model(shape, seed, device)
-        self._tensors = self._model.state_dict()
+        model = random_model(shape, seed, device)
+        self._peer = TransformersModel(model, transformers, torch)
+        self._tensors = model.state_dict()
         self.cache = cache
         self.attention = ATTENTIONS[0]
 
@@ -133,22 +121,9 @@ class Peer:
 
     def decode(self, prompts: Prompts, new_tokens: int) -> OffloadSample:
         """Prefill and decode; timing starts at the last sequence's first token."""
-        self._model.set_attn_implementation(self.attention)
-        ids = torch.tensor(prompts, device=self._model.device)
-        watch = TokenTimes()
-        output = self._model.generate(
-            ids,
-            attention_mask=ids.new_ones(ids.shape),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            stopping_criteria=[watch],
-            cache_implementation=self.cache,
-        )
-        times = watch.times
+        work = Work(f"{self.cache} {self.attention}", [*map(list, prompts)], new_tokens)
+        timing, times = self._peer.timed(work)
         return OffloadSample(
             steps=tuple(Step(later - earlier) for earlier, later in itertools.pairwise(times)),
-            tokens=tuple(tuple(row) for row in output[:, ids.shape[1] :].tolist()),
+            tokens=tuple(map(tuple, timing.tokens)),
         )

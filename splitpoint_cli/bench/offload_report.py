@@ -20,13 +20,14 @@ from splitpoint.selection import FULL, Selection
 from splitpoint.speculation import DraftMethod
 from splitpoint_cli.bench.harness import (
     Column,
+    Line,
     agreeing_share,
     contender_table,
     json_report,
     ratio_lines,
+    sweep_picture,
     text_of,
 )
-from splitpoint_cli.bench.picture import Line, sweep_picture
 from splitpoint_cli.output import seconds_text
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ PIPELINED = "pipelined split"
 COARSE = "coarse weights"
 RESIDENT = "resident"
 ENCODED = "pipelined split, "  # and the encoding
+PEER = "transformers "  # and its cache and attention implementation
 PLAIN_STREAMING = "plain streaming"
 SELECTED = "selected"
 # Rows that are on the device are forgotten after each step, and all are fetched anew.
@@ -236,23 +238,6 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """Lower bound of a step: the link's time for its bytes, the device's time for its work.
-
-    `compute_from` names the source of the device's time.
-    """
-
-    split_tokens: int
-    link_seconds: float
-    compute_seconds: float
-    compute_from: str
-
-    @property
-    def seconds(self) -> float:
-        return max(self.link_seconds, self.compute_seconds)
-
-
-@dataclass(frozen=True, slots=True)
 class SweepPoint:
     """Step times with every sequence split here: measured, predicted, and the bound."""
 
@@ -301,20 +286,21 @@ class LinkChange:
 
 @dataclass(frozen=True, slots=True)
 class OffloadResults:
-    """All orders of loading. `skipped` names what was not measured, and why.
+    """All orders of loading.
 
-    `unpredicted`: why steps carry no prediction; empty: they do. `kernels`: of the CPU, as a
-    worker's; empty on a GPU.
+    Attributes:
+        reason: why the planner chose the pipelined split.
+        bound: seconds of link and device in a step of that split; the greater is its lower bound.
+        skipped: what was not measured, and why.
+        kernels: of the CPU, as a worker's; empty on a GPU.
     """
 
     profile: Profile
     reason: str
-    bound: Bound
+    bound: tuple[float, float]
     contenders: Mapping[str, Contender]
     sweep: tuple[SweepPoint, ...] = ()
     change: LinkChange | None = None
-    peers: tuple[str, ...] = ()
-    unpredicted: str = ""
     pinning: str = ""
     kernels: str = ""
     skipped: tuple[str, ...] = field(default=())
@@ -337,7 +323,8 @@ class LengthResults:
 
 def report_of(workload: OffloadWorkload, results: OffloadResults) -> dict[str, Any]:
     """Return the JSON object: what was measured, on what, and how it compares."""
-    contenders, bound = results.contenders, results.bound
+    contenders = results.contenders
+    link_seconds, compute_seconds = results.bound
     reference = contenders.get(RESIDENT)
     report: dict[str, Any] = {
         "store": "in this process: a real arena, store and seals, without gRPC",
@@ -351,11 +338,11 @@ def report_of(workload: OffloadWorkload, results: OffloadResults) -> dict[str, A
         "prediction": _prediction(results),
         "skipped": list(results.skipped),
         "bound": {
-            "split_tokens": bound.split_tokens,
-            "seconds": _rounded(bound.seconds),
-            "link_seconds": _rounded(bound.link_seconds),
-            "compute_seconds": _rounded(bound.compute_seconds),
-            "compute_from": bound.compute_from,
+            "split_tokens": contenders[PIPELINED].split_tokens,
+            "seconds": _rounded(max(results.bound)),
+            "link_seconds": _rounded(link_seconds),
+            "compute_seconds": _rounded(compute_seconds),
+            "compute_from": "the resident decode, and the profile's rebuild",
         },
         "ratios": _ratios(results),
         "link": _link(results),
@@ -391,7 +378,7 @@ def _ratios(results: OffloadResults) -> dict[str, float]:
         "pipelined_over_full_load": ours.over(contenders[FULL_LOAD]),
         "sequential_over_pipelined": contenders[SEQUENTIAL].over(ours),
         "kvpr_order_over_pipelined": contenders[KVPR].over(ours),
-        "pipelined_step_over_bound": ours.step_seconds / results.bound.seconds,
+        "pipelined_step_over_bound": ours.step_seconds / max(results.bound),
     }
     if COARSE in contenders:
         ratios["fine_over_coarse_weights"] = ours.over(contenders[COARSE])
@@ -399,7 +386,7 @@ def _ratios(results: OffloadResults) -> dict[str, float]:
         if name.startswith(ENCODED):
             encoding = name.removeprefix(ENCODED)
             ratios[f"{encoding}_step_over_native"] = contender.step_seconds / ours.step_seconds
-    peers = [ours.over(contenders[name]) for name in results.peers]
+    peers = [ours.over(each) for name, each in contenders.items() if name.startswith(PEER)]
     if peers:
         ratios["pipelined_over_fastest_peer"] = max(peers)
     return {name: round(value, 3) for name, value in ratios.items()}
@@ -412,7 +399,7 @@ def _prediction(results: OffloadResults) -> dict[str, Any]:
     return {
         "median_error": round(statistics.median(errors), 4) if errors else None,
         "predicted_steps": len(errors),
-        "missing": "" if errors else results.unpredicted,
+        "missing": "" if errors else "no step of the pipelined split was predicted",
     }
 
 

@@ -24,7 +24,6 @@ from splitpoint.shapes import DataType, Encoding, ModelShape
 from splitpoint.speculation import PLAIN, Speculation
 from splitpoint_cli.bench.engine import make_model, use_worker_kernels
 from splitpoint_cli.bench.harness import CHUNK_TOKENS, Progress, importing_peer
-from splitpoint_cli.bench.offload_costs import BatchCosts
 from splitpoint_cli.bench.offload_host import OffloadHost, Way
 from splitpoint_cli.bench.offload_report import (
     ANEW,
@@ -33,12 +32,12 @@ from splitpoint_cli.bench.offload_report import (
     FULL_LOAD,
     KVPR,
     NO_ROWS,
+    PEER,
     PIPELINED,
     PLAIN_STREAMING,
     RESIDENT,
     SELECTED,
     SEQUENTIAL,
-    Bound,
     Contender,
     LengthResults,
     LinkChange,
@@ -133,12 +132,10 @@ def run_all(
         return OffloadResults(
             profile=host.profile,
             reason=bench.reason,
-            bound=_bound(grown, bench.split),
+            bound=grown.bound(bench.split),
             contenders=contenders,
             sweep=sweep,
             change=change,
-            peers=tuple(name for name in contenders if name.startswith("transformers")),
-            unpredicted="no step of the pipelined split was predicted",
             pinning=host.store.pinning,
             kernels=kernels,
             skipped=tuple(skipped),
@@ -219,7 +216,7 @@ class _Bench:
             self._progress.say("trying transformers' attention implementations")
             peer = self._peer
             peer.choose(host.prompts, self._warm_up)
-            name = f"transformers {peer.cache} {peer.attention}"
+            name = f"{PEER}{peer.cache} {peer.attention}"
             decodes[name] = partial(peer.decode, host.prompts, new)
         runs = self._progress.in_turns("timed runs", decodes, self._workload.repeats)
         return {name: Contender(splits.get(name), tuple(each)) for name, each in runs.items()}
@@ -259,7 +256,7 @@ class _Bench:
                 kvpr_seconds=seconds[split, Schedule.COLUMN],
                 sequential_seconds=seconds[split, Schedule.SERIAL],
                 predicted_seconds=costs.step_seconds(split),
-                bound_seconds=_bound(costs, split).seconds,
+                bound_seconds=max(costs.bound(split)),
             )
             for split in splits
         )
@@ -298,11 +295,6 @@ class _Bench:
         even = (prompt * index // (SWEEP_POINTS - 1) for index in range(SWEEP_POINTS))
         chunks = {min(prompt, round(each / CHUNK_TOKENS) * CHUNK_TOKENS) for each in even}
         return sorted(chunks | {self.split, prompt})
-
-
-def _bound(costs: BatchCosts, split: int) -> Bound:
-    link, compute = costs.bound(split)
-    return Bound(split, link, compute, "the resident decode, and the profile's rebuild")
 
 
 # -- drafts -------------------------------------------------------------------------------

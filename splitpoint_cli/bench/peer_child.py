@@ -97,19 +97,30 @@ def line_of(message: Load | Work | Timing | dict[str, Any]) -> str:
 class TransformersModel:
     """transformers' `generate` with each of its caches and attention implementations."""
 
-    def __init__(self, module: Any, load: Load) -> None:
-        torch = self._torch = importlib.import_module("torch")
+    def __init__(self, model: Any, module: Any, torch: Any) -> None:
+        """`module`: the package transformers, where the model is from; `torch`: torch."""
+        self._model = model.eval()
+        self._torch = torch
+        self._times = _times_of(module, torch)
+        self.variants = tuple(f"{cache} {how}" for cache in CACHES for how in ATTENTIONS)
+        self.version = f"transformers {module.__version__}, torch {torch.__version__}"
+
+    @classmethod
+    def load(cls, module: Any, load: Load) -> TransformersModel:
+        """Read a checkpoint onto its device."""
+        torch = importlib.import_module("torch")
         torch.set_num_threads(load.threads)
         module.utils.logging.disable_progress_bar()
         model = module.AutoModelForCausalLM.from_pretrained(
             Path(load.checkpoint), dtype=getattr(torch, load.data_type)
         )
-        self._model = model.to(load.device).eval()
-        self._times = _times_of(module, torch)
-        self.variants = tuple(f"{cache} {how}" for cache in CACHES for how in ATTENTIONS)
-        self.version = f"transformers {module.__version__}, torch {torch.__version__}"
+        return cls(model.to(load.device), module, torch)
 
     def run(self, work: Work) -> Timing:
+        return self.timed(work)[0]
+
+    def timed(self, work: Work) -> tuple[Timing, list[float]]:
+        """Run; also return the clock's time when all sequences had each token."""
         cache, attention = work.variant.split()
         self._model.set_attn_implementation(attention)
         ids = self._torch.tensor(work.prompts, device=self._model.device)
@@ -129,7 +140,8 @@ class TransformersModel:
         answers = output[:, ids.shape[1] :].tolist()
         seconds = time.perf_counter() - started
         # All sequences have their first token at once.
-        return Timing(seconds, watch.times[0] - started, len(answers), answers)
+        first = watch.times[0] - started
+        return Timing(seconds, first, len(answers), answers), watch.times
 
 
 def _times_of(module: Any, torch: Any) -> Any:
@@ -227,7 +239,7 @@ def load_model(load: Load) -> PeerModel:
     if load.peer == "vllm":
         prepare_vllm(load)
         return VllmModel(importlib.import_module(load.peer), load)
-    return TransformersModel(importlib.import_module(load.peer), load)
+    return TransformersModel.load(importlib.import_module(load.peer), load)
 
 
 def serve(lines: TextIO, answers: TextIO) -> None:

@@ -16,14 +16,15 @@ from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
 from splitpoint_cli.bench.harness import (
     CHUNK_TOKENS,
     Column,
+    Line,
     built_in_shape,
     check_data_type,
     contender_table,
     json_report,
     ratio_lines,
+    sweep_picture,
     text_of,
 )
-from splitpoint_cli.bench.picture import Line, sweep_picture
 from splitpoint_cli.output import seconds_text
 
 if TYPE_CHECKING:
