@@ -28,7 +28,7 @@ from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hardware
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import FILE_HELP, FLAG_HELP, hand_over
-from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.options import stack_options
 from splitpoint_cli.stack.plan.stack import Stack, plan_stack
 from splitpoint_cli.stack.runner import StackRunner
 
@@ -240,9 +240,9 @@ def run_in_rounds(
 async def serving(
     name: str, *, token: str | None = None, **options: Any
 ) -> AsyncIterator[tuple[Stack, AsyncClient]]:
-    """Run a stack on the CPU, with these StackOptions, and a client of it with this token."""
+    """Run a stack on the CPU, with these options of `up`, and a client of it with this token."""
     stack = plan_stack(
-        StackOptions(
+        stack_options(
             device="cpu", listen="127.0.0.1:0", instance=f"{name}-{os.getpid()}", **options
         )
     )

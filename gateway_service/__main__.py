@@ -42,7 +42,7 @@ from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import metrics_served, on_loop
 from splitpoint.options.gateway import SECTIONS
-from splitpoint.options.option import parser_of
+from splitpoint.options.values import parse_options
 from splitpoint.service import (
     announce_ready,
     run_service,
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    return parser_of("gateway_service", __doc__, SECTIONS).parse_args(arguments)
+    return parse_options("gateway_service", __doc__, SECTIONS, arguments)
 
 
 def _limits(arguments: argparse.Namespace) -> Limits:

@@ -38,7 +38,7 @@ from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import metrics_served
 from splitpoint.options import store as options
-from splitpoint.options.option import parser_of
+from splitpoint.options.values import parse_options
 from splitpoint.service import OnReady, Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, WeightFormat
 from splitpoint.transport.guard import count_calls
@@ -58,7 +58,7 @@ ARENA_LOOK_SECONDS = 1.0
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    return parser_of("kvstore_service", __doc__, options.SECTIONS).parse_args(arguments)
+    return parse_options("kvstore_service", __doc__, options.SECTIONS, arguments)
 
 
 def watermarks_of(arguments: argparse.Namespace) -> Watermarks | None:

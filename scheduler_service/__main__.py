@@ -24,8 +24,8 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.config import check_address
 from splitpoint.errors import InvalidArgument, PermissionDenied
 from splitpoint.observe.metrics_server import metrics_served
-from splitpoint.options.option import parser_of
 from splitpoint.options.scheduler import SECTIONS, AnswerCharge, Policy
+from splitpoint.options.values import parse_options
 from splitpoint.planning.plan import Objective, Residency
 from splitpoint.service import OnReady, Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import DataType
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    return parser_of("scheduler_service", __doc__, SECTIONS).parse_args(arguments)
+    return parse_options("scheduler_service", __doc__, SECTIONS, arguments)
 
 
 def _options(arguments: argparse.Namespace, setup: Setup) -> SchedulerOptions:

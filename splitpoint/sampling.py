@@ -27,7 +27,7 @@ class Field:
     """What is known of a sampling field besides its type.
 
     Attributes:
-        help: a phrase without a full stop, bounds and default.
+        help: a phrase with a full stop; bounds and default are shown beside it.
         least, most: bounds of a number, or of the values of a map; infinite: no bound.
         is_above: True if `least` itself is out of bounds.
         most_entries: of a list or a map; None: the size of the vocabulary.
@@ -47,27 +47,17 @@ class Field:
     option: str = ""
     unit: str = ""
 
-    @property
-    def bounds(self) -> str:
-        """The bounds in words; empty if there are none."""
-        if math.isinf(self.least):
-            return ""
-        if math.isfinite(self.most) and not self.is_above:
-            return f"{self.least:g} to {self.most:g}"
-        low = f"{'above' if self.is_above else 'at least'} {self.least:g}"
-        return low if math.isinf(self.most) else f"{low}, at most {self.most:g}"
-
 
 class SamplingOptions(TypedDict, total=False):
     """How tokens are chosen, and what ends the answer; absent or None: the field's default."""
 
     max_tokens: Annotated[
-        int | None, Field("Generate at most this many tokens", 1, default=128, unit="N")
+        int | None, Field("Generate at most this many tokens.", 1, default=128, unit="N")
     ]
     fills_context: Annotated[
         bool | None,
         Field(
-            "Generate until the context is full, whatever --max-tokens says",
+            "Generate until the context is full, whatever --max-tokens says.",
             default=False,
             option="fill-context",
         ),
@@ -75,7 +65,7 @@ class SamplingOptions(TypedDict, total=False):
     min_tokens: Annotated[
         int | None,
         Field(
-            "Ignore the end-of-sequence token and stops before this many tokens",
+            "Ignore the end-of-sequence token and stops before this many tokens.",
             0,
             default=0,
             is_rare=True,
@@ -83,12 +73,12 @@ class SamplingOptions(TypedDict, total=False):
         ),
     ]
     ignore_eos: Annotated[
-        bool | None, Field("Go on after the end-of-sequence token", default=False)
+        bool | None, Field("Go on after the end-of-sequence token.", default=False)
     ]
     keeps_special_tokens: Annotated[
         bool | None,
         Field(
-            "Print special tokens as text, except the one that ends the answer",
+            "Print special tokens as text, except the one that ends the answer.",
             default=False,
             is_rare=True,
             option="keep-special-tokens",
@@ -98,7 +88,7 @@ class SamplingOptions(TypedDict, total=False):
     stop: Annotated[
         str | Iterable[str] | None,
         Field(
-            "End before this text; up to 16 times, each 1 to 256 bytes",
+            "End before this text; up to 16 times, each 1 to 256 bytes.",
             most_entries=16,
             unit="TEXT",
         ),
@@ -106,7 +96,7 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Annotated[
         int | Iterable[int] | None,
         Field(
-            "End after this token; up to 64 times",
+            "End after this token; up to 64 times.",
             most_entries=64,
             is_rare=True,
             option="stop-token-id",
@@ -116,18 +106,18 @@ class SamplingOptions(TypedDict, total=False):
     include_stop_str_in_output: Annotated[
         bool | None,
         Field(
-            "Print the stop string or stop token that ends the answer, too",
+            "Print the stop string or stop token that ends the answer, too.",
             default=False,
             is_rare=True,
             option="include-stop",
         ),
     ]
-    temperature: Annotated[float | None, Field("0: greedy", 0, default=0.0)]
-    top_k: Annotated[int | None, Field("Keep the k likeliest tokens; 0: all", 0, default=0)]
+    temperature: Annotated[float | None, Field("0: greedy.", 0, default=0.0)]
+    top_k: Annotated[int | None, Field("Keep the k likeliest tokens; 0: all.", 0, default=0)]
     top_p: Annotated[
         float | None,
         Field(
-            "Keep the likeliest tokens that have this probability together",
+            "Keep the likeliest tokens that have this probability together; above 0.",
             0,
             1,
             is_above=True,
@@ -137,7 +127,7 @@ class SamplingOptions(TypedDict, total=False):
     min_p: Annotated[
         float | None,
         Field(
-            "Drop tokens below this share of the likeliest one's probability",
+            "Drop tokens below this share of the likeliest one's probability.",
             0,
             1,
             default=0.0,
@@ -147,7 +137,7 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: Annotated[
         float | None,
         Field(
-            "Subtract this from the logits of tokens generated before",
+            "Subtract this from the logits of tokens generated before.",
             -2,
             2,
             default=0.0,
@@ -157,7 +147,7 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: Annotated[
         float | None,
         Field(
-            "Subtract this for each time that the token was generated before",
+            "Subtract this for each time that the token was generated before.",
             -2,
             2,
             default=0.0,
@@ -169,7 +159,7 @@ class SamplingOptions(TypedDict, total=False):
         float | None,
         Field(
             "Divide positive and multiply negative logits of tokens seen before, in the prompt, "
-            "too",
+            "too.",
             0.01,
             100,
             default=1.0,
@@ -179,7 +169,7 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Annotated[
         Mapping[int, float] | None,
         Field(
-            "Add this to the logit of one token; up to 1,024 times",
+            "Add this to the logit of one token, -100 to 100; up to 1,024 times.",
             -100,
             100,
             most_entries=1024,
@@ -190,7 +180,7 @@ class SamplingOptions(TypedDict, total=False):
     allowed_token_ids: Annotated[
         Iterable[int] | None,
         Field(
-            "Choose only this token; repeat it for each token that is allowed",
+            "Choose only this token; repeat it for each token that is allowed.",
             is_rare=True,
             option="allowed-token-id",
             unit="ID",
@@ -199,19 +189,19 @@ class SamplingOptions(TypedDict, total=False):
     bad_words: Annotated[
         Iterable[str] | None,
         Field(
-            "Never write this text; up to 128 times, each 1 to 256 bytes",
+            "Never write this text; up to 128 times, each 1 to 256 bytes.",
             most_entries=128,
             is_rare=True,
             option="bad-word",
             unit="TEXT",
         ),
     ]
-    seed: Annotated[int | None, Field("Same seed, same draws; absent: drawn by the server")]
+    seed: Annotated[int | None, Field("Same seed, same draws; absent: drawn by the server.")]
     logprobs: Annotated[
         int | None,
         Field(
             "Report the log-probability of each token and of this many of the likeliest there; "
-            "absent: none",
+            "absent: none.",
             0,
             20,
             unit="N",
@@ -222,7 +212,7 @@ class SamplingOptions(TypedDict, total=False):
         int | None,
         Field(
             "Report the log-probability of each token of the prompt and of this many of the "
-            "likeliest there; absent: none",
+            "likeliest there; absent: none.",
             0,
             20,
             is_rare=True,

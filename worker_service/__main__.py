@@ -25,8 +25,8 @@ from splitpoint.errors import Internal
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import metrics_served
-from splitpoint.options.option import parser_of
 from splitpoint.options.speculation import read_speculative_config
+from splitpoint.options.values import parse_options
 from splitpoint.options.worker import SECTIONS
 from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.progress import Progress
@@ -57,7 +57,7 @@ MAX_CALLS = 64
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    return parser_of("worker_service", __doc__, SECTIONS).parse_args(arguments)
+    return parse_options("worker_service", __doc__, SECTIONS, arguments)
 
 
 def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOptions:

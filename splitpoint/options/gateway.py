@@ -46,7 +46,12 @@ SCHEDULER_CERT: Option[str | None] = Option(
     unit="PATH",
 )
 MAX_BODY: Option[str] = Option(
-    "max-body", str, "4MiB", "Largest body of a request; at least 1KiB.", unit=SIZE
+    "max-body",
+    str,
+    "4MiB",
+    "Largest body of a request; at least 1KiB.",
+    unit=SIZE,
+    is_rare=True,
 )
 MAX_REQUESTS: Option[int] = Option(
     "max-requests",
@@ -55,6 +60,7 @@ MAX_REQUESTS: Option[int] = Option(
     "Largest number of requests at a time; further ones are answered 429.",
     unit="N",
     least=1,
+    is_rare=True,
 )
 RESPONSE_MEMORY: Option[str] = Option(
     "response-memory",
@@ -63,6 +69,7 @@ RESPONSE_MEMORY: Option[str] = Option(
     "Memory for conversations of /v1/responses with which clients go on by previous_response_id; "
     "0: none is kept.",
     unit=SIZE,
+    is_rare=True,
 )
 BATCH_FOLDER: Option[str | None] = Option(
     "batch-folder",
@@ -71,6 +78,7 @@ BATCH_FOLDER: Option[str | None] = Option(
     "Private folder for /v1/files and /v1/batches, made if it is absent, for one gateway; absent: "
     "these endpoints answer 404.",
     unit="DIR",
+    is_rare=True,
 )
 BATCH_DISK: Option[str] = Option(
     "batch-disk",
@@ -78,6 +86,7 @@ BATCH_DISK: Option[str] = Option(
     "1GiB",
     "Disk space for the files and batches of --batch-folder; uploads beyond it are refused.",
     unit=SIZE,
+    is_rare=True,
 )
 BATCH_REQUESTS: Option[int] = Option(
     "batch-requests",
@@ -87,6 +96,7 @@ BATCH_REQUESTS: Option[int] = Option(
     unit="N",
     least=1,
     most=1024,
+    is_rare=True,
 )
 DRAIN_SECONDS: Option[float] = Option(
     "drain-seconds",

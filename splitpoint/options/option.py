@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -16,6 +17,14 @@ T_co = TypeVar("T_co", covariant=True)
 # Units that decide how a text is read; both stay texts until they are used.
 SIZE = "SIZE"
 RATE = "RATE"
+# Types of TOML values, besides texts, that an option of this kind takes: a size may be a number.
+_TOML_TYPES: Mapping[type, tuple[type, ...]] = {
+    bool: (bool,),
+    int: (int,),
+    float: (int, float),
+    str: (int, float),
+}
+_WANTED = {bool: "true or false", int: "an integer", float: "a number"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,7 @@ class Option(Generic[T_co]):
         choices: the allowed values; empty if there is no such list.
         least, most: inclusive bounds of a number.
         former_name: a name of earlier versions that is still understood; empty if there is none.
+        is_rare: True if the `--help` of `up` and `generate` leaves the option out.
     """
 
     name: str
@@ -44,6 +54,7 @@ class Option(Generic[T_co]):
     is_required: bool = False
     is_repeatable: bool = False
     former_name: str = ""
+    is_rare: bool = False
 
     @property
     def flag(self) -> str:
@@ -60,7 +71,14 @@ class Option(Generic[T_co]):
         return self.name.replace("-", "_")
 
     def check(self, value: object) -> None:
-        """Raise InvalidArgument if the value is no choice, size or rate, or out of bounds."""
+        """Raise InvalidArgument if the value is no choice, size or rate, or out of bounds.
+
+        A list has several values.
+        """
+        if isinstance(value, list | tuple):
+            for each in value:
+                self.check(each)
+            return
         if self.choices and value is not None and value not in self.choices:
             raise InvalidArgument(
                 f"{self.flag}: {str(value)!r} is not one of {', '.join(self.choices)}",
@@ -78,6 +96,28 @@ class Option(Generic[T_co]):
                 raise self._refused(f"at least {_shown(least)}", value)
             if most is not None and value > most:
                 raise self._refused(f"at most {_shown(most)}", value)
+
+    def converted(self, value: object) -> object:
+        """Return a text, or a value of a TOML file, as the option's type; unchecked.
+
+        Raises InvalidArgument for a value of another type.
+        """
+        if self.is_repeatable:
+            several = value if isinstance(value, list) else [value]
+            return [self._converted(each) for each in several]
+        return self._converted(value)
+
+    def _converted(self, value: object) -> object:
+        if isinstance(value, str):
+            if self.kind is not bool:
+                with suppress(ValueError):
+                    return self.kind(value)
+            elif value in ("true", "false"):
+                return value == "true"
+        elif type(value) in _TOML_TYPES.get(self.kind, ()):
+            return self.kind(value)
+        wanted = _WANTED.get(self.kind, "a text")
+        raise InvalidArgument(f"{self.flag} is {wanted}, not {value!r}", field=self.name)
 
     def _refused(self, wanted: str, value: float) -> InvalidArgument:
         return InvalidArgument(f"{self.flag} is {wanted}, not {_shown(value)}", field=self.name)

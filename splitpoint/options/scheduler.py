@@ -27,6 +27,7 @@ CHAT_TEMPLATE: Option[str | None] = Option(
     None,
     "File with the chat template in Jinja's language, at most 1 MiB; absent: the model's own.",
     unit="FILE",
+    is_rare=True,
 )
 SERVED_MODEL_NAME: Option[str | None] = Option(
     "served-model-name",
@@ -46,6 +47,7 @@ TENANT_REQUESTS: Option[int | None] = Option(
     "Largest number of requests of one tenant that may run or wait; absent: no such bound.",
     unit="N",
     least=1,
+    is_rare=True,
 )
 SERVER_KEY_FILE: Option[str | None] = Option(
     "server-key-file",
@@ -54,6 +56,7 @@ SERVER_KEY_FILE: Option[str | None] = Option(
     "Secret behind the chunk keys, a file that is made if it is missing; absent: a new secret at "
     "each start, with which prefixes cached before are not found.",
     unit="PATH",
+    is_rare=True,
 )
 RESIDENCY: Option[str] = Option(
     "residency",
@@ -69,6 +72,7 @@ OBJECTIVE: Option[str] = Option(
     "Aim of plans: latency, least time for each request; throughput, least use of the busier "
     "one of link and device.",
     choices=tuple(objective.value for objective in Objective),
+    is_rare=True,
 )
 
 
@@ -86,6 +90,7 @@ ANSWER_CHARGE: Option[str] = Option(
     "Answer for which a request is charged device memory: expected, from recent answers, growing "
     "with the answer; worst-case, max_tokens.",
     choices=tuple(policy.value for policy in AnswerCharge),
+    is_rare=True,
 )
 
 
@@ -134,6 +139,7 @@ POLICY_AGING_SECONDS: Option[float] = Option(
     "reserved for a request (utilisation); 0: waiting does not count, and a request can starve.",
     unit="SECONDS",
     least=0,
+    is_rare=True,
 )
 POLICY_LEAD_REQUESTS: Option[float] = Option(
     "policy-lead-requests",
@@ -143,6 +149,7 @@ POLICY_LEAD_REQUESTS: Option[float] = Option(
     "sets and of cached prefixes (fair and utilisation).",
     unit="N",
     least=0,
+    is_rare=True,
 )
 
 SECTIONS = (

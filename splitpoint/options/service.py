@@ -16,7 +16,7 @@ LISTEN: Option[str] = Option(
 PARENT_FD: Option[int | None] = Option(
     "parent-fd", int, None, "Stop when this inherited pipe is closed.", unit="FD"
 )
-REFLECTION = Option("reflection", bool, False, "Serve gRPC reflection (for grpcurl).")
+REFLECTION = Option("reflection", bool, False, "Serve gRPC reflection (for grpcurl).", is_rare=True)
 
 LOG_FORMAT: Option[str] = Option(
     "log-format",
@@ -24,6 +24,7 @@ LOG_FORMAT: Option[str] = Option(
     LogFormat.TEXT.value,
     "Format of everything on stderr: text, or one JSON object a line.",
     choices=tuple(LogFormat),
+    is_rare=True,
 )
 LOG_LEVEL: Option[str] = Option(
     "log-level",
@@ -39,6 +40,7 @@ OTLP_ENDPOINT: Option[str | None] = Option(
     "Send OpenTelemetry spans to this collector by OTLP/gRPC; https:// for TLS; env: "
     "to the address in OTEL_EXPORTER_OTLP_ENDPOINT; absent: no spans (docs/monitoring.md).",
     unit="HOST:PORT|URL|env",
+    is_rare=True,
 )
 
 MAX_MODEL_LEN: Option[int | None] = Option(
@@ -76,6 +78,7 @@ TLS_CA: Option[str | None] = Option(
     None,
     "Authority (PEM) that verifies peers: clients must show a certificate of it.",
     unit="PATH",
+    is_rare=True,
 )
 TLS_SERVER_NAME: Option[str] = Option(
     "tls-server-name",
@@ -129,9 +132,15 @@ REDIS_PASSWORD_FILE: Option[str | None] = Option(
     None,
     "Password of Redis, a file of mode 0600; safer than a password in the URL.",
     unit="PATH",
+    is_rare=True,
 )
 REDIS_CA: Option[str | None] = Option(
-    "redis-ca", str, None, "Authority (PEM) that signs the certificate of Redis.", unit="PATH"
+    "redis-ca",
+    str,
+    None,
+    "Authority (PEM) that signs the certificate of Redis.",
+    unit="PATH",
+    is_rare=True,
 )
 ADVERTISE: Option[str | None] = Option(
     "advertise",

@@ -42,6 +42,7 @@ ACTIVATIONS: Option[str] = Option(
     "auto",
     "When the store keeps layer inputs; auto: when loading them can pay.",
     choices=("auto", "always", "never"),
+    is_rare=True,
 )
 KV_ENCODING: Option[str] = Option(
     "kv-encoding",
@@ -88,6 +89,7 @@ LEASE_SECONDS: Option[float] = Option(
     "Seconds without a heartbeat after which a worker's leases expire.",
     unit="SECONDS",
     least=0.1,
+    is_rare=True,
 )
 
 EVICTION: Option[str] = Option(
@@ -96,6 +98,7 @@ EVICTION: Option[str] = Option(
     "lru",
     "Order in which chunks are evicted when the arena is full.",
     choices=("lru", "fifo", "counter"),
+    is_rare=True,
 )
 EVICT_ABOVE: Option[float | None] = Option(
     "evict-above",
@@ -105,6 +108,7 @@ EVICT_ABOVE: Option[float | None] = Option(
     unit="FRACTION",
     least=0,
     most=1,
+    is_rare=True,
 )
 EVICT_TO: Option[float | None] = Option(
     "evict-to",
@@ -115,6 +119,7 @@ EVICT_TO: Option[float | None] = Option(
     unit="FRACTION",
     least=0,
     most=1,
+    is_rare=True,
 )
 ADMISSION: Option[str] = Option(
     "admission",
@@ -122,6 +127,7 @@ ADMISSION: Option[str] = Option(
     "always",
     "When a chunk is stored; second-use: when it was asked for before.",
     choices=("always", "second-use"),
+    is_rare=True,
 )
 
 SCRUB_SECONDS: Option[float] = Option(
@@ -131,6 +137,7 @@ SCRUB_SECONDS: Option[float] = Option(
     "Seconds within which every sealed chunk is read back and compared, again and again; 0: never.",
     unit="SECONDS",
     least=0,
+    is_rare=True,
 )
 SCRUB_RATE: Option[str] = Option(
     "scrub-rate",
@@ -138,6 +145,7 @@ SCRUB_RATE: Option[str] = Option(
     "500MB",
     "Largest number of bytes per second that are read back, even if a pass takes longer.",
     unit=RATE,
+    is_rare=True,
 )
 
 TIER_DISK: Option[Path | None] = Option(
@@ -156,6 +164,7 @@ TIER_MOONCAKE: Option[str | None] = Option(
     None,
     "Address of a Mooncake master, whose pool of memory keeps chunks, too; absent: none.",
     unit="HOST:PORT",
+    is_rare=True,
 )
 TIER_MOONCAKE_MEMORY: Option[str] = Option(
     "tier-mooncake-memory",
@@ -163,6 +172,7 @@ TIER_MOONCAKE_MEMORY: Option[str] = Option(
     "0",
     "Memory in bytes that this store gives to Mooncake's pool.",
     unit=SIZE,
+    is_rare=True,
 )
 TIER_MOONCAKE_REPLICAS: Option[int] = Option(
     "tier-mooncake-replicas",
@@ -172,6 +182,7 @@ TIER_MOONCAKE_REPLICAS: Option[int] = Option(
     unit="N",
     least=1,
     most=8,
+    is_rare=True,
 )
 TIER_ADMISSION: Option[str] = Option(
     "tier-admission",
@@ -179,6 +190,7 @@ TIER_ADMISSION: Option[str] = Option(
     "eviction",
     "When a chunk goes down to the tiers; second-use: when it is used again in the arena.",
     choices=("eviction", "second-use"),
+    is_rare=True,
 )
 TIER_RATE: Option[str | None] = Option(
     "tier-rate",
@@ -186,6 +198,7 @@ TIER_RATE: Option[str | None] = Option(
     None,
     "Largest number of bytes per second that are loaded from tiers; absent: no limit.",
     unit=RATE,
+    is_rare=True,
 )
 TRANSFER: Option[str] = Option(
     "transfer",
@@ -194,6 +207,7 @@ TRANSFER: Option[str] = Option(
     "How chunks come from other hosts' stores; mooncake: by its Transfer Engine, which has neither "
     "encryption nor authentication.",
     choices=tuple(each.value for each in Transfer),
+    is_rare=True,
 )
 TRANSFER_INTERFACE: Option[str | None] = Option(
     "transfer-interface",
@@ -201,6 +215,7 @@ TRANSFER_INTERFACE: Option[str | None] = Option(
     None,
     "Network interface on which Mooncake listens, such as eth1.",
     unit="NAME",
+    is_rare=True,
 )
 TRUSTED_NETWORK = Option(
     "trusted-network",
@@ -208,6 +223,7 @@ TRUSTED_NETWORK = Option(
     False,
     "Allow Mooncake beside --tokens: every host that reaches the interface can read the chunks of "
     "all tenants, and write to the pool.",
+    is_rare=True,
 )
 
 HUGE_PAGES: Option[str] = Option(
@@ -216,6 +232,7 @@ HUGE_PAGES: Option[str] = Option(
     "auto",
     "Use of huge pages for the arena; auto: where the file system has them.",
     choices=WISHES,
+    is_rare=True,
 )
 NUMA_NODE: Option[str] = Option(
     "numa-node",
@@ -223,6 +240,7 @@ NUMA_NODE: Option[str] = Option(
     "auto",
     "NUMA node of the arena's memory; auto: the node of the GPUs.",
     unit="auto|none|N",
+    is_rare=True,
 )
 
 SECTIONS = (

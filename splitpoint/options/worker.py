@@ -63,6 +63,7 @@ WEIGHT_OBJECTIVE: Option[str] = Option(
     "Aim in placing weights that do not fit the device: least seconds of a step (latency), most "
     "tokens per second (throughput), or their quotient (balanced).",
     choices=tuple(objective.value for objective in WeightObjective),
+    is_rare=True,
 )
 THREADS: Option[int | None] = Option(
     "threads",
@@ -71,6 +72,7 @@ THREADS: Option[int | None] = Option(
     "CPU threads of each worker; absent: `up` divides the cores among CPU workers.",
     unit="N",
     least=1,
+    is_rare=True,
 )
 CPU_KERNELS: Option[str] = Option(
     "cpu-kernels",
@@ -79,6 +81,7 @@ CPU_KERNELS: Option[str] = Option(
     "Kernels of a CPU worker: auto (measured once per host), flags (by the processor's kind), or "
     "by name, such as decode=products,prefill=sdpa,linear=packed.",
     unit="KERNELS",
+    is_rare=True,
 )
 NUMERICS: Option[str] = Option(
     "numerics",
@@ -102,6 +105,7 @@ PIN_LIMIT: Option[str | None] = Option(
     None,
     "Largest part of the arena, in bytes, to page-lock for the GPU; 0: nothing; absent: all.",
     unit=SIZE,
+    is_rare=True,
 )
 # To verify one later read of a hundred costs a hundredth of a restore's bandwidth.
 VERIFY_RATE: Option[float] = Option(
@@ -113,21 +117,28 @@ VERIFY_RATE: Option[float] = Option(
     unit="FRACTION",
     least=0,
     most=1,
+    is_rare=True,
 )
 NO_DEVICE_PREFIX_CACHE = Option(
     "no-device-prefix-cache",
     bool,
     False,
     "Keep no prefixes on the device and share none between requests: the twin, for comparison.",
+    is_rare=True,
 )
 SERIAL = Option(
-    "serial", bool, False, "Run the serial twin: copy and compute in turn, without overlap."
+    "serial",
+    bool,
+    False,
+    "Run the serial twin: copy and compute in turn, without overlap.",
+    is_rare=True,
 )
 ENFORCE_EAGER = Option(
     "enforce-eager",
     bool,
     False,
     "Launch each kernel of a decoding step, without CUDA graphs: the twin, for comparison.",
+    is_rare=True,
 )
 LINK_RATE: Option[str | None] = Option(
     "link-rate",
@@ -136,6 +147,7 @@ LINK_RATE: Option[str | None] = Option(
     "Emulate a link of this many bytes per second on a CPU: 184MB is 184 MB per second; "
     "absent: no emulation.",
     unit=RATE,
+    is_rare=True,
 )
 TRACE: Option[Path | None] = Option(
     "trace",
@@ -167,6 +179,7 @@ ARTIFACTS: Option[str | None] = Option(
     None,
     "Folder of what `splitpoint calibrate` made for selections; absent: beside the model.",
     unit="DIR",
+    is_rare=True,
 )
 PROGRESS_SECONDS: Option[float] = Option(
     "progress-seconds",
@@ -174,6 +187,7 @@ PROGRESS_SECONDS: Option[float] = Option(
     2.0,
     "Seconds between two log lines about the progress of loading and page-locking.",
     unit="SECONDS",
+    is_rare=True,
 )
 PROGRESS_LINES = Option(
     "progress-lines",

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from splitpoint.client import Client, Generation
 from splitpoint.client.answers import Completion
 from splitpoint.client.requests import GenerateOptions
-from splitpoint.client.tries import DEFAULT_RETRY_SECONDS
 from splitpoint.config import DEFAULT_ADDRESS, counted
 from splitpoint.errors import (
     Cancelled,
@@ -21,58 +17,69 @@ from splitpoint.errors import (
     InvalidArgument,
     SplitpointError,
 )
+from splitpoint.options.option import Option
 from splitpoint.transport.tls import client_identity
 from splitpoint_cli.chat import terminal
 from splitpoint_cli.chat.conversation import Command, Conversation, Turn, check_known, entries
 from splitpoint_cli.files import check_output, write_private_json
-from splitpoint_cli.options import Address, CaFile, TokenFile, takes_options
+from splitpoint_cli.options import Address, CaFile, TokenFile, configurable, of
 from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile, hand_over, print_error
-from splitpoint_cli.request import options
 from splitpoint_cli.request.generate import tell_retry
+from splitpoint_cli.request.options import RequestOptions, request_of
 
-System = Annotated[
-    str, typer.Option(help="System prompt, before the first message; absent: none.", metavar="TEXT")
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="Generate at most this many tokens in a turn; above 0; absent: until the context is "
-        "full.",
-        metavar="N",
-    ),
-]
-Explain = Annotated[
+SYSTEM: Option[str] = Option(
+    "system",
+    str,
+    "",
+    "System prompt, before the first message; absent: none.",
+    unit="TEXT",
+)
+MAX_TOKENS: Option[int | None] = Option(
+    "max-tokens",
+    int,
+    None,
+    "Generate at most this many tokens in a turn; absent: until the context is full.",
+    unit="N",
+    least=1,
+)
+EXPLAIN = Option(
+    "explain",
     bool,
-    typer.Option(
-        "--explain",
-        help="Print what each turn took and why on stderr; a terminal gets it anyway.",
-    ),
-]
+    False,
+    "Print what each turn took and why on stderr; a terminal gets it anyway.",
+)
 
 
-@takes_options
+@dataclass(frozen=True, slots=True)
+class ChatOptions(RequestOptions):
+    """Values of the declared options of `splitpoint chat`."""
+
+    system: str = of(SYSTEM)
+    max_tokens: int | None = of(MAX_TOKENS)
+    explain: bool = of(EXPLAIN)
+
+
+@configurable
 def chat(
     *,
-    system: System = "",
-    max_tokens: MaxTokens = None,
-    given: options.RequestOptions,
-    retry_seconds: options.RetrySeconds = DEFAULT_RETRY_SECONDS,
+    given: ChatOptions,
     address: Address = DEFAULT_ADDRESS,
     ca: CaFile = None,
     token_file: TokenFile = None,
     as_json: AsJson = False,
     output: OutputFile = None,
-    with_reason: Explain = False,
 ) -> None:
     """Talk with a model: each line is a message, lines with a slash are commands (/help).
 
     Reads a terminal or a pipe. From a pipe it ends at the first error.
     """
-    request = options.request_of(given, max_tokens=max_tokens, fill_context=max_tokens is None)
-    who = client_identity(ca=ca, token_file=token_file)
-    conversation = Conversation(system)
-    with Client(address, identity=who, retry_seconds=retry_seconds, on_retry=tell_retry) as client:
-        talk = Talk(client, request, conversation, streams=not as_json, tells=with_reason)
+    request = request_of(given, max_tokens=given.max_tokens)
+    identity = client_identity(ca=ca, token_file=token_file)
+    conversation = Conversation(given.system)
+    with Client(
+        address, identity=identity, retry_seconds=given.retry_seconds, on_retry=tell_retry
+    ) as client:
+        talk = Talk(client, request, conversation, streams=not as_json, tells=given.explain)
         talk.greet()
         talk.run()
     hand_over(conversation.report(), _nothing, as_json=as_json, output=output)

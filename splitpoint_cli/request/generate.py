@@ -13,13 +13,12 @@ from rich.table import Table
 
 from splitpoint.client import Client, Generation
 from splitpoint.client.answers import Completion, Logprobs, SpeculationUsage
-from splitpoint.client.tries import DEFAULT_RETRY_SECONDS
 from splitpoint.config import DEFAULT_ADDRESS, counted, format_size
 from splitpoint.errors import Cancelled, Internal, Retryable, Unavailable
 from splitpoint.planning.words import ExplainedPlan
 from splitpoint.selection import SelectionUsage
 from splitpoint.transport.tls import client_identity
-from splitpoint_cli.options import Address, CaFile, TokenFile, takes_options
+from splitpoint_cli.options import Address, CaFile, TokenFile, configurable
 from splitpoint_cli.output import (
     EXIT_HELP,
     AsJson,
@@ -214,49 +213,30 @@ def plan_json(plan: ExplainedPlan) -> dict[str, object]:
     }
 
 
-@takes_options
+@configurable
 def generate(
     *,
     prompt: options.PromptText = None,
-    prompt_ids: options.PromptIds = None,
-    max_tokens: options.MaxTokens = 128,
-    fill_context: options.FillContext = False,
-    given: options.RequestOptions,
-    logprobs: options.LogprobCount = None,
-    split: options.Split = "auto",
-    restore: options.Restore = options.RestoreChoice.AUTO,
-    select: options.Select = None,
-    verify: options.Verify = False,
-    request_id: options.RequestId = None,
-    retry_seconds: options.RetrySeconds = DEFAULT_RETRY_SECONDS,
+    given: options.OneRequestOptions,
     address: Address = DEFAULT_ADDRESS,
     ca: CaFile = None,
     token_file: TokenFile = None,
     as_json: AsJson = False,
     output: OutputFile = None,
-    with_reason: options.Explain = False,
 ) -> None:
     """Complete a prompt, streaming the text."""
-    request = options.request_of(
-        given,
-        max_tokens=max_tokens,
-        fill_context=fill_context,
-        logprobs=logprobs,
-        split=split,
-        restore=restore,
-        select=select,
-        verify=verify,
-        request_id=request_id,
-    )
-    text_or_ids = options.read_prompt(prompt, prompt_ids)
-    who = client_identity(ca=ca, token_file=token_file)
+    request = given.request()
+    text_or_ids = options.read_prompt(prompt, given.prompt_ids)
+    identity = client_identity(ca=ca, token_file=token_file)
     with (
-        Client(address, identity=who, retry_seconds=retry_seconds, on_retry=tell_retry) as client,
+        Client(
+            address, identity=identity, retry_seconds=given.retry_seconds, on_retry=tell_retry
+        ) as client,
         client.generate(text_or_ids, **request) as generation,
     ):
         completion = _collect_until_interrupted(generation, stream=not as_json)
     asked = request.get("split")
-    _report(completion, asked, as_json=as_json, output=output, with_reason=with_reason)
+    _report(completion, asked, as_json=as_json, output=output, with_reason=given.explain)
 
 
 generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"

@@ -1,311 +1,222 @@
-"""Options of `splitpoint generate` and `chat`, and what becomes of their values."""
+"""Options of `splitpoint generate` and `chat`, and what becomes of their values.
+
+Those of sampling are made of the table in splitpoint/sampling.py.
+"""
 
 from __future__ import annotations
 
-import enum
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from google.protobuf.descriptor import FieldDescriptor
 
 from splitpoint.client.requests import GenerateOptions, Prompt
+from splitpoint.client.tries import DEFAULT_RETRY_SECONDS
 from splitpoint.errors import InvalidArgument
+from splitpoint.options.option import Option
 from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.sampling import FIELDS, Field
 from splitpoint.selection import Selection
 from splitpoint.speculation import ALIASES, DraftMethod
+from splitpoint.v1 import types_pb2
+from splitpoint_cli.options import each_of, of
 
 _SAMPLING = "Sampling"
 _SPECULATION = "Speculation"
 _SELECTION = "Selection"
 _STRUCTURE = "Structured output, one of these"
+_AUTO = "auto"
+
+_KINDS: Mapping[int, type] = {
+    FieldDescriptor.CPPTYPE_BOOL: bool,
+    FieldDescriptor.CPPTYPE_INT32: int,
+    FieldDescriptor.CPPTYPE_INT64: int,
+    FieldDescriptor.CPPTYPE_DOUBLE: float,
+}
 
 
-class ResidencyChoice(enum.StrEnum):
-    AUTO = "auto"
-    RESIDENT = "resident"
-    STREAMED = "streamed"
+def _option_of(name: str, field: Field) -> Option[Any]:
+    """Return the command line's option of a sampling field. A map is given as several texts."""
+    descriptor = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name]
+    return Option(
+        field.option or name.replace("_", "-"),
+        _KINDS.get(descriptor.cpp_type, str),
+        field.default,
+        field.help,
+        unit=field.unit,
+        least=field.least if isfinite(field.least) else None,
+        most=field.most if isfinite(field.most) else None,
+        is_repeatable=descriptor.default_value == [],
+        is_rare=field.is_rare,
+    )
 
 
-class RestoreChoice(enum.StrEnum):
-    AUTO = "auto"
-    LOAD = "load"
-    TOKENS = "tokens"
+# The commands do not print what `prompt_logprobs` asks for.
+SAMPLING = {
+    name: _option_of(name, field) for name, field in FIELDS.items() if name != "prompt_logprobs"
+}
+# What `chat` has otherwise, or not at all.
+_OF_GENERATE = ("max_tokens", "fills_context", "logprobs")
 
+JSON_OBJECT = Option("json-object", bool, False, "Answer with a JSON object.", is_rare=True)
+JSON_SCHEMA: Option[str | None] = Option(
+    "json-schema",
+    str,
+    None,
+    "Answer with JSON of the schema in this file (docs/openai-api.md).",
+    unit="FILE",
+)
+REGEX: Option[str | None] = Option(
+    "regex",
+    str,
+    None,
+    "Answer with a text that matches this, from its start to its end.",
+    unit="REGEX",
+    is_rare=True,
+)
+GRAMMAR: Option[str | None] = Option(
+    "grammar",
+    str,
+    None,
+    "Answer with a text of the grammar in this file.",
+    unit="FILE",
+    is_rare=True,
+)
+CHOICE: Option[tuple[str, ...] | None] = Option(
+    "choice",
+    str,
+    None,
+    "Answer with this text, or another one that is given so; up to 1,024 times.",
+    unit="TEXT",
+    is_repeatable=True,
+    is_rare=True,
+)
+PRIORITY: Option[int] = Option(
+    "priority",
+    int,
+    0,
+    "Larger ones of the tenant start first; the policy fifo ignores it.",
+    least=-10,
+    most=10,
+    is_rare=True,
+)
+WORKER: Option[str] = Option(
+    "worker", str, "", "Run on this worker; absent: the scheduler chooses.", unit="ID"
+)
+RESIDENCY: Option[str] = Option(
+    "residency",
+    str,
+    _AUTO,
+    "Where the cache lives while decoding.",
+    choices=(_AUTO, *(each.value for each in Residency)),
+    is_rare=True,
+)
+SPECULATE: Option[str | None] = Option(
+    "speculate",
+    str,
+    None,
+    "What drafts the tokens that a step verifies; the text does not depend on it; vLLM's ngram "
+    "means suffix, draft_model means model; absent: as the worker is configured "
+    "(docs/speculation.md).",
+    unit="|".join(DraftMethod),
+    choices=(*DraftMethod, *ALIASES),
+)
+SPECULATIVE_TOKENS: Option[int | None] = Option(
+    "speculative-tokens",
+    int,
+    None,
+    "Draft at most this many tokens for one step; 0 to 32; absent: as the worker measures or is "
+    "configured.",
+    unit="N",
+    is_rare=True,
+)
+PROMPT_LOOKUP_MIN: Option[int | None] = Option(
+    "prompt-lookup-min",
+    int,
+    None,
+    "With suffix: draft only if this many of the newest tokens occurred before; 1 to 64; absent: "
+    "as the worker is configured.",
+    unit="N",
+    is_rare=True,
+)
+CACHE_SALT: Option[str] = Option(
+    "cache-salt",
+    str,
+    "",
+    "Share cached prefixes only with requests of the same salt.",
+    unit="TEXT",
+    is_rare=True,
+)
+MODEL: Option[str] = Option("model", str, "", "Served model; absent: the only one.", unit="NAME")
+TIMEOUT: Option[float | None] = Option(
+    "timeout", float, None, "Give up after this many seconds.", unit="SECONDS"
+)
+RETRY_SECONDS: Option[float] = Option(
+    "retry-seconds",
+    float,
+    DEFAULT_RETRY_SECONDS,
+    "Try to go on for this long after the scheduler was lost. 0: not at all.",
+    unit="SECONDS",
+    least=0,
+    is_rare=True,
+)
+PROMPT_IDS: Option[str | None] = Option(
+    "prompt-ids", str, None, "Token ids instead of text.", unit="1,2,3"
+)
+SPLIT: Option[str] = Option(
+    "split",
+    str,
+    _AUTO,
+    "Cached tokens to rebuild from activations; auto: as planned.",
+    unit="N|auto",
+)
+RESTORE: Option[str] = Option(
+    "restore",
+    str,
+    _AUTO,
+    "How the cached prefix comes back; tokens: recomputed from the front while the rest is loaded "
+    "from the back; auto: as planned.",
+    choices=(_AUTO, RestoreMethod.LOAD.value, RestoreMethod.TOKENS.value),
+    is_rare=True,
+)
+SELECT: Option[str | None] = Option(
+    "select",
+    str,
+    None,
+    "Read only the cached tokens that matter, while the cache is streamed: the answer is "
+    "approximate; columns:0.1 reads a tenth of them; absent: all (docs/selection.md).",
+    unit="METHOD:RATIO",
+)
+VERIFY = Option(
+    "verify",
+    bool,
+    False,
+    "With --select: only draft by the selection, and verify by reading everything: exact.",
+)
+REQUEST_ID: Option[str | None] = Option(
+    "request-id",
+    str,
+    None,
+    "Name of the request, 1 to 64 characters; sent again with the same options it gets the same "
+    "answer; absent: drawn.",
+    unit="ID",
+    is_rare=True,
+)
+EXPLAIN = Option(
+    "explain",
+    bool,
+    False,
+    "Also print on stderr what was done, its time beside the predicted one, and why.",
+)
 
 PromptText = Annotated[
     str | None, typer.Argument(help="Absent: read from stdin.", show_default=False)
-]
-PromptIds = Annotated[str | None, typer.Option(help="Token ids instead of text.", metavar="1,2,3")]
-MaxTokens = Annotated[int, typer.Option(help="Generate at most this many tokens; above 0.")]
-MinTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="Ignore the end-of-sequence token and stops before this many tokens; at least 0; "
-        "absent: 0.",
-        metavar="N",
-    ),
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")
-]
-FillContext = Annotated[
-    bool,
-    typer.Option(
-        "--fill-context", help="Generate until the context is full, whatever --max-tokens says."
-    ),
-]
-KeepSpecialTokens = Annotated[
-    bool,
-    typer.Option(
-        "--keep-special-tokens",
-        help="Print special tokens as text, except the one that ends the answer.",
-    ),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(help="End before this text; up to 16 times, each 1 to 256 bytes.", metavar="TEXT"),
-]
-StopTokenId = Annotated[
-    list[int] | None, typer.Option(help="End after this token; up to 64 times.", metavar="ID")
-]
-IncludeStop = Annotated[
-    bool,
-    typer.Option(
-        "--include-stop", help="Print the stop string or stop token that ends the answer, too."
-    ),
-]
-LogprobCount = Annotated[
-    int | None,
-    typer.Option(
-        help="Report the log-probability of each token and of this many of the likeliest there; "
-        "0 to 20; absent: none.",
-        metavar="N",
-    ),
-]
-Temperature = Annotated[
-    float, typer.Option(help="0: greedy; at least 0.", rich_help_panel=_SAMPLING)
-]
-TopK = Annotated[
-    int, typer.Option(help="Keep the k likeliest tokens; 0: all.", rich_help_panel=_SAMPLING)
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        help="Keep the likeliest tokens that have this probability together; above 0, at most 1.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        help="Drop tokens below this share of the likeliest one's probability; 0 to 1; absent: 0.",
-        metavar="P",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-PresencePenalty = Annotated[
-    float | None,
-    typer.Option(
-        help="Subtract this from the logits of tokens generated before; -2 to 2; absent: 0.",
-        metavar="X",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-FrequencyPenalty = Annotated[
-    float | None,
-    typer.Option(
-        help="Subtract this for each time that the token was generated before; -2 to 2; absent: 0.",
-        metavar="X",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(
-        help="Divide positive and multiply negative logits of tokens seen before, in the prompt, "
-        "too; from 0.01 to 100; absent: 1.",
-        metavar="X",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Add this to the logit of one token: -100 to 100; up to 1,024 times.",
-        metavar="ID=BIAS",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-AllowedTokenId = Annotated[
-    list[int] | None,
-    typer.Option(
-        help="Choose only this token; repeat it for each token that is allowed.",
-        metavar="ID",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-BadWord = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Never write this text; may be repeated.", metavar="TEXT", rich_help_panel=_SAMPLING
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        help="Same seed, same draws; absent: drawn by the server.", rich_help_panel=_SAMPLING
-    ),
-]
-JsonObject = Annotated[
-    bool,
-    typer.Option("--json-object", help="Answer with a JSON object.", rich_help_panel=_STRUCTURE),
-]
-JsonSchema = Annotated[
-    Path | None,
-    typer.Option(
-        help="Answer with JSON of the schema in this file (docs/openai-api.md).",
-        metavar="FILE",
-        rich_help_panel=_STRUCTURE,
-    ),
-]
-Regex = Annotated[
-    str | None,
-    typer.Option(
-        help="Answer with a text that matches this, from its start to its end.",
-        metavar="REGEX",
-        rich_help_panel=_STRUCTURE,
-    ),
-]
-Grammar = Annotated[
-    Path | None,
-    typer.Option(
-        help="Answer with a text of the grammar in this file.",
-        metavar="FILE",
-        rich_help_panel=_STRUCTURE,
-    ),
-]
-Choice = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Answer with this text, or another one that is given so; up to 1,024 times.",
-        metavar="TEXT",
-        rich_help_panel=_STRUCTURE,
-    ),
-]
-WorkerId = Annotated[
-    str, typer.Option(help="Run on this worker; absent: the scheduler chooses.", metavar="ID")
-]
-Split = Annotated[
-    str,
-    typer.Option(
-        help="Cached tokens to rebuild from activations; auto: as planned.", metavar="N|auto"
-    ),
-]
-Restore = Annotated[
-    RestoreChoice,
-    typer.Option(
-        help="How the cached prefix comes back; tokens: recomputed from the front while the rest "
-        "is loaded from the back; auto: as planned."
-    ),
-]
-ResidencyOption = Annotated[
-    ResidencyChoice, typer.Option(help="Where the cache lives while decoding.")
-]
-
-
-def _draft_method(text: str) -> DraftMethod:
-    """Return the method of this name, which may be vLLM's. Raises BadParameter."""
-    try:
-        return DraftMethod(text)
-    except ValueError:
-        names = ", ".join([*DraftMethod, *ALIASES])
-        raise typer.BadParameter(f"{text!r} is not one of {names}.") from None
-
-
-Speculate = Annotated[
-    DraftMethod | None,
-    typer.Option(
-        help="What drafts the tokens that a step verifies; the text does not depend on it; vLLM's "
-        "ngram means suffix, draft_model means model; absent: as the worker is configured "
-        "(docs/speculation.md).",
-        parser=_draft_method,
-        metavar="|".join(DraftMethod),
-        rich_help_panel=_SPECULATION,
-    ),
-]
-SpeculativeTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="Draft at most this many tokens for one step; 0 to 32; absent: as the worker measures "
-        "or is configured.",
-        metavar="N",
-        rich_help_panel=_SPECULATION,
-    ),
-]
-PromptLookupMin = Annotated[
-    int | None,
-    typer.Option(
-        help="With suffix: draft only if this many of the newest tokens occurred before; 1 to 64; "
-        "absent: as the worker is configured.",
-        metavar="N",
-        rich_help_panel=_SPECULATION,
-    ),
-]
-Select = Annotated[
-    str | None,
-    typer.Option(
-        help="Read only the cached tokens that matter, while the cache is streamed: the answer is "
-        "approximate; columns:0.1 reads a tenth of them; absent: all (docs/selection.md).",
-        metavar="METHOD:RATIO",
-        rich_help_panel=_SELECTION,
-    ),
-]
-Verify = Annotated[
-    bool,
-    typer.Option(
-        "--verify",
-        help="With --select: only draft by the selection, and verify by reading everything: exact.",
-        rich_help_panel=_SELECTION,
-    ),
-]
-Priority = Annotated[
-    int,
-    typer.Option(
-        min=-10, max=10, help="Larger ones of the tenant start first; the policy fifo ignores it."
-    ),
-]
-CacheSalt = Annotated[
-    str, typer.Option(help="Share cached prefixes only with requests of the same salt.")
-]
-ModelName = Annotated[str, typer.Option(help="Served model; absent: the only one.")]
-RequestId = Annotated[
-    str | None,
-    typer.Option(
-        help="Name of the request, 1 to 64 characters; sent again with the same options it gets "
-        "the same answer; absent: drawn.",
-        metavar="ID",
-    ),
-]
-Timeout = Annotated[
-    float | None, typer.Option(help="Give up after this many seconds.", metavar="SECONDS")
-]
-RetrySeconds = Annotated[
-    float,
-    typer.Option(
-        help="Try to go on for this long after the scheduler was lost. 0: not at all.",
-        metavar="SECONDS",
-        min=0,
-    ),
-]
-Explain = Annotated[
-    bool,
-    typer.Option(
-        "--explain",
-        help="Also print on stderr what was done, its time beside the predicted one, and why.",
-    ),
 ]
 
 
@@ -336,75 +247,65 @@ def read_prompt(prompt: str | None, prompt_ids: str | None) -> Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What `generate` and `chat` both offer, besides the length of an answer."""
+    """What `generate` and `chat` both offer, besides the length of an answer.
 
-    min_tokens: MinTokens = None
-    ignore_eos: IgnoreEos = False
-    keep_special_tokens: KeepSpecialTokens = False
-    stop: Stop = None
-    stop_token_id: StopTokenId = None
-    include_stop: IncludeStop = False
-    temperature: Temperature = 0.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
-    min_p: MinP = None
-    presence_penalty: PresencePenalty = None
-    frequency_penalty: FrequencyPenalty = None
-    repetition_penalty: RepetitionPenalty = None
-    logit_bias: LogitBias = None
-    allowed_token_id: AllowedTokenId = None
-    bad_word: BadWord = None
-    seed: Seed = None
-    json_object: JsonObject = False
-    json_schema: JsonSchema = None
-    regex: Regex = None
-    grammar: Grammar = None
-    choice: Choice = None
-    priority: Priority = 0
-    worker: WorkerId = ""
-    residency: ResidencyOption = ResidencyChoice.AUTO
-    speculate: Speculate = None
-    speculative_tokens: SpeculativeTokens = None
-    prompt_lookup_min: PromptLookupMin = None
-    cache_salt: CacheSalt = ""
-    model: ModelName = ""
-    timeout: Timeout = None
+    Attributes:
+        sampling: by the fields of SamplingParams.
+    """
+
+    sampling: Mapping[str, Any] = each_of(
+        {name: each for name, each in SAMPLING.items() if name not in _OF_GENERATE}, _SAMPLING
+    )
+    json_object: bool = of(JSON_OBJECT, _STRUCTURE)
+    json_schema: str | None = of(JSON_SCHEMA, _STRUCTURE)
+    regex: str | None = of(REGEX, _STRUCTURE)
+    grammar: str | None = of(GRAMMAR, _STRUCTURE)
+    choice: tuple[str, ...] | None = of(CHOICE, _STRUCTURE)
+    priority: int = of(PRIORITY)
+    worker: str = of(WORKER)
+    residency: str = of(RESIDENCY)
+    speculate: str | None = of(SPECULATE, _SPECULATION)
+    speculative_tokens: int | None = of(SPECULATIVE_TOKENS, _SPECULATION)
+    prompt_lookup_min: int | None = of(PROMPT_LOOKUP_MIN, _SPECULATION)
+    cache_salt: str = of(CACHE_SALT)
+    model: str = of(MODEL)
+    timeout: float | None = of(TIMEOUT)
+    retry_seconds: float = of(RETRY_SECONDS)
 
 
-def request_of(
-    given: RequestOptions,
-    *,
-    max_tokens: int | None,
-    fill_context: bool,
-    logprobs: int | None = None,
-    split: str = "auto",
-    restore: RestoreChoice = RestoreChoice.AUTO,
-    select: str | None = None,
-    verify: bool = False,
-    request_id: str | None = None,
-) -> GenerateOptions:
-    """Return a request's options from the values of a command's. Raises InvalidArgument."""
-    return GenerateOptions(
-        max_tokens=None if fill_context else max_tokens,
-        fills_context=fill_context,
-        min_tokens=given.min_tokens,
-        ignore_eos=given.ignore_eos,
-        keeps_special_tokens=given.keep_special_tokens,
-        stop=given.stop,
-        stop_token_ids=given.stop_token_id,
-        include_stop_str_in_output=given.include_stop,
-        logprobs=logprobs,
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        min_p=given.min_p,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        repetition_penalty=given.repetition_penalty,
-        logit_bias=parse_logit_bias(given.logit_bias or []),
-        allowed_token_ids=given.allowed_token_id,
-        bad_words=given.bad_word,
-        seed=given.seed,
+@dataclass(frozen=True, slots=True)
+class OneRequestOptions(RequestOptions):
+    """What only `generate` offers."""
+
+    prompt_ids: str | None = of(PROMPT_IDS)
+    length: Mapping[str, Any] = each_of({name: SAMPLING[name] for name in _OF_GENERATE}, _SAMPLING)
+    split: str = of(SPLIT)
+    restore: str = of(RESTORE)
+    select: str | None = of(SELECT, _SELECTION)
+    verify: bool = of(VERIFY, _SELECTION)
+    request_id: str | None = of(REQUEST_ID)
+    explain: bool = of(EXPLAIN)
+
+    def request(self) -> GenerateOptions:
+        """Return the request's options. Raises InvalidArgument."""
+        fills_context = self.length["fills_context"]
+        request = request_of(self, max_tokens=None if fills_context else self.length["max_tokens"])
+        request["logprobs"] = self.length["logprobs"]
+        request["split"] = parse_split(self.split)
+        request["restore"] = None if self.restore == _AUTO else RestoreMethod(self.restore)
+        request["select"] = selection_of(self.select, verify=self.verify)
+        request["request_id"] = self.request_id
+        return request
+
+
+def request_of(given: RequestOptions, *, max_tokens: int | None) -> GenerateOptions:
+    """Return a request's options; no `max_tokens`: until the context is full.
+
+    Raises InvalidArgument.
+    """
+    request = GenerateOptions(
+        max_tokens=max_tokens,
+        fills_context=max_tokens is None,
         json_object=given.json_object,
         json_schema=_content("json_schema", given.json_schema),
         regex=given.regex,
@@ -412,26 +313,26 @@ def request_of(
         choice=given.choice,
         priority=given.priority,
         worker=given.worker,
-        split=parse_split(split),
-        restore=restore_of(restore),
-        residency=residency_of(given.residency),
-        speculate=given.speculate,
+        residency=None if given.residency == _AUTO else Residency(given.residency),
+        speculate=None if given.speculate is None else DraftMethod(given.speculate),
         speculative_tokens=given.speculative_tokens,
         prompt_lookup_min=given.prompt_lookup_min,
-        select=selection_of(select, verify=verify),
         cache_salt=os.fsencode(given.cache_salt),
         model=given.model,
-        request_id=request_id,
         timeout=given.timeout,
     )
+    biases = parse_logit_bias(given.sampling["logit_bias"] or [])
+    sampling: Any = {**given.sampling, "logit_bias": biases}
+    request.update(sampling)
+    return request
 
 
-def _content(name: str, path: Path | None) -> str | None:
+def _content(name: str, path: str | None) -> str | None:
     """Return the text in a file; None without one. Raises InvalidArgument."""
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InvalidArgument(
@@ -452,16 +353,6 @@ def parse_logit_bias(entries: list[str]) -> dict[int, float] | None:
                 f"--logit-bias {entry!r} is not ID=BIAS, such as 50=-100", field="logit_bias"
             ) from None
     return biases or None
-
-
-def restore_of(choice: RestoreChoice) -> RestoreMethod | None:
-    """Return the method of `--restore`; None for `auto`."""
-    return None if choice is RestoreChoice.AUTO else RestoreMethod(choice.value)
-
-
-def residency_of(choice: ResidencyChoice) -> Residency | None:
-    """Return the residency of `--residency`; None for `auto`."""
-    return None if choice is ResidencyChoice.AUTO else Residency(choice.value)
 
 
 def selection_of(text: str | None, *, verify: bool) -> Selection | None:

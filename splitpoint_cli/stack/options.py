@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from splitpoint import config
 from splitpoint.options import gateway, scheduler, service, store, worker
 from splitpoint.options.option import SIZE, Option
-from splitpoint_cli.options import of
+from splitpoint_cli.options import each_of, made_of, of
 
 # Of the environment: the key of --api-key.
 API_KEY_VARIABLE = "SPLITPOINT_API_KEY"
 # Groups of --help.
-_SERVING = "Serving"
 _ARENA = "Arena"
 _TIERS = "Tiers behind the arena, and other hosts (docs/tiers.md)"
-_LIMITS = "Limits of workers and scheduler"
+_WORKERS = "Workers"
 _SECURITY = "Security"
-_LANES = "Copies beside compute (docs/pipeline.md)"
-_SPECULATION = "Speculation (docs/speculation.md)"
-_SELECTION = "Selection (docs/selection.md)"
 _REDIS = "Redis"
 _LOGS = "Logs and traces"
 
@@ -97,12 +95,14 @@ API_KEY: Option[str | None] = Option(
     f"processes: {API_KEY_VARIABLE} in the environment or --api-key-file hide it. Absent: that "
     "variable, else no key.",
     unit="KEY",
+    is_rare=True,
 )
 API_KEY_FILE: Option[str | None] = Option(
     "api-key-file",
     str,
     None,
-    "The same key, in a file of mode 0600; absent: --api-key.",
+    "File of mode 0600 with the key that clients of --http must send, as a bearer token; absent: "
+    "--api-key.",
     unit="PATH",
 )
 INSTANCE: Option[str | None] = Option(
@@ -144,6 +144,7 @@ TRACE: Option[str | None] = Option(
     "File for a timeline of copies and compute, written at the stop as Chrome trace JSON: "
     "out.json becomes out-0.json of worker 0, and so on; absent: none.",
     unit="FILE",
+    is_rare=True,
 )
 DRAFT_MODEL: Option[str | None] = replace(
     worker.DRAFT_MODEL,
@@ -160,9 +161,33 @@ LOG_LEVEL: Option[str | None] = Option(
 )
 
 
+# Options of services that `up` decides: addresses, files and names of its processes, and what it
+# gives a service by another option.
+_DECIDED = frozenset(
+    {
+        *("listen", "parent_fd", "advertise", "tls_server_name", "token_file", "metrics_open"),
+        *("layout", "chunk_tokens", "page_reason", "arena", "replace_arena"),
+        *("worker_id", "kvstore", "worker", "progress_lines"),
+        *("scheduler", "ca", "scheduler_cert", "drain_seconds"),
+    }
+)
+_SERVICES = (store.SECTIONS, worker.SECTIONS, scheduler.SECTIONS, gateway.SECTIONS)
+
+
+def _passed(own: frozenset[str]) -> Mapping[str, tuple[str, Option[Any]]]:
+    """Return panel and option of what services have besides `own` and what `up` decides."""
+    return {
+        option.field: (section.title, option)
+        for sections in _SERVICES
+        for section in sections
+        for option in section.options
+        if option.field not in own | _DECIDED
+    }
+
+
 @dataclass(frozen=True, slots=True)
-class StackOptions:
-    """Values of the options of `splitpoint up`."""
+class _OwnOptions:
+    """Values of the options that `up` itself reads."""
 
     model: str | None = of(MODEL)
     served_model_name: str | None = of(scheduler.SERVED_MODEL_NAME)
@@ -175,69 +200,30 @@ class StackOptions:
     listen: str = of(LISTEN)
     schedulers: int = of(SCHEDULERS)
     http: str | None = of(HTTP)
-
-    residency: str = of(scheduler.RESIDENCY, _SERVING)
-    objective: str = of(scheduler.OBJECTIVE, _SERVING)
-    grace_seconds: float = of(GRACE, _SERVING)
-    instance: str | None = of(INSTANCE, _SERVING)
-    reflection: bool = of(service.REFLECTION, _SERVING)
-    metrics: int | None = of(METRICS, _SERVING)
+    grace_seconds: float = of(GRACE)
+    instance: str | None = of(INSTANCE)
+    metrics: int | None = of(METRICS)
 
     host_memory: str | None = of(HOST_MEMORY, _ARENA)
     page_tokens: str = of(PAGE_TOKENS, _ARENA)
-    activations: str = of(store.ACTIVATIONS, _ARENA)
     kv_encoding: str = of(store.KV_ENCODING, _ARENA)
     keep_arena: bool = of(store.KEEP_ARENA, _ARENA)
-    eviction: str = of(store.EVICTION, _ARENA)
-    evict_above: float | None = of(store.EVICT_ABOVE, _ARENA)
-    evict_to: float | None = of(store.EVICT_TO, _ARENA)
-    admission: str = of(store.ADMISSION, _ARENA)
-    lease_seconds: float = of(store.LEASE_SECONDS, _ARENA)
-    scrub_seconds: float = of(store.SCRUB_SECONDS, _ARENA)
-    scrub_rate: str = of(store.SCRUB_RATE, _ARENA)
-    verify_rate: float = of(worker.VERIFY_RATE, _ARENA)
-    huge_pages: str = of(store.HUGE_PAGES, _ARENA)
-    numa_node: str = of(store.NUMA_NODE, _ARENA)
-    pin_limit: str | None = of(worker.PIN_LIMIT, _ARENA)
 
     tier_disk: str | None = of(TIER_DISK, _TIERS)
     tier_disk_size: str = of(store.TIER_DISK_SIZE, _TIERS)
     tier_mooncake: str | None = of(store.TIER_MOONCAKE, _TIERS)
-    tier_mooncake_memory: str = of(store.TIER_MOONCAKE_MEMORY, _TIERS)
-    tier_mooncake_replicas: int = of(store.TIER_MOONCAKE_REPLICAS, _TIERS)
-    tier_admission: str = of(store.TIER_ADMISSION, _TIERS)
-    tier_rate: str | None = of(store.TIER_RATE, _TIERS)
     transfer: str = of(store.TRANSFER, _TIERS)
-    transfer_interface: str | None = of(store.TRANSFER_INTERFACE, _TIERS)
     trusted_network: bool = of(store.TRUSTED_NETWORK, _TIERS)
     server_key_file: str | None = of(SERVER_KEY_FILE, _TIERS)
 
-    device_memory: str | None = of(worker.DEVICE_MEMORY, _LIMITS)
-    threads: int | None = of(worker.THREADS, _LIMITS)
-    cpu_kernels: str = of(worker.CPU_KERNELS, _LIMITS)
-    numerics: str = of(worker.NUMERICS, _LIMITS)
-    max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS, _LIMITS)
-    max_batch: int = of(worker.MAX_BATCH, _LIMITS)
-    weight_objective: str = of(worker.WEIGHT_OBJECTIVE, _LIMITS)
-    queue_capacity: int = of(scheduler.QUEUE_CAPACITY, _LIMITS)
-    no_device_prefix_cache: bool = of(worker.NO_DEVICE_PREFIX_CACHE, _LIMITS)
-    enforce_eager: bool = of(worker.ENFORCE_EAGER, _LIMITS)
-    response_memory: str = of(gateway.RESPONSE_MEMORY, _LIMITS)
-    batch_folder: str | None = of(gateway.BATCH_FOLDER, _LIMITS)
-    batch_disk: str = of(gateway.BATCH_DISK, _LIMITS)
-    batch_requests: int = of(gateway.BATCH_REQUESTS, _LIMITS)
-    answer_charge: str = of(scheduler.ANSWER_CHARGE, _LIMITS)
-    policy: str = of(scheduler.POLICY, _LIMITS)
-    policy_aging_seconds: float = of(scheduler.POLICY_AGING_SECONDS, _LIMITS)
-    policy_lead_requests: float = of(scheduler.POLICY_LEAD_REQUESTS, _LIMITS)
-
-    serial: bool = of(worker.SERIAL, _LANES)
-    link_rate: str | None = of(worker.LINK_RATE, _LANES)
-    trace: str | None = of(TRACE, _LANES)
-
-    speculative_config: str | None = of(worker.SPECULATIVE_CONFIG, _SPECULATION)
-    draft_model: str | None = of(DRAFT_MODEL, _SPECULATION)
-    artifacts: str | None = of(worker.ARTIFACTS, _SELECTION)
+    device_memory: str | None = of(worker.DEVICE_MEMORY, _WORKERS)
+    threads: int | None = of(worker.THREADS, _WORKERS)
+    cpu_kernels: str = of(worker.CPU_KERNELS, _WORKERS)
+    numerics: str = of(worker.NUMERICS, _WORKERS)
+    link_rate: str | None = of(worker.LINK_RATE, _WORKERS)
+    trace: str | None = of(TRACE, _WORKERS)
+    speculative_config: str | None = of(worker.SPECULATIVE_CONFIG, _WORKERS)
+    draft_model: str | None = of(DRAFT_MODEL, _WORKERS)
 
     # For scheduler and gateway only: store and workers listen in a private folder.
     tls_cert: str | None = of(service.TLS_CERT, _SECURITY)
@@ -246,7 +232,6 @@ class StackOptions:
     tokens: str | None = of(service.TOKENS, _SECURITY)
     api_key: str | None = of(API_KEY, _SECURITY)
     api_key_file: str | None = of(API_KEY_FILE, _SECURITY)
-    tenant_requests: int | None = of(scheduler.TENANT_REQUESTS, _SECURITY)
 
     redis: str | None = of(service.REDIS, _REDIS)
     redis_password_file: str | None = of(service.REDIS_PASSWORD_FILE, _REDIS)
@@ -255,3 +240,25 @@ class StackOptions:
     log_format: str = of(service.LOG_FORMAT, _LOGS)
     log_level: str | None = of(LOG_LEVEL, _LOGS)
     otlp_endpoint: str | None = of(service.OTLP_ENDPOINT, _LOGS)
+
+
+PASSED = _passed(frozenset(each.name for each in fields(_OwnOptions)))
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions(_OwnOptions):
+    """Values of the options of `splitpoint up`.
+
+    Attributes:
+        passed: of the services' other options, by their fields; `up` only passes them on.
+    """
+
+    passed: Mapping[str, Any] = each_of(
+        {name: option for name, (_, option) in PASSED.items()},
+        {name: f"{panel[0].upper()}{panel[1:]}" for name, (panel, _) in PASSED.items()},
+    )
+
+
+def stack_options(**values: Any) -> StackOptions:
+    """Return the options with these values, by name, and the defaults of all others."""
+    return made_of(StackOptions, values)

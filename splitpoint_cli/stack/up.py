@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from splitpoint_cli.options import takes_options
+from splitpoint_cli.options import configurable
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan.stack import plan_stack
 from splitpoint_cli.stack.preflight import check_store_arguments
@@ -15,7 +15,7 @@ from splitpoint_cli.stack.restart_policy import RestartLimits
 from splitpoint_cli.stack.runner import run_stack
 
 
-@takes_options
+@configurable
 def up(
     options: StackOptions,
     no_restart: Annotated[
@@ -23,7 +23,6 @@ def up(
         typer.Option(
             "--no-restart",
             help="Stop everything when a service dies for the first time.",
-            rich_help_panel="Serving",
         ),
     ] = False,
     verbose: Annotated[

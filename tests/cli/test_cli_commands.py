@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument
+from splitpoint.sampling import FIELDS
 from splitpoint.v1 import types_pb2
 from splitpoint_cli.main import app
 from splitpoint_cli.stack.child import child_environment
@@ -413,10 +414,8 @@ def test_generate_passes_every_option_on(script: Script) -> None:
         allowed_token_ids=[4, 7],
         bad_words=["no"],
     )
-    # What was set above, two that the next tests set, and what only embeddings and evaluations by
-    # HTTP ask for are all there is: a field that is added needs its option.
-    others = {"structured_output", "fills_context", "returns_hidden_state", "prompt_logprobs"}
-    assert others | {field.name for field, _ in request.sampling.ListFields()} == {
+    others = {"structured_output", "returns_hidden_state"}
+    assert others | FIELDS.keys() == {
         field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields
     }
     # No more than two tokens of the fake's prompt are cached.

@@ -85,6 +85,15 @@ def test_every_report_can_be_json_and_go_to_a_file(name: str) -> None:
     assert options["--output"].metavar == "FILE"
 
 
+@pytest.mark.parametrize(("name", "most"), [("up", 40), ("generate", 28), ("chat", 28)])
+def test_help_has_the_frequent_options_and_help_all_the_rest(name: str, most: int) -> None:
+    def shown(flag: str) -> int:
+        said = CliRunner().invoke(app, [name, flag]).output
+        return sum(line.startswith(("│ --", "│ *  --")) for line in said.splitlines())
+
+    assert shown("--help") <= most < len(COMMANDS[name].params) <= shown("--help-all")
+
+
 @pytest.fixture(scope="module")
 def benchmark_helps() -> dict[str, str]:
     """`--help` of every benchmark; one process for all, since most of its time loads torch."""

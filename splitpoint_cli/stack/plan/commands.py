@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from splitpoint.costs.page_choice import PageChoice
 from splitpoint.options import gateway, scheduler, service, store, worker
-from splitpoint.options.option import Option
+from splitpoint.options.option import Option, Section, all_options
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.shapes import ModelShape
-from splitpoint_cli.options import arguments_of
+from splitpoint_cli.options import arguments_of, values_of
 from splitpoint_cli.stack.child import ServiceCommand
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan.api_key import ApiKey
@@ -23,85 +23,24 @@ _SCHEDULER_STOP_SECONDS = 10.0
 _WORKER_STOP_SECONDS = 40.0
 _LOAD_SECONDS = 600.0  # a large checkpoint from a cold disk
 
-_OBSERVED: tuple[Option[object], ...] = (*service.LOGS.options, service.OTLP_ENDPOINT)
-_COMMON: tuple[Option[object], ...] = (
-    service.REFLECTION,
-    *service.REDIS_SECTION.options,
-    *_OBSERVED,
+# Options that `up` decides itself for each service, or gives under a condition.
+_DECIDED = frozenset(
+    {
+        *("listen", "model", "dtype", "metrics", "host_memory", "keep_arena", "device", "threads"),
+        *("trace", "speculative_config", "draft_model", "server_key_file"),
+    }
 )
-_STORE: tuple[Option[object], ...] = (
-    store.ACTIVATIONS,
-    store.KV_ENCODING,
-    store.WEIGHTS,
-    store.EVICTION,
-    store.EVICT_ABOVE,
-    store.EVICT_TO,
-    store.ADMISSION,
-    store.LEASE_SECONDS,
-    store.SCRUB_SECONDS,
-    store.SCRUB_RATE,
-    store.HUGE_PAGES,
-    store.NUMA_NODE,
-    store.TIER_DISK,
-    store.TIER_DISK_SIZE,
-    store.TIER_MOONCAKE,
-    store.TIER_MOONCAKE_MEMORY,
-    store.TIER_MOONCAKE_REPLICAS,
-    store.TIER_ADMISSION,
-    store.TIER_RATE,
-    store.TRANSFER,
-    store.TRANSFER_INTERFACE,
-    store.TRUSTED_NETWORK,
-    *_COMMON,
-)
-_WORKER: tuple[Option[object], ...] = (
-    worker.DEVICE_MEMORY,
-    worker.MAX_BATCH,
-    worker.MAX_BATCHED_TOKENS,
-    worker.WEIGHT_OBJECTIVE,
-    worker.CPU_KERNELS,
-    worker.NUMERICS,
-    service.MAX_MODEL_LEN,
-    store.WEIGHTS,
-    worker.PIN_LIMIT,
-    worker.VERIFY_RATE,
-    worker.NO_DEVICE_PREFIX_CACHE,
-    worker.ENFORCE_EAGER,
-    worker.SERIAL,
-    worker.LINK_RATE,
-    worker.ARTIFACTS,
-    *_COMMON,
-)
-_SCHEDULER: tuple[Option[object], ...] = (
-    service.GRACE_SECONDS,
-    scheduler.QUEUE_CAPACITY,
-    scheduler.RESIDENCY,
-    scheduler.OBJECTIVE,
-    scheduler.ANSWER_CHARGE,
-    scheduler.POLICY,
-    scheduler.POLICY_AGING_SECONDS,
-    scheduler.POLICY_LEAD_REQUESTS,
-    scheduler.TENANT_REQUESTS,
-    scheduler.CHAT_TEMPLATE,
-    scheduler.SERVED_MODEL_NAME,
-    service.MAX_MODEL_LEN,
-    service.TLS_CERT,
-    service.TLS_KEY,
-    service.TLS_CA,
-    service.TOKENS,
-    *_COMMON,
-)
-_GATEWAY: tuple[Option[object], ...] = (
-    service.GRACE_SECONDS,
-    gateway.TLS_CERT,
-    gateway.RESPONSE_MEMORY,
-    gateway.BATCH_FOLDER,
-    gateway.BATCH_DISK,
-    gateway.BATCH_REQUESTS,
-    service.TLS_KEY,
-    service.TOKENS,
-    *_OBSERVED,
-)
+# Store and workers listen in a private folder.
+_PRIVATE = frozenset(option.field for option in service.SECURITY.options)
+
+
+def passed_on(
+    sections: Iterable[Section], options: StackOptions, without: frozenset[str] = frozenset()
+) -> list[str]:
+    """Return the arguments that a service of these sections gets as `up` got them."""
+    values = values_of(options)
+    names = values.keys() - _DECIDED - without
+    return arguments_of([each for each in all_options(sections) if each.field in names], values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +72,7 @@ def store_command(
             # stack left is replaced.
             "--keep-arena" if options.keep_arena else "--replace-arena",
             *_given("--metrics", places.metrics[1] if places.metrics else None),
-            *arguments_of(_STORE, options),
+            *passed_on(store.SECTIONS, options, _PRIVATE),
         ],
         # Every page of the arena is allocated before the store is ready.
         ready_seconds=60.0 + host_memory / 1e9,
@@ -173,7 +112,7 @@ def worker_commands(
                 *_given("--metrics", places.metrics[2 + i] if places.metrics else None),
                 "--progress-lines",
                 *_given("--speculative-config", drafts),
-                *arguments_of(_WORKER, options),
+                *passed_on(worker.SECTIONS, options, _PRIVATE),
             ],
             ready_seconds=_LOAD_SECONDS,
             stop_seconds=_WORKER_STOP_SECONDS,
@@ -223,7 +162,7 @@ def _scheduler_command(
             # that is started again, nor the next user of a kept arena finds a chunk.
             *("--server-key-file", str(places.key)),
             *_given("--metrics", metrics),
-            *arguments_of(_SCHEDULER, options),
+            *passed_on(scheduler.SECTIONS, options),
         ],
         stop_seconds=options.grace_seconds + _SCHEDULER_STOP_SECONDS,
         socket=socket_path(listen),
@@ -244,7 +183,7 @@ def gateway_command(
             *_given("--scheduler-cert", options.tls_cert),
             *_given("--metrics", places.metrics[-1] if places.metrics else None),
             *_given("--tokens", None if api_key is None else api_key.tokens_file),
-            *arguments_of(_GATEWAY, options),
+            *passed_on(gateway.SECTIONS, options),
         ],
         stop_seconds=options.grace_seconds + _GATEWAY_STOP_SECONDS,
     )

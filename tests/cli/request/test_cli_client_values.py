@@ -7,12 +7,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from fractions import Fraction
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_scheduler import Script, fake_scheduler
+from typer.testing import CliRunner
 
 from splitpoint import errors
 from splitpoint.client import AsyncClient, Client
@@ -22,6 +24,7 @@ from splitpoint.selection import Selection
 from splitpoint.speculation import DraftMethod
 from splitpoint.transport import convert
 from splitpoint.v1 import scheduler_pb2, types_pb2
+from splitpoint_cli.main import app
 
 
 @pytest.fixture
@@ -387,3 +390,49 @@ def test_a_client_for_another_caller_never_sends_its_token_unencrypted() -> None
         pytest.raises(errors.InvalidArgument, match="own"),
     ):
         client.with_token("sp-secret")
+
+
+def test_options_of_generate_become_the_request(script: Script, tmp_path: Path) -> None:
+    """From the command line, a file and `--set`, of which the command line counts most."""
+    config = tmp_path / "request.toml"
+    config.write_text(
+        'min-p = 0.25\ntop-k = 9\nseed = 3\nstop = ["a", "b"]\nlogit-bias = ["5=-1", "6=2"]\n'
+        'keep-special-tokens = true\nresidency = "streamed"\ntimeout = 60\n'
+    )
+    done = CliRunner().invoke(
+        app,
+        [
+            *("generate", "abc", "--address", script.address, "--config", str(config)),
+            *("--set", "top-k=8", "--set", "seed=4", "--seed", "5", "--presence-penalty", "0.5"),
+            *("--max-tokens", "3", "--allowed-token-id", "97", "--allowed-token-id", "98"),
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    [request] = script.requests
+    wanted = types_pb2.SamplingParams(
+        max_tokens=3,
+        temperature=0.0,
+        top_k=8,
+        top_p=1.0,
+        min_p=0.25,
+        seed=5,
+        presence_penalty=0.5,
+        repetition_penalty=1.0,
+        logit_bias={5: -1.0, 6: 2.0},
+        stop=["a", "b"],
+        keeps_special_tokens=True,
+        allowed_token_ids=[97, 98],
+    )
+    assert request.sampling == wanted
+    assert request.residency == types_pb2.RESIDENCY_STREAMED
+    for text, field in (
+        ("temperature = -1", "temperature"),
+        ('speculate = "magic"', "speculate"),
+        ("min_p = 0.1", "min_p"),
+    ):
+        config.write_text(text)
+        done = CliRunner().invoke(app, ["generate", "abc", "--config", str(config)])
+        assert isinstance(done.exception, errors.InvalidArgument), text
+        assert done.exception.field == field
+        assert str(config) in done.exception.message
+    assert len(script.requests) == 1

@@ -32,9 +32,11 @@ from splitpoint.errors import (
 )
 from splitpoint.host.memory import MemoryFacts, memory_facts
 from splitpoint.host.processor import compiler
+from splitpoint.options import gateway as gateway_options
 from splitpoint.options import scheduler as scheduler_options
 from splitpoint.options import store as store_options
 from splitpoint.options import worker as worker_options
+from splitpoint.options.option import RATE, SIZE, Option, all_options
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
 from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import Encoding, WeightFormat
@@ -50,7 +52,7 @@ from splitpoint_cli.models import model_shape
 from splitpoint_cli.security.authority import make_certificates
 from splitpoint_cli.security.token import add_token
 from splitpoint_cli.stack import up
-from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.options import PASSED, StackOptions, stack_options
 from splitpoint_cli.stack.plan.devices import visible_gpu_count
 from splitpoint_cli.stack.plan.stack import Stack, plan_stack
 from splitpoint_cli.stack.preflight import check_machine, check_secret, check_store_arguments
@@ -84,25 +86,73 @@ def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Stack:
     return stack
 
 
-def test_the_store_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def another_value(option: Option[Any]) -> Any:
+    """Return a value that is allowed and not the default."""
+    if option.kind is bool:
+        return True
+    if option.choices:
+        return next(choice for choice in option.choices if choice != option.default)
+    if option.unit in (SIZE, RATE):
+        return "3MiB"
+    if option.kind is str:
+        return "other"
+    least = option.least or 0
+    between = least + (1 if option.most is None else option.most - least) / 4
+    if option.kind is int:
+        return int(between) + 1
+    return between
+
+
+def test_every_service_gets_its_options() -> None:
+    values = {name: another_value(option) for name, (_, option) in PASSED.items()}
+    stack = planned_with(workers=2, http="127.0.0.1:0", kv_encoding="int4", **values)
+    assert stack.gateway is not None
+    arrived = set()
+    for service, command in (
+        (store_options, parse_store(list(stack.store.arguments[2:]))),
+        *((worker_options, parse_worker(list(each.arguments[2:]))) for each in stack.workers),
+        (scheduler_options, parse_scheduler(list(stack.schedulers[0].arguments[2:]))),
+        (gateway_options, parse_gateway(list(stack.gateway.arguments[2:]))),
+    ):
+        for option in all_options(service.SECTIONS):
+            if option.field in PASSED:
+                assert getattr(command, option.field) == values[option.field] != option.default
+                arrived.add(option.field)
+    assert arrived == PASSED.keys()
+    assert layout_of(parse_store(list(stack.store.arguments[2:]))).encoding is Encoding.INT4
+
+
+def test_a_file_and_set_reach_the_services_and_the_command_line_beats_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "up.toml"
+    config.write_text(
+        "evict-above = 0.9\nscrub-seconds = 60\ngrace = 7\nmax-batch = 3\nkeep-arena = true\n"
+        'page-tokens = 32\nqueue-capacity = 5\nmax-requests = 9\nhttp = "127.0.0.1:0"\n'
+    )
     stack = planned(
         monkeypatch,
-        *("--eviction", "counter", "--evict-above", "0.9", "--evict-to", "0.7"),
-        *("--admission", "second-use", "--lease-seconds", "5"),
-        *("--huge-pages", "never", "--numa-node", "none", "--pin-limit", "1GiB"),
-        *("--kv-encoding", "int4"),
-        *("--scrub-seconds", "60", "--scrub-rate", "1GB", "--verify-rate", "0.5"),
+        *("--config", str(config), "--set", "scrub-seconds=61", "--set", "max-batch=4"),
+        *("--max-batch", "5", "--set", "keep-arena=false"),
     )
     store = parse_store(list(stack.store.arguments[2:]))
-    assert (store.eviction, store.evict_above, store.evict_to) == ("counter", 0.9, 0.7)
-    assert (store.admission, store.lease_seconds) == ("second-use", 5.0)
-    assert (store.huge_pages, store.numa_node) == ("never", "none")
-    assert store.kv_encoding == "int4"
-    assert layout_of(store).encoding is Encoding.INT4
-    for command in stack.workers:
-        worker = parse_worker(list(command.arguments[2:]))
-        assert (worker.pin_limit, worker.verify_rate) == ("1GiB", 0.5)
-    assert (store.scrub_seconds, store.scrub_rate) == (60.0, "1GB")
+    assert (store.evict_above, store.scrub_seconds, store.chunk_tokens) == (0.9, 61.0, 32)
+    assert not store.keep_arena
+    assert [parse_worker(list(each.arguments[2:])).max_batch for each in stack.workers] == [5, 5]
+    scheduler = parse_scheduler(list(stack.schedulers[0].arguments[2:]))
+    assert (scheduler.grace_seconds, scheduler.queue_capacity) == (7.0, 5)
+    assert stack.gateway is not None
+    gateway = parse_gateway(list(stack.gateway.arguments[2:]))
+    assert (gateway.max_requests, gateway.grace_seconds) == (9, 7.0)
+
+
+def test_a_wrong_file_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = tmp_path / "up.toml"
+    config.write_text("evict-above = 2\n")
+    done = CliRunner().invoke(app, ["up", "--config", str(config)])
+    assert isinstance(done.exception, InvalidArgument)
+    assert done.exception.field == "evict-above"
+    assert str(config) in done.exception.message
 
 
 def test_workers_get_their_speculation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -168,13 +218,6 @@ def test_another_vocabulary_is_refused_alike_before_anything_starts(tmp_path: Pa
         findings = json.loads(done.stdout)["findings"]
         (finding,) = (each for each in findings if each["name"] == "draft model")
         assert (finding["verdict"], finding["found"]) == ("problem", message)
-
-
-def test_the_scheduler_gets_its_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments, expected in (((), "latency"), (("--objective", "throughput"), "throughput")):
-        stack = planned(monkeypatch, *arguments)
-        scheduler = parse_scheduler(list(stack.schedulers[0].arguments[2:]))
-        assert scheduler.objective == expected
 
 
 def test_the_workers_get_what_is_said_of_their_lanes(
@@ -361,7 +404,7 @@ def test_sockets_of_two_starts_have_different_names() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (StackOptions(pin_limit="lots"), InvalidArgument),
+        (stack_options(pin_limit="lots"), InvalidArgument),
         (StackOptions(page_tokens="many"), InvalidArgument),
         (StackOptions(device="cpu", link_rate="0"), InvalidArgument),
         (StackOptions(device="cpu", link_rate="much"), InvalidArgument),
@@ -533,7 +576,7 @@ def test_ports_of_schedulers_that_cannot_be_are_refused() -> None:
 
 def planned_with(**options: Any) -> Stack:
     """Return the plan of these options, without the checks that the store has of its own."""
-    return plan_stack(StackOptions(device="cpu", instance=INSTANCE, **options))
+    return plan_stack(stack_options(device="cpu", instance=INSTANCE, **options))
 
 
 def test_the_store_gets_its_tiers_and_transfers(
@@ -543,21 +586,13 @@ def test_the_store_gets_its_tiers_and_transfers(
     stack = planned_with(
         tier_disk="chunks",
         tier_disk_size="1GiB",
-        tier_rate="2GB",
-        tier_admission="second-use",
         tier_mooncake="pool:50051",
-        tier_mooncake_memory="512MiB",
-        tier_mooncake_replicas=2,
         transfer="mooncake",
-        transfer_interface="lo",
         trusted_network=True,
     )
     store = parse_store(list(stack.store.arguments[2:]))
     assert (store.tier_disk, store.tier_disk_size) == (tmp_path / "chunks", "1GiB")
-    assert (store.tier_rate, store.tier_admission) == ("2GB", "second-use")
-    assert (store.tier_mooncake, store.tier_mooncake_memory) == ("pool:50051", "512MiB")
-    assert store.tier_mooncake_replicas == 2
-    assert (store.transfer, store.transfer_interface) == ("mooncake", "lo")
+    assert (store.tier_mooncake, store.transfer) == ("pool:50051", "mooncake")
     assert store.trusted_network
     assert (stack.tier_disk, stack.tier_mooncake) == ((tmp_path / "chunks", 1 << 30), "pool:50051")
 
