@@ -18,8 +18,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Helpers beside this file (tiny_models.py, ...) are imported by plain name.
-sys.path.insert(0, str(ROOT / "tests"))
+# Helpers (tiny_models.py, ...) are imported by plain name, from whatever folder.
+HELPERS = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
+sys.path[:0] = sorted({str(path.parent) for path in HELPERS})
 import reference_cache  # noqa: E402
 from own_names import free_ports, instance_name, owner_of, shared_memory_folder  # noqa: E402
 from redis_server import RedisServer  # noqa: E402

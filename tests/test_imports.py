@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -237,13 +236,6 @@ def test_multiprocessing_shared_memory_is_not_used() -> None:
         if module.startswith("multiprocessing")
     ]
     assert wrong == []
-
-
-def test_types_are_checked_in_every_folder_of_tests() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
-    checked = {name.partition("/")[2] for name in settings["mypy_path"]}
-    files = (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
-    assert {path.parent.as_posix() for path in files} <= checked
 
 
 # The folders of each package from the bottom to the top: a folder imports itself and those before

@@ -1,0 +1,1 @@
+"""Programs that make what the repository holds: locks, pictures, models, charts, trials."""
