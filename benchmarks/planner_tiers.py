@@ -267,21 +267,20 @@ def grant_of(facts: WorkerFacts) -> Grant:
 
 
 def recompute(facts: WorkerFacts, tokens: int) -> Way:
-    plan = plan_attempt(facts, grant_of(facts), token_count=tokens, cached_tokens=0).plan
+    plan, _ = plan_attempt(facts, grant_of(facts), token_count=tokens, cached_tokens=0)
     return Way("recompute", 0, plan)
 
 
 def chosen_way(facts: WorkerFacts, tokens: int, on_disk: int) -> Way:
     """Return the planner's choice for a prompt of this many tokens."""
     source = replace(DISK, cached_tokens=on_disk)
-    planned = plan_attempt(
+    plan, fetched = plan_attempt(
         facts, grant_of(facts), token_count=tokens, cached_tokens=0, sources=[source]
     )
-    if planned.source is None:
-        return Way("recompute", 0, planned.plan)
-    used = planned.source.cached_tokens
-    name = _name(planned.plan, used, planned.meeting_tokens)
-    return Way(name, used, planned.plan, planned.meeting_tokens)
+    if fetched is None:
+        return Way("recompute", 0, plan)
+    used, meeting = fetched.cached_tokens, fetched.meeting_tokens
+    return Way(_name(plan, used, meeting), used, plan, meeting)
 
 
 def other_ways(facts: WorkerFacts, tokens: int, on_disk: int) -> list[Way]:
@@ -299,13 +298,13 @@ def other_ways(facts: WorkerFacts, tokens: int, on_disk: int) -> list[Way]:
 
 def loading(facts: WorkerFacts, tokens: int, used: int, method: RestoreMethod) -> Way:
     """Return the way that loads first, and then restores by this method."""
-    plan = plan_attempt(
+    plan, _ = plan_attempt(
         facts,
         grant_of(facts),
         token_count=tokens,
         cached_tokens=used,
         options=PlanOptions(ForcedRestore.of(None, method)),
-    ).plan
+    )
     size = used // facts.chunk_tokens * facts.slot_bytes
     seconds = rate_of(facts.profile, DISK.place).seconds(size)
     plan = _with_fetch(plan, used, seconds)
@@ -327,13 +326,13 @@ def both_ends(facts: WorkerFacts, tokens: int, on_disk: int) -> Way | None:
     ).meeting_point()
     if point is None:
         return None
-    plan = plan_attempt(
+    plan, _ = plan_attempt(
         facts,
         grant_of(facts),
         token_count=tokens,
         cached_tokens=on_disk,
         options=PlanOptions(RECOMPUTED),
-    ).plan
+    )
     plan = _with_fetch(plan, on_disk - point.tokens, point.seconds)
     name = _name(plan, on_disk, point.tokens)
     return Way(name, on_disk, replace(plan, recomputed_tokens=point.tokens), point.tokens)

@@ -66,7 +66,8 @@ class Case:
 def plan_of(facts: WorkerFacts, way: Way, tokens: int, prefix: int) -> Plan:
     """Return a plan that restores a loaded prefix, or computes everything."""
     cached = 0 if way is Way.COMPUTE else prefix
-    return plan_attempt(facts, grant_of(facts), token_count=tokens, cached_tokens=cached).plan
+    plan, _ = plan_attempt(facts, grant_of(facts), token_count=tokens, cached_tokens=cached)
+    return plan
 
 
 def ends_of(facts: WorkerFacts, prefix: int, rate: float) -> TierEnds:

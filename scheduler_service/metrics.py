@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from scheduler_service.cluster.registry import Registry
-from scheduler_service.policy.admission import AdmissionQueue
+from scheduler_service.requests.admission import AdmissionQueue
 from scheduler_service.requests.counters import Counters
 from scheduler_service.requests.lifecycle import RequestManager
 from scheduler_service.requests.tenants import TenantFacts

@@ -89,6 +89,19 @@ class Demand(ABC):
         """Tokens of the sequence with its longest answer."""
         return self.prompt_count + self.most_generated
 
+    def cached_tokens(self, worker_id: str, device: int = 0) -> int:
+        """Return how many of its tokens need no compute on a worker.
+
+        The last one is always computed: its logits are needed. `device`: leading tokens that the
+        worker's device holds.
+        """
+        stored = self.cached.own.get(worker_id, 0)
+        return max(0, min(max(stored, device), self.known_count - 1))
+
+    def steps_left(self, answer: int) -> int:
+        """Return the tokens of an answer of this length that are not generated yet, at least 1."""
+        return max(1, answer - self.generated_count)
+
     @property
     def is_structured(self) -> bool:
         """True if its answer must look as the client says."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from scheduler_service.placement.account import Need, WorkerAccount
 from scheduler_service.placement.demand import Demand
 from scheduler_service.placement.footprint import Fits, footprint_of
-from scheduler_service.placement.need import cached_tokens, steps_left
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.planning.plan import Objective, Reason, ReasonKind, Residency
 from splitpoint.residency.load import DeviceRoom, RequestLoad
@@ -57,13 +56,13 @@ def streamed_instead(
         return None
     load = RequestLoad(
         demand.known_count,
-        cached_tokens(demand.known_count, demand.cached.own.get(worker.worker_id, 0), 0),
-        steps_left(demand, expected_answer(demand)),
+        demand.cached_tokens(worker.worker_id),
+        demand.steps_left(expected_answer(demand)),
     )
     others = [
         RunningRequest(
             each.demand.known_count,
-            steps_left(each.demand, expected_answer(each.demand)),
+            each.demand.steps_left(expected_answer(each.demand)),
             each.pages,
             each.is_streamed,
         )

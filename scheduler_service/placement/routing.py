@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from scheduler_service.placement.account import Need, WorkerAccount
 from scheduler_service.placement.demand import Demand
-from scheduler_service.placement.need import cached_tokens
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.fetching import rate_of
 
@@ -92,7 +91,7 @@ def _seconds_there(demand: Demand, account: WorkerAccount, device: int) -> float
     """Return the predicted seconds to the first token. `device`: tokens that need no restore."""
     worker, total, backlog = account.facts, demand.known_count, account.backlog
     stored = demand.cached.own.get(worker.worker_id, 0)
-    cached = cached_tokens(total, stored, device)
+    cached = demand.cached_tokens(worker.worker_id, device)
     best = account.first_token.seconds(
         cached, total - cached, device=min(device, cached), backlog=backlog
     )

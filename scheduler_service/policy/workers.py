@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 
-from scheduler_service.placement.account import Need, StoreAccount, WorkerAccount
+from scheduler_service.placement.account import Charge, Need, StoreAccount, WorkerAccount
 from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.placement.demand import Demand
-from scheduler_service.placement.footprint import Fits, NeverFits, footprint_of
-from scheduler_service.placement.need import need_of
+from scheduler_service.placement.footprint import (
+    Fits,
+    Grant,
+    NeverFits,
+    footprint_of,
+    grant_of,
+)
 from scheduler_service.placement.residency import streamed_instead
 from scheduler_service.placement.routing import candidate_of, choose_worker
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.planning.plan import Objective
+from splitpoint.planning.plan import Objective, Reason, ReasonKind, Residency
+from splitpoint.shapes import chunks_of
 
 
 class Workers:
@@ -153,3 +159,68 @@ def _is_open_to(demand: Demand, account: WorkerAccount) -> bool:
     if account.is_closed or demand.worker_id not in ("", account.facts.worker_id):
         return False
     return account.facts.has_structured_output or not demand.is_structured
+
+
+def need_of(account: WorkerAccount, demand: Demand, fits: Fits, answer: int) -> Need:
+    """Return what a request would take of a worker now. `answer`: its expected length."""
+    worker, known = account.facts, demand.known_count
+    if fits.residency is Residency.STREAMED:
+        charge = Charge((), fits.size_bytes // worker.page_bytes)
+        shared = device = 0
+    else:
+        marks = _marks(demand, account)
+        pages = chunks_of(max(known, demand.prompt_count + answer), worker.chunk_tokens)
+        charge = Charge(marks, pages - len(marks))
+        shared = account.shared_count(marks)
+        device = account.device_count(marks, shared) * worker.chunk_tokens
+    cached = demand.cached_tokens(worker.worker_id, device)
+    restored = max(0, cached - device)
+    pages = len(charge.marks) - shared + charge.own_pages
+    return Need(
+        fits,
+        charge,
+        pages=pages,
+        cached_tokens=cached,
+        new_tokens=known - cached,
+        shared_tokens=shared * worker.chunk_tokens,
+        device_tokens=device,
+        answer_tokens=demand.steps_left(answer),
+        link_bytes=restored * account.stored_bytes_per_token,
+        is_link_bound=restored > account.kappa_crit * (known - cached) > 0,
+        can_start=account.trial.may_start(is_suspect=demand.is_suspect)
+        and account.has_room_for(pages)
+        and account.store.has_room(fits.slot_count, worker.store_slot_count),
+    )
+
+
+def grant_for(
+    account: WorkerAccount, demand: Demand, need: Need, answer: int, *, spares: bool
+) -> Grant:
+    """Return what a request gets that has just started, and charge it for spare memory.
+
+    `answer`: its expected length. `spares`: a streamed request may get a part of what is free.
+    """
+    fits, page_bytes = need.fits, account.facts.page_bytes
+    if need.is_streamed:
+        free_bytes = fits.size_bytes + account.free_bytes if spares else 0
+        grant = grant_of(fits, free_bytes, page_bytes)
+        account.grow(demand.arrival, grant.size_bytes // page_bytes)
+        return grant
+    reasons = list(fits.reasons)
+    if answer < demand.most_generated:
+        reasons.append(Reason(ReasonKind.EXPECTED_ANSWER, (answer, demand.most_generated)))
+    shared = need.shared_tokens // account.facts.chunk_tokens
+    if shared:
+        reasons.append(Reason(ReasonKind.SHARED_PAGES, (shared,)))
+    size = need.pages * page_bytes
+    return Grant(fits.residency, size, tuple(reasons), device_tokens=need.device_tokens)
+
+
+def _marks(demand: Demand, account: WorkerAccount) -> Sequence[bytes]:
+    """Return the marks of the request's leading full chunks.
+
+    Empty if they are not known, or if the worker shares no pages.
+    """
+    if not account.facts.shares_pages:
+        return ()
+    return demand.cached.marks.get(account.facts.key_space, ())

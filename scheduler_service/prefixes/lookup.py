@@ -87,6 +87,9 @@ class FetchSource:
     address: str
     cached_tokens: int
     tier: Tier = Tier.ARENA
+    # Where what it brings is expected to meet what is computed meanwhile. 0: it is fetched before
+    # anything is computed.
+    meeting_tokens: int = 0
 
     @property
     def place(self) -> ChunkSource:

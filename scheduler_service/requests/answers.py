@@ -9,7 +9,7 @@ from __future__ import annotations
 from scheduler_service.api.request import Request
 from scheduler_service.limits import Limits
 from scheduler_service.placement.plan_report import actual_plan, with_drafts, with_selection
-from scheduler_service.policy.admission import Rejected
+from scheduler_service.requests.admission import Rejected
 from scheduler_service.requests.attempt import Attempt
 from splitpoint.errors import ResourceExhausted, SplitpointError
 from splitpoint.observe.logs import LogFacts

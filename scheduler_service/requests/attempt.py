@@ -34,9 +34,8 @@ class Attempt:
     number: int
     # None until the worker was told.
     plan: Plan | None = None
-    # What the plan fetches first, and from where it meets the own store's part; None: nothing.
+    # What is fetched first; None: nothing.
     source: FetchSource | None = None
-    meeting_tokens: int = 0
     # Cancelled to run again later: it is queued when the worker has let go of it.
     is_put_back: bool = False
     # What the worker was asked to draft; what it lacks drafts nothing.
@@ -72,7 +71,7 @@ class Attempt:
         Raises InvalidArgument for a plan that cannot be.
         """
         request = self.request
-        planned = plan_attempt(
+        plan, self.source = plan_attempt(
             worker,
             self.grant,
             token_count=request.known_count,
@@ -87,9 +86,8 @@ class Attempt:
         self.drafts_give_way = asked.is_on and not self.speculation.is_on
         methods, method = worker.draft_methods, self.speculation.method
         self.can_draft = method in methods or (method is DraftMethod.AUTO and bool(methods))
-        self.source, self.meeting_tokens = planned.source, planned.meeting_tokens
-        self.plan = planned.plan
-        return planned.plan
+        self.plan = plan
+        return plan
 
     def command(self) -> worker_pb2.AdmitCommand:
         """Return what the worker is told. Raises RuntimeError without a plan."""
@@ -116,7 +114,7 @@ class Attempt:
             if not self.source.address:
                 command.source_tier = tier_to_proto(self.source.tier)
             command.source_cached_tokens = self.source.cached_tokens
-            command.meeting_tokens = self.meeting_tokens
+            command.meeting_tokens = self.source.meeting_tokens
         if request.forced is not None and request.forced.split_tokens is not None:
             command.forced_split_tokens = request.forced.split_tokens
         return command

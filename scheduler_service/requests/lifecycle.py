@@ -26,9 +26,9 @@ from scheduler_service.cluster.connection import ReadyWorker, WorkerConnection
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.options import SchedulerOptions
 from scheduler_service.placement.answer_lengths import AnswerLengths
-from scheduler_service.policy.admission import AdmissionQueue, Admitted, GrantError, Rejected
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.prefixes.marks import ChunkMarks
+from scheduler_service.requests.admission import AdmissionQueue, GrantError, Rejected
 from scheduler_service.requests.answers import (
     completion,
     completion_of_tokens,
@@ -105,8 +105,6 @@ class RequestManager:
         self._find_prefix = find_prefix
         self._rounds = Rounds()
         self._arrivals = itertools.count()
-        # One count for all requests: no attempt is ever mistaken for another.
-        self._numbers = itertools.count(1)
         self._last_arrival: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_starting = False
@@ -252,7 +250,7 @@ class RequestManager:
             self._is_starting = False
         self.sharing.changed()
 
-    def _admit(self) -> Admitted | None:
+    def _admit(self) -> Attempt | None:
         """Return the next request that may start now; one that cannot be granted ends."""
         while True:
             try:
@@ -261,11 +259,11 @@ class RequestManager:
                 self._failed(error.request)
 
     def _start_all(self) -> None:
-        while (admitted := self._admit()) is not None:
-            request, now = admitted.request, self._clock()
+        while (attempt := self._admit()) is not None:
+            request, now = attempt.request, self._clock()
             request.times.unplaceable = None
             request.span.record("queue", request.since, now)
-            attempt = self._open(admitted)
+            self.attempts[attempt.key] = attempt
             looked_up = request.times.looked_up
             if looked_up is None or now - looked_up > self.limits.lookup_lifetime_seconds:
                 self._spawn(request, self._look_up_and_start(attempt))
@@ -300,13 +298,7 @@ class RequestManager:
             self._release(attempt)
             self._fail(attempt.request, error)
 
-    # -- attempts: each is opened once and released once ------------------------------------------
-
-    def _open(self, admitted: Admitted) -> Attempt:
-        """Begin an attempt; nothing is sent yet."""
-        attempt = Attempt(admitted.request, admitted.worker_id, admitted.grant, next(self._numbers))
-        self.attempts[attempt.key] = attempt
-        return attempt
+    # -- attempts: each begins once and is released once ------------------------------------------
 
     def _tell(self, attempt: Attempt) -> None:
         """Plan it, then tell the worker. Raises InvalidArgument for a plan that cannot be."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.placement.account import OthersHold, WorkerAccount
-from scheduler_service.policy.admission import AdmissionQueue
+from scheduler_service.requests.admission import AdmissionQueue
 from splitpoint.v1 import worker_pb2
 
 # Shortest time between two reports, but for ticks: the queue is looked through for each.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_service.policy.admission import AdmissionQueue
+from scheduler_service.requests.admission import AdmissionQueue
 from splitpoint.keys import tenant_pseudonym
 
 # Tenants with a label of their own in the metrics: the first ones that came.

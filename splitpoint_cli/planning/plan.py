@@ -181,7 +181,7 @@ def _with_tier(options: PlanOptions, shape: ModelShape, costs: Profile, request:
     if not options.tier_tokens:
         return answer
     # Imported here: it loads what only extras bring.
-    from scheduler_service.placement.fetch_plan import ChunkSizes, best_fetch
+    from scheduler_service.placement.planning import ChunkSizes, best_fetch
     from scheduler_service.prefixes.lookup import FetchSource
 
     total = options.cached + options.new
@@ -206,8 +206,8 @@ def _with_tier(options: PlanOptions, shape: ModelShape, costs: Profile, request:
         options.chunk_tokens, options.chunk_tokens * token_bytes, request.prefill_tokens
     )
     source = FetchSource("", options.tier_tokens, Tier.DISK)
-    found = best_fetch(answer, planned, costs, [source], sizes, arena_tokens=options.cached)
-    return found.plan
+    answer, _ = best_fetch(answer, planned, costs, [source], sizes, arena_tokens=options.cached)
+    return answer
 
 
 def _weights(options: PlanOptions, shape: ModelShape, costs: Profile) -> PlannedWeights | None:

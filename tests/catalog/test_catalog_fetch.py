@@ -15,7 +15,6 @@ from scheduler_doubles import (
     worker_facts,
 )
 
-from scheduler_service.placement.fetch_plan import PlannedAttempt
 from scheduler_service.placement.footprint import Grant
 from scheduler_service.placement.plan_report import actual_plan
 from scheduler_service.placement.planning import plan_attempt
@@ -34,7 +33,7 @@ from splitpoint.costs.fetching import (
 from splitpoint.costs.profile import Profile
 from splitpoint.discovery.entries import StoreEntry
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.plan import ReasonKind, Residency, RestoreMethod
+from splitpoint.planning.plan import Plan, ReasonKind, Residency, RestoreMethod
 from splitpoint.planning.words import in_words
 from splitpoint.tiers import ChunkSource, Tier, Transfer
 from splitpoint.transport.convert import (
@@ -70,7 +69,7 @@ GRANT = Grant(Residency.RESIDENT, PAGE_BYTES)
 
 def attempt(
     *sources: FetchSource, own: int = 0, tokens: int = 160, profile: Profile = PROFILE
-) -> PlannedAttempt:
+) -> tuple[Plan, FetchSource | None]:
     return plan_attempt(
         replace(FACTS, profile=profile),
         GRANT,
@@ -80,56 +79,54 @@ def attempt(
     )
 
 
-def rate_said(attempt: PlannedAttempt) -> tuple[int | float | str, ...]:
+def rate_said(plan: Plan) -> tuple[int | float | str, ...]:
     """Return the transfer, the rate and its basis that a fetch was chosen by."""
-    return dict(attempt.plan.reasons)[ReasonKind.FETCH][2:5]
+    return dict(plan.reasons)[ReasonKind.FETCH][2:5]
 
 
 def test_a_fast_way_is_taken_and_counted() -> None:
     profile = replace(PROFILE, remote_bytes_per_second={B: 1e12})
-    alone = attempt(own=20).plan
-    fetch = attempt(FetchSource(B, 100), own=20, profile=profile)
+    alone, _ = attempt(own=20)
+    plan, source = attempt(FetchSource(B, 100), own=20, profile=profile)
     # Six full chunks there, one full chunk and a tail of four tokens here.
-    assert fetch.source == FetchSource(B, 96)
-    assert (fetch.plan.cached_tokens, fetch.plan.fetched_tokens) == (96, 80)
-    assert fetch.plan.new_tokens == 64
+    assert source == FetchSource(B, 96)
+    assert (plan.cached_tokens, plan.fetched_tokens) == (96, 80)
+    assert plan.new_tokens == 64
     expected = ROUND_TRIP_SECONDS + 5 * LAYOUT.chunk_bytes / 1e12
-    assert fetch.plan.predicted_fetch_seconds == pytest.approx(expected)
-    without = plan_attempt(FACTS, GRANT, token_count=160, cached_tokens=96).plan
-    assert fetch.plan.predicted_ttft_seconds == pytest.approx(
-        without.predicted_ttft_seconds + expected
-    )
-    assert fetch.plan.predicted_ttft_seconds < alone.predicted_ttft_seconds
-    assert dict(fetch.plan.reasons)[ReasonKind.FETCH][:5] == (80, B, "grpc", 1e12, "measured")
-    assert plan_from_proto(plan_to_proto(in_words(fetch.plan))) == in_words(fetch.plan)
+    assert plan.predicted_fetch_seconds == pytest.approx(expected)
+    without, _ = plan_attempt(FACTS, GRANT, token_count=160, cached_tokens=96)
+    assert plan.predicted_ttft_seconds == pytest.approx(without.predicted_ttft_seconds + expected)
+    assert plan.predicted_ttft_seconds < alone.predicted_ttft_seconds
+    assert dict(plan.reasons)[ReasonKind.FETCH][:5] == (80, B, "grpc", 1e12, "measured")
+    assert plan_from_proto(plan_to_proto(in_words(plan))) == in_words(plan)
 
 
 def test_a_slow_way_is_not_taken() -> None:
     slow = replace(PROFILE, remote_bytes_per_second={B: 1e4})
-    plan = attempt(FetchSource(B, 100), profile=slow).plan
+    plan, _ = attempt(FetchSource(B, 100), profile=slow)
     assert plan.fetched_tokens == plan.cached_tokens == 0
     assert dict(plan.reasons)[ReasonKind.NO_FETCH][:4] == (96, B, "grpc", 1e4)
 
 
 def test_an_unmeasured_way_is_assumed_and_said_so() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
-    fetch = attempt(FetchSource(B, 100), profile=slow)
-    assert rate_said(fetch) == ("grpc", 1e9, "assumed")
+    plan, _ = attempt(FetchSource(B, 100), profile=slow)
+    assert rate_said(plan) == ("grpc", 1e9, "assumed")
 
 
 def test_a_rate_that_has_aged_back_is_assumed_again() -> None:
     key = ChunkSource(B).rate_key(Transfer.MOONCAKE)
     rates = {key: ASSUMED_BYTES_PER_SECOND}
     slow = replace(PROFILE, prefill_flops_per_second=1e6, remote_bytes_per_second=rates)
-    fetch = attempt(FetchSource(B, 100), profile=slow)
-    assert rate_said(fetch) == ("mooncake", 1e9, "assumed")
+    plan, _ = attempt(FetchSource(B, 100), profile=slow)
+    assert rate_said(plan) == ("mooncake", 1e9, "assumed")
     measured = replace(slow, remote_bytes_per_second={key: 1.001e9})
-    fetch = attempt(FetchSource(B, 100), profile=measured)
-    assert rate_said(fetch) == ("mooncake", 1.001e9, "measured")
+    plan, _ = attempt(FetchSource(B, 100), profile=measured)
+    assert rate_said(plan) == ("mooncake", 1.001e9, "measured")
     # On its way back it is neither.
     aged = replace(slow, remote_bytes_per_second={key: 8e8}, aged_sources=(key,))
-    fetch = attempt(FetchSource(B, 100), profile=aged)
-    assert rate_said(fetch) == ("mooncake", 8e8, "aged")
+    plan, _ = attempt(FetchSource(B, 100), profile=aged)
+    assert rate_said(plan) == ("mooncake", 8e8, "aged")
 
 
 def test_rates_in_words() -> None:
@@ -146,37 +143,37 @@ def test_rates_in_words() -> None:
 def test_the_faster_of_two_sources() -> None:
     profile = replace(PROFILE, remote_bytes_per_second={A: 1e9, B: 1e11})
     slow = replace(profile, prefill_flops_per_second=1e6)
-    fetch = attempt(FetchSource(A, 96), FetchSource(B, 96), profile=slow)
-    assert fetch.source is not None
-    assert fetch.source.address == B
+    _, source = attempt(FetchSource(A, 96), FetchSource(B, 96), profile=slow)
+    assert source is not None
+    assert source.address == B
 
 
 def test_the_last_token_is_computed_and_partial_tails_do_not_travel() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
-    whole = attempt(FetchSource(B, 160), own=0, profile=slow)
-    assert whole.source == FetchSource(B, 160)
-    assert (whole.plan.cached_tokens, whole.plan.fetched_tokens) == (159, 159)
+    whole, source = attempt(FetchSource(B, 160), own=0, profile=slow)
+    assert source == FetchSource(B, 160)
+    assert (whole.cached_tokens, whole.fetched_tokens) == (159, 159)
     for tokens, own in ((15, 0), (40, 32), (40, 39)):
-        nothing = attempt(FetchSource(B, tokens), own=own, profile=slow)
-        assert not {ReasonKind.FETCH, ReasonKind.NO_FETCH} & dict(nothing.plan.reasons).keys()
+        nothing, source = attempt(FetchSource(B, tokens), own=own, profile=slow)
+        assert not {ReasonKind.FETCH, ReasonKind.NO_FETCH} & dict(nothing.reasons).keys()
 
 
 def test_what_was_fetched_corrects_the_plan() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
-    fetch = attempt(FetchSource(B, 100), profile=slow)
+    plan, _ = attempt(FetchSource(B, 100), profile=slow)
     report = worker_pb2.RestoreReport(
         cached_tokens=96,
         method=types_pb2.RESTORE_METHOD_LOAD,
         fetched_tokens=96,
         fetch_seconds=0.31,
     )
-    happened = actual_plan(fetch.plan, report)
+    happened = actual_plan(plan, report)
     assert (happened.cached_tokens, happened.fetched_tokens) == (96, 96)
     assert happened.reasons[-1] == (ReasonKind.FETCHED, (96, "", 0.31))
     # By whatever it was planned.
     fast = replace(slow, remote_bytes_per_second={f"{B} mooncake": 2e9})
-    planned = attempt(FetchSource(B, 100), profile=fast).plan
-    assert (fetch.plan.fetch_transfer, planned.fetch_transfer) == ("grpc", "mooncake")
+    planned, _ = attempt(FetchSource(B, 100), profile=fast)
+    assert (plan.fetch_transfer, planned.fetch_transfer) == ("grpc", "mooncake")
     for told in ("mooncake", "grpc", "mooncake, grpc"):
         report.fetch_transfer = told
         happened = actual_plan(planned, report)
@@ -184,7 +181,7 @@ def test_what_was_fetched_corrects_the_plan() -> None:
         assert happened.reasons[-1] == (ReasonKind.FETCHED, (96, told, 0.31))
     report.cached_tokens = report.fetched_tokens = 0
     report.method = types_pb2.RESTORE_METHOD_NONE
-    nothing = actual_plan(fetch.plan, report)
+    nothing = actual_plan(plan, report)
     assert (nothing.cached_tokens, nothing.fetched_tokens, nothing.new_tokens) == (0, 0, 160)
     assert (happened.fetch_source, nothing.fetch_source) == (B, "")
     assert nothing.fetch_transfer == ""
@@ -211,40 +208,40 @@ def on_disk(tokens: int) -> FetchSource:
 
 def test_a_tier_continues_what_the_arena_holds() -> None:
     profile = replace(PROFILE, prefill_flops_per_second=1e6, remote_bytes_per_second={"disk": 8e8})
-    fetch = attempt(on_disk(100), own=20, profile=profile)
-    assert fetch.source == on_disk(96)
-    assert (fetch.plan.fetched_tokens, fetch.plan.fetch_source) == (80, "disk")
-    assert fetch.plan.fetch_transfer == ""
+    plan, source = attempt(on_disk(100), own=20, profile=profile)
+    assert source == on_disk(96)
+    assert (plan.fetched_tokens, plan.fetch_source) == (80, "disk")
+    assert plan.fetch_transfer == ""
     seconds = ROUND_TRIP_SECONDS + 5 * LAYOUT.chunk_bytes / 8e8
-    assert fetch.plan.predicted_fetch_seconds == pytest.approx(seconds)
-    assert dict(fetch.plan.reasons)[ReasonKind.FETCH][:4] == (80, "disk", "", 8e8)
+    assert plan.predicted_fetch_seconds == pytest.approx(seconds)
+    assert dict(plan.reasons)[ReasonKind.FETCH][:4] == (80, "disk", "", 8e8)
     slow = replace(PROFILE, remote_bytes_per_second={"disk": 1e4})
-    nothing = attempt(on_disk(100), own=20, profile=slow)
-    assert nothing.source is None
-    assert dict(nothing.plan.reasons)[ReasonKind.NO_FETCH][:4] == (80, "disk", "", 1e4)
+    nothing, source = attempt(on_disk(100), own=20, profile=slow)
+    assert source is None
+    assert dict(nothing.reasons)[ReasonKind.NO_FETCH][:4] == (80, "disk", "", 1e4)
 
 
 def test_what_is_loaded_back_may_be_on_the_device_already() -> None:
     """With X: the device holds no X, so those tokens are of use once the store has them again."""
     profile = replace(PROFILE, prefill_flops_per_second=1e6)
-    fetch = plan_attempt(
+    plan, source = plan_attempt(
         replace(FACTS, profile=profile, has_activations=True),
         replace(GRANT, device_tokens=96),
         token_count=160,
         cached_tokens=20,
         sources=[on_disk(96)],
     )
-    assert fetch.source == on_disk(96)
-    assert (fetch.plan.cached_tokens, fetch.plan.device_tokens) == (96, 96)
-    assert fetch.plan.predicted_restore_seconds == 0
-    assert dict(fetch.plan.reasons)[ReasonKind.ON_DEVICE] == (96,)
+    assert source == on_disk(96)
+    assert (plan.cached_tokens, plan.device_tokens) == (96, 96)
+    assert plan.predicted_restore_seconds == 0
+    assert dict(plan.reasons)[ReasonKind.ON_DEVICE] == (96,)
 
 
 def test_what_only_the_device_holds_comes_too_and_is_counted() -> None:
     """The arena takes a chunk only behind its parent."""
     grant = replace(GRANT, device_tokens=320)
 
-    def at(rate: float, tokens: int) -> PlannedAttempt:
+    def at(rate: float, tokens: int) -> tuple[Plan, FetchSource | None]:
         profile = replace(
             PROFILE, prefill_flops_per_second=1e6, remote_bytes_per_second={"disk": rate}
         )
@@ -256,7 +253,7 @@ def test_what_only_the_device_holds_comes_too_and_is_counted() -> None:
             sources=[on_disk(tokens)] if tokens else (),
         )
 
-    alone, fast = at(1e12, 0).plan, at(1e12, 512).plan
+    (alone, _), (fast, _) = at(1e12, 0), at(1e12, 512)
     assert (alone.cached_tokens, alone.device_tokens) == (320, 320)
     assert (fast.cached_tokens, fast.device_tokens, fast.fetched_tokens) == (512, 320, 512)
     expected = ROUND_TRIP_SECONDS + 32 * LAYOUT.chunk_bytes / 1e12
@@ -264,23 +261,23 @@ def test_what_only_the_device_holds_comes_too_and_is_counted() -> None:
     assert dict(fast.reasons)[ReasonKind.FETCH][-1] == 192
     # Twelve chunks would pay at this rate; thirty-two do not.
     saved = alone.predicted_ttft_seconds - fast.predicted_ttft_seconds
-    nothing = at(20 * LAYOUT.chunk_bytes / saved, 512)
-    assert (nothing.source, nothing.plan.fetched_tokens) == (None, 0)
+    nothing, source = at(20 * LAYOUT.chunk_bytes / saved, 512)
+    assert (source, nothing.fetched_tokens) == (None, 0)
     # All of it is on the device.
-    assert at(1e12, 320).plan == alone
+    assert at(1e12, 320) == (alone, None)
 
 
 def test_the_best_of_all_sources_and_transfers() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
     sources = (FetchSource(B, 96), on_disk(96), FetchSource("", 96, Tier.MOONCAKE))
     rates = {B: 1e9, f"{B} mooncake": 3e9, "disk": 2e9, "mooncake": 1e9}
-    fetch = attempt(*sources, profile=replace(slow, remote_bytes_per_second=rates))
-    assert fetch.source == sources[0]
-    assert rate_said(fetch) == ("mooncake", 3e9, "measured")
+    plan, source = attempt(*sources, profile=replace(slow, remote_bytes_per_second=rates))
+    assert source == sources[0]
+    assert rate_said(plan) == ("mooncake", 3e9, "measured")
     # Without Mooncake's rate its gRPC stream counts, which the disk beats.
     del rates[f"{B} mooncake"]
-    fetch = attempt(*sources, profile=replace(slow, remote_bytes_per_second=rates))
-    assert fetch.source == sources[1]
+    plan, source = attempt(*sources, profile=replace(slow, remote_bytes_per_second=rates))
+    assert source == sources[1]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -304,8 +301,8 @@ def test_no_length_of_no_source_is_much_better(seed: int) -> None:
     sources = [FetchSource("", rng.randrange(0, total), tier) for tier in tiers]
 
     def seconds(cached: int) -> float:
-        found = plan_attempt(worker, GRANT, token_count=total, cached_tokens=cached)
-        return found.plan.predicted_ttft_seconds
+        plan, _ = plan_attempt(worker, GRANT, token_count=total, cached_tokens=cached)
+        return plan.predicted_ttft_seconds
 
     size, best = LAYOUT.chunk_tokens, seconds(own)
     for source in sources:
@@ -313,10 +310,8 @@ def test_no_length_of_no_source_is_much_better(seed: int) -> None:
             copied = (chunks - own // size) * LAYOUT.chunk_bytes
             copying = rate_of(profile, source.place).seconds(copied)
             best = min(best, copying + seconds(chunks * size))
-    found = plan_attempt(
-        worker, GRANT, token_count=total, cached_tokens=own, sources=sources
-    ).plan.predicted_ttft_seconds
-    assert found <= 1.05 * best
+    found, _ = plan_attempt(worker, GRANT, token_count=total, cached_tokens=own, sources=sources)
+    assert found.predicted_ttft_seconds <= 1.05 * best
 
 
 # -- both ends ------------------------------------------------------------------------------
@@ -324,7 +319,7 @@ def test_no_length_of_no_source_is_much_better(seed: int) -> None:
 
 def meeting(
     rate: float, *, own: int = 0, source: FetchSource = DISK, worker: WorkerFacts = SHARING
-) -> PlannedAttempt:
+) -> tuple[Plan, FetchSource | None]:
     profile = replace(worker.profile, remote_bytes_per_second={"disk": rate, B: rate})
     return plan_attempt(
         replace(worker, profile=profile),
@@ -335,28 +330,33 @@ def meeting(
     )
 
 
+def meets(rate: float, *, source: FetchSource = DISK, worker: WorkerFacts = SHARING) -> bool:
+    """Return True if what is fetched meets what is computed."""
+    _, fetched = meeting(rate, source=source, worker=worker)
+    return fetched is not None and fetched.meeting_tokens > 0
+
+
 def test_what_a_tier_brings_meets_what_is_computed_meanwhile() -> None:
     # Loading 768 tokens takes as long as computing about as many.
-    both = meeting(48 * LAYOUT.chunk_bytes / 0.5)
-    assert both.source == DISK
-    assert 0 < both.meeting_tokens < 768
-    plan = both.plan
-    assert (plan.method, plan.recomputed_tokens) == (RestoreMethod.TOKENS, both.meeting_tokens)
-    assert (plan.cached_tokens, plan.fetched_tokens) == (768, 768 - both.meeting_tokens)
+    plan, source = meeting(48 * LAYOUT.chunk_bytes / 0.5)
+    assert source == replace(DISK, meeting_tokens=plan.recomputed_tokens)
+    assert 0 < plan.recomputed_tokens < 768
+    assert plan.method is RestoreMethod.TOKENS
+    assert (plan.cached_tokens, plan.fetched_tokens) == (768, 768 - plan.recomputed_tokens)
     said = dict(plan.reasons)[ReasonKind.MEETING]
-    assert said[:3] == (plan.fetched_tokens, both.meeting_tokens, "disk")
+    assert said[:3] == (plan.fetched_tokens, plan.recomputed_tokens, "disk")
     assert plan_from_proto(plan_to_proto(in_words(plan))) == in_words(plan)
 
 
 @pytest.mark.parametrize("rate", [1e4, 1e12])
 def test_a_tier_that_is_far_from_the_balance_meets_nothing(rate: float) -> None:
-    assert meeting(rate).meeting_tokens == 0
+    assert not meets(rate)
 
 
 def test_who_meets_nothing() -> None:
     rate = 48 * LAYOUT.chunk_bytes / 0.5
-    assert meeting(rate, worker=replace(SHARING, shares_pages=False)).meeting_tokens == 0
-    assert meeting(rate, source=FetchSource(B, 768)).meeting_tokens == 0
+    assert not meets(rate, worker=replace(SHARING, shares_pages=False))
+    assert not meets(rate, source=FetchSource(B, 768))
 
 
 @pytest.mark.parametrize("seed", range(40))

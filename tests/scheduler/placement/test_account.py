@@ -13,9 +13,10 @@ from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
 from scheduler_service.placement.account import WorkerAccount
 from scheduler_service.placement.answer_lengths import LEAST_SAMPLES, AnswerLengths
-from scheduler_service.policy.admission import AdmissionQueue, Admitted, Queued
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.prefixes.marks import ChunkMarks, LayoutName, keys_by_layout
+from scheduler_service.requests.admission import AdmissionQueue, Queued
+from scheduler_service.requests.attempt import Attempt
 from splitpoint.keys import MARK_BYTES, chunk_keys
 from splitpoint.planning.plan import ReasonKind, Residency
 from splitpoint.shapes import chunks_of
@@ -68,7 +69,7 @@ def account_of(admission: AdmissionQueue, worker_id: str = "0") -> WorkerAccount
     return account
 
 
-def admit_all(admission: AdmissionQueue) -> list[Admitted]:
+def admit_all(admission: AdmissionQueue) -> list[Attempt]:
     admitted = []
     while (one := admission.admit()) is not None:
         admitted.append(one)
@@ -218,7 +219,7 @@ class Model:
         self.rng = rng = random.Random(seed)
         self.policy = rng.choice((None, AnswerLengths()))
         self.admission = AdmissionQueue(8, self.policy)
-        self.running: dict[int, Admitted] = {}
+        self.running: dict[int, Attempt] = {}
         # Pages that each running request was charged, shared ones included.
         self.pages: dict[int, int] = {}
         self.marks: dict[int, list[bytes]] = {}
@@ -266,7 +267,7 @@ class Model:
                     assert self.pages[arrival] == worst
             assert account.free_pages >= 0
 
-    def grow(self, one: Admitted) -> None:
+    def grow(self, one: Attempt) -> None:
         request = one.request
         count = self.rng.randint(1, CHUNK_TOKENS)
         count = min(count, request.sampling.max_tokens - len(request.output))
@@ -280,7 +281,7 @@ class Model:
             self.admission.completed(request)
             self.leave(one)
 
-    def leave(self, one: Admitted) -> None:
+    def leave(self, one: Attempt) -> None:
         self.admission.release(one.request)
         for held in (self.running, self.pages, self.marks):
             held.pop(one.request.arrival, None)

@@ -14,11 +14,11 @@ from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, PROFILE, queued_request,
 from scheduler_service.api.request import Request
 from scheduler_service.placement.account import WorkerAccount
 from scheduler_service.placement.footprint import Fits
-from scheduler_service.placement.need import need_of
 from scheduler_service.placement.routing import Candidate, candidate_of, choose_worker
-from scheduler_service.policy.admission import AdmissionQueue
+from scheduler_service.policy.workers import need_of
 from scheduler_service.prefixes.lookup import CachedPrefix, FetchSource
 from scheduler_service.prefixes.marks import ChunkMarks
+from scheduler_service.requests.admission import AdmissionQueue
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.first_token import IDLE, Backlog
 from splitpoint.planning.plan import Residency

@@ -22,7 +22,8 @@ from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footpr
 from scheduler_service.placement.plan_report import actual_plan
 from scheduler_service.placement.planning import explain, plan_attempt
 from scheduler_service.placement.waiting import Cause
-from scheduler_service.policy.admission import AdmissionQueue, Admitted, Queued, Rejected
+from scheduler_service.requests.admission import AdmissionQueue, Queued, Rejected
+from scheduler_service.requests.attempt import Attempt
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.plan import Plan, Reason, ReasonKind, Residency, RestoreMethod
@@ -124,7 +125,7 @@ def request(arrival: int, pages: int, worker_id: str = "", **cached: int) -> Req
     return queued_request(arrival, tokens(pages), Residency.RESIDENT, worker_id, cached)
 
 
-def admit_all(admission: AdmissionQueue) -> list[Admitted]:
+def admit_all(admission: AdmissionQueue) -> list[Attempt]:
     admitted = []
     while (one := admission.admit()) is not None:
         admitted.append(one)
@@ -224,7 +225,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.admission = AdmissionQueue(4)
         self.next_arrival = 0
         self.waiting: dict[int, Request] = {}
-        self.running: dict[int, Admitted] = {}
+        self.running: dict[int, Attempt] = {}
         self.workers: dict[str, WorkerFacts] = {}
 
     @rule(
@@ -373,7 +374,8 @@ GRANT = Grant(Residency.RESIDENT, 2 * PAGE_BYTES, (FITS,))
 
 
 def planned(worker: WorkerFacts = FACTS, *, token_count: int = 32, cached_tokens: int = 16) -> Plan:
-    return plan_attempt(worker, GRANT, token_count=token_count, cached_tokens=cached_tokens).plan
+    plan, _ = plan_attempt(worker, GRANT, token_count=token_count, cached_tokens=cached_tokens)
+    return plan
 
 
 def test_plans_leave_the_last_token_to_compute() -> None:
@@ -386,9 +388,10 @@ def test_plans_leave_the_last_token_to_compute() -> None:
 def test_tokens_on_the_device_take_no_restore() -> None:
     def with_device(device_tokens: int, cached_tokens: int, worker: WorkerFacts = FACTS) -> Plan:
         grant = replace(GRANT, device_tokens=device_tokens)
-        return plan_attempt(
+        plan, _ = plan_attempt(
             worker, grant, token_count=10 * CHUNK_TOKENS, cached_tokens=cached_tokens
-        ).plan
+        )
+        return plan
 
     cached = 9 * CHUNK_TOKENS
     none, part, whole = (with_device(count * CHUNK_TOKENS, cached) for count in (0, 6, 9))
@@ -441,7 +444,7 @@ def test_reports_correct_the_plan() -> None:
 
 def test_a_report_says_what_was_on_the_device() -> None:
     grant = replace(GRANT, device_tokens=16)
-    plan = plan_attempt(FACTS, grant, token_count=32, cached_tokens=16).plan
+    plan, _ = plan_attempt(FACTS, grant, token_count=32, cached_tokens=16)
     report = worker_pb2.RestoreReport(
         cached_tokens=16, device_tokens=16, method=types_pb2.RESTORE_METHOD_NONE
     )

@@ -15,7 +15,7 @@ from scheduler_service.placement.residency import (
     reason_to_stream,
     streamed_instead,
 )
-from scheduler_service.policy.admission import AdmissionQueue
+from scheduler_service.requests.admission import AdmissionQueue
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.plan import Objective, ReasonKind, Residency

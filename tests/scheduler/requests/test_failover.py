@@ -12,7 +12,8 @@ from scheduler_doubles import queued_request, worker_facts
 from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
 from scheduler_service.placement.waiting import Cause
-from scheduler_service.policy.admission import AdmissionQueue, Admitted
+from scheduler_service.requests.admission import AdmissionQueue
+from scheduler_service.requests.attempt import Attempt
 from scheduler_service.requests.failover import (
     TRIAL_TOKENS,
     Finished,
@@ -146,7 +147,7 @@ class Engines:
     # Number of generated tokens at which a request ends its engine, by arrival.
     poison: dict[int, int]
     admission: AdmissionQueue = field(default_factory=lambda: AdmissionQueue(100))
-    running: dict[int, Admitted] = field(default_factory=dict)
+    running: dict[int, Attempt] = field(default_factory=dict)
     # Tokens that an engine has made and the scheduler has not read: lost with the engine.
     unread: dict[int, deque[int]] = field(default_factory=dict)
     ended_engines: dict[int, int] = field(default_factory=dict)
@@ -158,7 +159,7 @@ class Engines:
             self.running[admitted.request.arrival] = admitted
             self.unread[admitted.request.arrival] = deque()
 
-    def on(self, worker_id: str) -> list[Admitted]:
+    def on(self, worker_id: str) -> list[Attempt]:
         return [one for one in self.running.values() if one.worker_id == worker_id]
 
     def step(self, worker_id: str) -> None:
@@ -176,7 +177,7 @@ class Engines:
             if len(unread) > self.rng.randint(0, 2):
                 self.read(admitted, len(unread))
 
-    def read(self, admitted: Admitted, count: int) -> None:
+    def read(self, admitted: Attempt, count: int) -> None:
         request = admitted.request
         count = min(count, request.sampling.max_tokens - len(request.output))
         self.unread[request.arrival].clear()
@@ -186,7 +187,7 @@ class Engines:
             self.leave(admitted)
             self.completed.add(request.arrival)
 
-    def leave(self, admitted: Admitted) -> None:
+    def leave(self, admitted: Attempt) -> None:
         del self.running[admitted.request.arrival]
         self.admission.release(admitted.request)
 

@@ -7,7 +7,7 @@ import re
 from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, queued_request, worker_facts
 
 from scheduler_service.api.request import Request
-from scheduler_service.policy.admission import AdmissionQueue
+from scheduler_service.requests.admission import AdmissionQueue
 from scheduler_service.requests.tenants import OTHERS, UNNAMED, TenantLabels, tenants_of
 from splitpoint.keys import tenant_pseudonym, tenant_salt
 

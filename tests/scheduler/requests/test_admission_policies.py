@@ -11,8 +11,9 @@ from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, queued_request, worker_f
 from scheduler_service.api.request import Request
 from scheduler_service.placement.account import Need, OthersHold, WorkerAccount
 from scheduler_service.placement.waiting import Cause
-from scheduler_service.policy.admission import AdmissionQueue, Admitted, GrantError, Queued
 from scheduler_service.policy.settings import PolicySettings
+from scheduler_service.requests.admission import AdmissionQueue, GrantError, Queued
+from scheduler_service.requests.attempt import Attempt
 from splitpoint.options.scheduler import Policy
 from splitpoint.planning.plan import Residency
 
@@ -29,7 +30,7 @@ class History:
         self.now = 0.0
         self.arrivals = 0
         self.waiting: dict[int, Request] = {}
-        self.running: dict[int, Admitted] = {}
+        self.running: dict[int, Attempt] = {}
         self.workers: set[str] = set()
         chosen = PolicySettings(
             policy,

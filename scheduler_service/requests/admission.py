@@ -1,7 +1,7 @@
 """Decides which requests start, wait, or are rejected, by the accounts of the workers.
 
-`queue.py` chooses the next request and charges its worker. Pure: no I/O, and the clock is passed
-in.
+`policy/queue.py` chooses the next request and charges its worker. Pure: no I/O, and the clock is
+passed in.
 
 Under fifo and fair, no later request starts on a worker that a waiting request could run on, so
 none takes memory that an earlier one waits for and nothing starves. A request pinned to a
@@ -20,6 +20,7 @@ better (`placement/residency.py`).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -27,26 +28,18 @@ from dataclasses import dataclass
 from scheduler_service.api.request import Request
 from scheduler_service.placement.account import Need, OthersHold, WorkerAccount
 from scheduler_service.placement.answer_lengths import AnswerLengths
-from scheduler_service.placement.footprint import Fits, Grant, NeverFits
-from scheduler_service.placement.need import grant_for
+from scheduler_service.placement.footprint import Fits, NeverFits
 from scheduler_service.placement.waiting import Explanation, Place, explain
 from scheduler_service.policy.queue import PolicyQueue
 from scheduler_service.policy.settings import PolicySettings
+from scheduler_service.policy.workers import grant_for
+from scheduler_service.requests.attempt import Attempt
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import counted
 from splitpoint.options.scheduler import Policy
 from splitpoint.planning.plan import Objective
 
 _FIFO = PolicySettings()
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """The request may start on this worker; release it when that is over."""
-
-    request: Request
-    worker_id: str
-    grant: Grant
 
 
 class GrantError(Exception):
@@ -90,6 +83,8 @@ class AdmissionQueue:
         self._workers = self.policy.workers
         # Those that wait or run, by arrival.
         self._requests: dict[int, Request] = {}
+        # One count for all requests: no attempt is ever mistaken for another.
+        self._numbers = itertools.count(1)
 
     # -- workers ------------------------------------------------------------------
 
@@ -170,10 +165,11 @@ class AdmissionQueue:
             self.policy.withdraw(request.arrival)
             del self._requests[request.arrival]
 
-    def admit(self) -> Admitted | None:
+    def admit(self) -> Attempt | None:
         """Grant memory to the next request that may start now; None if there is none.
 
-        Raises GrantError if that fails. The request neither waits nor runs then.
+        Release it when the attempt is over. Raises GrantError if that fails. The request neither
+        waits nor runs then.
         """
         now = self._clock()
         start = self.policy.next(now)
@@ -191,7 +187,7 @@ class AdmissionQueue:
             self._end(request.arrival)
             raise GrantError(request) from error
         request.verdicts.clear()
-        return Admitted(request, start.worker_id, grant)
+        return Attempt(request, start.worker_id, grant, next(self._numbers))
 
     def tokens_came(self, request: Request) -> bool:
         """Note new tokens of a running request. Return True if another one may start now."""
