@@ -41,7 +41,7 @@ from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hardware
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.costs import Overheads
-from splitpoint_cli.simulate.fleet import DeviceType
+from splitpoint_cli.simulate.device_types import DeviceType
 from splitpoint_cli.simulate.report import results_of as simulated_results_of
 from splitpoint_cli.simulate.run import Fleet, Load, simulate
 from splitpoint_cli.traces.arrival import Arrival, Trace

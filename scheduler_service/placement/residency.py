@@ -1,7 +1,16 @@
 """Waits for device memory, or streams at once: for a request that fits a worker, but not now.
 
-On top of `splitpoint.residency.waiting`, which compares the two by rates. Pure: what runs on
-the worker is told by the admission queue.
+While it waits, the others decode as before. If it is streamed, each of their steps lasts as
+long as its pull, too. With R running requests that each have W steps to go until enough memory is
+free, and A tokens to generate,
+
+    wait      finishes after W t + start + (A - 1) step(R); the others after W t
+    stream    finishes after start' + (A - 1) T; the others after W steps, of which the
+              first A - 1 take T
+
+where t is a step now and T one with the new pull. LATENCY compares the mean finishing time
+of all R + 1, THROUGHPUT the time until all of them have finished: both generate the same
+tokens. Pure.
 """
 
 from __future__ import annotations
@@ -13,9 +22,11 @@ from scheduler_service.placement.account import Need, WorkerAccount
 from scheduler_service.placement.demand import Demand
 from scheduler_service.placement.footprint import Fits, footprint_of
 from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Objective, Reason, ReasonKind, Residency
 from splitpoint.residency.load import DeviceRoom, RequestLoad
-from splitpoint.residency.waiting import Running, wait_or_stream
+from splitpoint.residency.seconds import PieceSeconds
+from splitpoint.shapes import ModelShape
 
 # Streaming must be predicted to take at most this share of waiting: once streamed, a request
 # stays so, and how long the others run is a guess.
@@ -128,4 +139,68 @@ def _room_of(worker: WorkerFacts, objective: Objective) -> DeviceRoom:
         schedule=worker.schedule,
         encoding=worker.encoding,
         objective=objective,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Requests that decode on the device at present.
+
+    Attributes:
+        count: of them, at least 1.
+        mean_length: tokens of each, on average.
+        steps_left: decode steps until enough memory is free, as far as is expected.
+        streamed_lengths: lengths of those among them that are streamed.
+    """
+
+    count: int
+    mean_length: int
+    steps_left: int
+    streamed_lengths: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOrStream:
+    """The two answers. Seconds until the request itself has finished.
+
+    Attributes:
+        wait_score, stream_score: seconds that the objective compares.
+    """
+
+    wait_seconds: float
+    stream_seconds: float
+    wait_score: float
+    stream_score: float
+
+
+def wait_or_stream(
+    shape: ModelShape, profile: Profile, load: RequestLoad, room: DeviceRoom, running: Running
+) -> WaitOrStream:
+    """Compare both for one request."""
+    pieces = PieceSeconds(shape, profile, room)
+    steps, left, others = load.step_count, running.steps_left, running.count
+    before = _step(pieces, running, running.streamed_lengths)
+    with_pull = _step(pieces, running, (*running.streamed_lengths, load.mean_length))
+    beside = pieces.step(others, load.mean_length)
+    wait_ends = left * before
+    wait = wait_ends + pieces.start(load) + steps * beside
+    start = pieces.streamed_start(load)
+    stream = start + steps * with_pull
+    delayed = min(steps, left)
+    stream_ends = start + delayed * with_pull + (left - delayed) * before
+    if room.objective is Objective.THROUGHPUT:
+        wait_score, stream_score = max(wait, wait_ends), max(stream, stream_ends)
+    else:
+        wait_score = (wait + others * wait_ends) / (others + 1)
+        stream_score = (stream + others * stream_ends) / (others + 1)
+    return WaitOrStream(wait, stream, wait_score, stream_score)
+
+
+def _step(pieces: PieceSeconds, running: Running, streamed: tuple[int, ...]) -> float:
+    """Return a step of what is running, with these sequences streamed."""
+    resident = max(0, running.count - len(running.streamed_lengths))
+    if not streamed:
+        return pieces.step(resident, running.mean_length)
+    return pieces.streamed_step(
+        len(streamed), sum(streamed) // len(streamed), resident_count=resident
     )

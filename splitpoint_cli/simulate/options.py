@@ -29,7 +29,7 @@ from splitpoint_cli.models import DEFAULT_SHAPE, find_profiled, find_shape
 from splitpoint_cli.options import of
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.costs import Overheads
-from splitpoint_cli.simulate.fleet import DEVICE_TYPES, DeviceType, device_type
+from splitpoint_cli.simulate.device_types import DEVICE_TYPES, DeviceType, device_type
 from splitpoint_cli.simulate.run import Fleet, Load
 from splitpoint_cli.traces.generators import PUBLISHED
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from splitpoint_cli.simulate.device import DeviceTotals
-from splitpoint_cli.simulate.fleet import DeviceType
+from splitpoint_cli.simulate.device_types import DeviceType
 
 if TYPE_CHECKING:
-    from splitpoint_cli.simulate.cell import Cell
+    from splitpoint_cli.simulate.simulator import Cell
     from splitpoint_cli.simulate.workload import SimulatedRequest
 
 # Part of a device's power limit that it draws while it prefills, and while it only decodes: 70 to

@@ -10,7 +10,7 @@ from rich.table import Table
 from splitpoint.config import counted, format_size
 from splitpoint_cli.bench.serve.measures import distribution
 from splitpoint_cli.output import duration_text
-from splitpoint_cli.simulate.fleet import DeviceType
+from splitpoint_cli.simulate.device_types import DeviceType
 from splitpoint_cli.simulate.outcome import Outcome
 from splitpoint_cli.simulate.run import Fleet, Load
 from splitpoint_cli.traces.statistics import TraceStatistics

@@ -19,7 +19,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.costs import NO_OVERHEADS, Overheads
-from splitpoint_cli.simulate.fleet import DeviceType, Worker, worker_on
+from splitpoint_cli.simulate.device_types import DeviceType, Worker, worker_on
 from splitpoint_cli.simulate.outcome import Outcome
 from splitpoint_cli.traces.arrival import Arrival, Trace, limited, scaled
 from splitpoint_cli.traces.formats import load_trace
@@ -159,7 +159,7 @@ def _run_cells(
     fleet: Fleet, trace: Trace, load: Load, settings: PolicySettings, part: Part
 ) -> Outcome:
     # These load what the scheduler's extra brings.
-    from splitpoint_cli.simulate.cell import Cell
+    from splitpoint_cli.simulate.simulator import Cell
     from splitpoint_cli.simulate.workload import requests_of
 
     workers, cells = fleet.workers(), fleet.cells()

@@ -9,9 +9,9 @@ from splitpoint.costs.profile import Profile
 from splitpoint.options.scheduler import Policy
 from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.planning.sizing import Node
-from splitpoint_cli.simulate.cell import Cell
 from splitpoint_cli.simulate.costs import NO_OVERHEADS, Overheads
-from splitpoint_cli.simulate.fleet import DeviceType, Worker, worker_on
+from splitpoint_cli.simulate.device_types import DeviceType, Worker, worker_on
+from splitpoint_cli.simulate.simulator import Cell
 from splitpoint_cli.simulate.workload import SimulatedRequest, requests_of
 from splitpoint_cli.traces.arrival import Arrival
 

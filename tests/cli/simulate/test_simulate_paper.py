@@ -22,9 +22,9 @@ from splitpoint.costs.profile import Profile
 from splitpoint.options.scheduler import Policy
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.planning.sizing import Node
-from splitpoint_cli.simulate.cell import Cell
 from splitpoint_cli.simulate.device import DeviceTotals
-from splitpoint_cli.simulate.fleet import DeviceType, worker_on
+from splitpoint_cli.simulate.device_types import DeviceType, worker_on
+from splitpoint_cli.simulate.simulator import Cell
 from splitpoint_cli.simulate.workload import requests_of
 from splitpoint_cli.traces.arrival import Arrival
 

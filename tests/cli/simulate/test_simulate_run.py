@@ -12,12 +12,12 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.options.scheduler import Policy
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.costs import Run
+from splitpoint_cli.simulate.device_types import DEVICE_TYPES, DeviceType, device_type
 from splitpoint_cli.simulate.find import Found, find_devices, least_count
-from splitpoint_cli.simulate.fleet import DEVICE_TYPES, DeviceType, device_type
 from splitpoint_cli.simulate.options import parse_devices, read_weights
 from splitpoint_cli.simulate.outcome import Outcome, jain, water_filled
 from splitpoint_cli.simulate.run import Fleet, Load, deal, simulate
-from splitpoint_cli.simulate.store import SimulatedStore
+from splitpoint_cli.simulate.simulator import SimulatedStore
 from splitpoint_cli.traces.arrival import Arrival
 from splitpoint_cli.traces.generators import generate
 

@@ -11,16 +11,19 @@ from scheduler_doubles import queued_request
 from scheduler_service.api.request import Request
 from scheduler_service.placement.footprint import Fits, footprint_of
 from scheduler_service.placement.residency import (
+    Running,
     RunningRequest,
+    WaitOrStream,
     reason_to_stream,
     streamed_instead,
+    wait_or_stream,
 )
 from scheduler_service.requests.admission import AdmissionQueue
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.plan import Objective, ReasonKind, Residency
 from splitpoint.planning.schedule import Schedule
-from splitpoint.residency.load import RequestLoad
+from splitpoint.residency.load import DeviceRoom, RequestLoad
 from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 
@@ -90,6 +93,51 @@ def test_without_a_measured_step_a_request_waits() -> None:
 
 def test_an_idle_worker_is_not_waited_for() -> None:
     assert reason_to_stream(WORKER, *SHORT, [], Objective.LATENCY) is None
+
+
+# -- the two answers -------------------------------------------------------------------
+
+ROOM = DeviceRoom(has_activations=True, staging_tokens=1024, prefill_tokens=512)
+ONE = RequestLoad(1088, 1024, 64)
+
+
+def ask(running: Running, load: RequestLoad = ONE, **changes: object) -> WaitOrStream:
+    room = replace(ROOM, **changes)  # type: ignore[arg-type]
+    return wait_or_stream(SHAPE, WORKER.profile, load, room, running)
+
+
+@pytest.mark.parametrize("objective", Objective)
+def test_a_short_wait_is_better_than_a_pull_per_step(objective: Objective) -> None:
+    answer = ask(Running(8, 1000, steps_left=4), objective=objective)
+    assert answer.wait_score < answer.stream_score
+
+
+@pytest.mark.parametrize("objective", Objective)
+def test_a_long_wait_for_a_short_answer_is_not(objective: Objective) -> None:
+    load = replace(ONE, prompt_tokens=129, cached_tokens=64, answer_tokens=8)
+    answer = ask(Running(1, 1000, steps_left=2000), load, objective=objective)
+    assert answer.stream_score < answer.wait_score
+    assert answer.stream_seconds < answer.wait_seconds
+
+
+def test_the_wait_grows_with_the_steps_and_streaming_does_not() -> None:
+    short, long = (ask(Running(4, 1000, steps_left=steps)) for steps in (10, 400))
+    assert long.wait_seconds > short.wait_seconds
+    assert long.stream_seconds == short.stream_seconds
+
+
+def test_others_that_are_streamed_share_the_link() -> None:
+    alone = ask(Running(4, 1000, steps_left=100))
+    shared = ask(Running(4, 1000, steps_left=100, streamed_lengths=(1100, 1100)))
+    assert shared.stream_seconds > 1.5 * alone.stream_seconds
+
+
+def test_more_running_requests_weigh_against_streaming() -> None:
+    """Latency counts the delay of every request that decodes beside the pull."""
+    load = replace(ONE, answer_tokens=200)
+    few = ask(Running(1, 1000, steps_left=3000), load)
+    many = ask(Running(60, 1000, steps_left=3000), load)
+    assert few.stream_score / few.wait_score < many.stream_score / many.wait_score
 
 
 # -- the admission queue asks it ------------------------------------------------------

@@ -10,8 +10,8 @@ from simulated import CHUNK, SHAPE, cell, requests, worker
 
 from scheduler_service.policy.reservations import Reservations
 from splitpoint.options.scheduler import Policy
-from splitpoint_cli.simulate.cell import Cell
 from splitpoint_cli.simulate.costs import Overheads
+from splitpoint_cli.simulate.simulator import Cell
 from splitpoint_cli.simulate.workload import SimulatedRequest
 from splitpoint_cli.traces.arrival import Arrival
 

@@ -1,4 +1,4 @@
-"""One cell: a scheduler, the workers that it alone uses, and the store that these share.
+"""The simulator of one cell: a scheduler, the workers that it alone uses, and their store.
 
 Discrete events: an arrival, the end of a restore, the end of a run of steps. Which waiting
 request starts next, and where, is decided by the live scheduler's own `PolicyQueue` and its
@@ -22,8 +22,7 @@ from splitpoint.options.scheduler import Policy
 from splitpoint.planning.plan import Residency
 from splitpoint.shapes import chunks_of
 from splitpoint_cli.simulate.device import Device
-from splitpoint_cli.simulate.fleet import Worker
-from splitpoint_cli.simulate.store import SimulatedStore
+from splitpoint_cli.simulate.device_types import Worker
 from splitpoint_cli.simulate.workload import SimulatedRequest
 
 
@@ -43,6 +42,52 @@ class _Station:
         charged = self.account.charged_pages
         self.device.totals.page_seconds += charged * (now - self.counted_until)
         self.counted_until = now
+
+
+class SimulatedStore:
+    """The KV store of one cell: `slot_count` chunks in host memory, least recently used first out.
+
+    Chunks that only one request has are kept as one entry: nothing asks for them again, but they
+    take room until they are evicted.
+    """
+
+    def __init__(self, slot_count: int) -> None:
+        self.slot_count = slot_count
+        self.used_count = 0
+        # Chunks of each entry, by name, the least recently used first.
+        self._entries: OrderedDict[bytes | int, int] = OrderedDict()
+
+    def held_count(self, marks: Sequence[bytes]) -> int:
+        """Return how many of these leading chunks it holds."""
+        entries = self._entries
+        count = 0
+        for mark in marks:
+            if mark not in entries:
+                break
+            count += 1
+        return count
+
+    def touch(self, marks: Sequence[bytes]) -> None:
+        """Note that these held chunks were read, the last one first: it goes before its parents."""
+        for mark in reversed(marks):
+            self._entries.move_to_end(mark)
+
+    def seal(self, marks: Sequence[bytes], number: int, own_count: int) -> None:
+        """Store a request's chunks: its shared ones, and `own_count` that it alone has."""
+        if own_count:
+            self._put(-1 - number, own_count)
+        for mark in reversed(marks):
+            self._put(mark, 1)
+        while self.used_count > self.slot_count:
+            _, count = self._entries.popitem(last=False)
+            self.used_count -= count
+
+    def _put(self, name: bytes | int, count: int) -> None:
+        if name in self._entries:
+            self._entries.move_to_end(name)
+        else:
+            self._entries[name] = count
+            self.used_count += count
 
 
 class Cell:
