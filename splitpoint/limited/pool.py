@@ -14,8 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from splitpoint.limited import frames
-from splitpoint.limited.child import MOST_SECONDS
+from splitpoint.limited.child import MOST_SECONDS, BadFrame, receive, send
 
 # A process that says nothing for this long is stopped or starved, not slow.
 PATIENCE_SECONDS = 20.0
@@ -67,14 +66,14 @@ class LimitedProcess:
         is_whole = False
         try:
             self._link.settimeout(PATIENCE_SECONDS)
-            frames.send(self._link, *parts)
-            answer = frames.receive(self._link, deadline)
+            send(self._link, *parts)
+            answer = receive(self._link, deadline)
             is_whole = True
         except TimeoutError:
             raise
         except (OSError, EOFError):
             raise self._why() from None
-        except frames.BadFrame as error:
+        except BadFrame as error:
             raise ProcessEnded(f"its answer is malformed: {error}") from None
         finally:
             if not is_whole:

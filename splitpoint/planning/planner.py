@@ -1,7 +1,7 @@
 """Plans of a request and of a streamed batch: how the cached prefix is restored, and the reason.
 
 Pure arithmetic over shape and profile: no gRPC, no clock, no tensors. In the order in which
-a plan is made: `choices` compares the ways, with `split_costs` (formulas of the schedules),
+a plan is made: `restore_choice` compares the ways, with `split_costs` (formulas of the schedules),
 `split_search` (the best split) and `token_recompute` (from token ids). Why the best one was
 chosen is said in values; `words` makes sentences of them.
 """
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.choices import Candidate, Chooser, Comparison
 from splitpoint.planning.plan import (
     ForcedRestore,
     Objective,
@@ -24,6 +23,7 @@ from splitpoint.planning.plan import (
     RestoreMethod,
     SplitLine,
 )
+from splitpoint.planning.restore_choice import Candidate, Chooser, Comparison
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
 
@@ -89,7 +89,6 @@ def plan_batch(
     encoding: Encoding = Encoding.NATIVE,
     resident_tokens: int = 0,
     step_compute_seconds: float | None = None,
-    objective: Objective = Objective.LATENCY,
 ) -> BatchPlan:
     """Return one split line for streamed sequences of these lengths, in tokens.
 
@@ -118,7 +117,6 @@ def plan_batch(
             encoding=encoding,
             spare_bytes=resident_tokens * shape.kv_bytes_per_token,
             step_compute_seconds=step_compute_seconds,
-            objective=objective,
         ),
     )
     # The sum over all n of slope * s_i + intercept / n is the line of the sum.

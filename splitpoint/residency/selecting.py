@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 
 from splitpoint.config import counted
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.choices import NO_SPLIT
 from splitpoint.planning.plan import SplitLine
+from splitpoint.planning.restore_choice import NO_SPLIT
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import Scenario, SplitCosts
 from splitpoint.planning.split_search import best_pipeline_options

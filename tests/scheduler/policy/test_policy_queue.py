@@ -10,7 +10,9 @@ import pytest
 from policy_doubles import Devices, Job, drain
 
 from scheduler_service.placement.account import Hold
+from scheduler_service.policy.order import Decision
 from scheduler_service.policy.settings import PolicySettings
+from scheduler_service.policy.tenants import TenantShares, Usage
 from splitpoint.options.scheduler import Policy
 
 # (K, T) of the paper's Figure 8: a budget of 5 tokens, memory for 10.
@@ -234,3 +236,176 @@ def test_a_pinned_request_holds_up_no_other_worker() -> None:
             devices.push(Job(0, 10, worker_id="0"))
         free = devices.push(Job(0, 10))
         assert devices.start() == [free]
+
+
+# -- what a policy queue tells of itself: why requests started, and what each tenant has had ---
+
+
+def start_all(devices: Devices, now: float) -> list[int]:
+    """Start what can start; return the arrivals."""
+    devices.now = now
+    return devices.start()
+
+
+def end(devices: Devices, arrival: int, now: float) -> None:
+    del devices.running["0"][arrival]
+    devices.queue.ended(arrival, now)
+
+
+@pytest.mark.parametrize(
+    ("policy", "decision"),
+    [
+        (Policy.FIFO, Decision.TURN),
+        (Policy.FAIR, Decision.TURN),
+        (Policy.UTILISATION, Decision.SET),
+    ],
+)
+def test_starts_are_counted_by_their_reason(policy: Policy, decision: Decision) -> None:
+    devices = Devices(PolicySettings(policy), pages=10, step_tokens=5)
+    for _ in range(4):
+        devices.push(Job(1, 1))
+    assert len(start_all(devices, 0.0)) == 4
+    assert devices.queue.decision_counts[decision] == 4
+    assert sum(devices.queue.decision_counts.values()) == 4
+
+
+def test_a_start_on_kept_memory_has_its_own_reason() -> None:
+    devices = Devices(
+        PolicySettings(Policy.UTILISATION, aging_seconds=1.0), pages=10, step_tokens=5
+    )
+    devices.push(Job(5, 1))
+    assert start_all(devices, 0.0) == [0]
+    devices.push(Job(8, 2))
+    assert start_all(devices, 5.0) == []
+    devices.push(Job(1, 1))
+    assert start_all(devices, 5.0) == [], "memory is kept for the one that waited long"
+    end(devices, 0, 6.0)
+    assert start_all(devices, 6.0) == [1]
+    assert devices.queue.decision_counts[Decision.RESERVATION] == 1
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_service_is_memory_times_seconds(policy: Policy) -> None:
+    """Pages of one byte. It never falls, and goes on when a tenant was idle."""
+    devices = Devices(PolicySettings(policy), pages=10, step_tokens=100)
+    devices.push(Job(2, 2, tenant="a"))
+    devices.push(Job(0, 3, tenant="b"))
+    assert sorted(start_all(devices, 10.0)) == [0, 1]
+    assert devices.queue.service(12.0) == {"a": 8.0, "b": 6.0}
+    end(devices, 0, 13.0)
+    assert devices.queue.service(20.0) == {"a": 12.0, "b": 30.0}
+    end(devices, 1, 20.0)
+    devices.push(Job(0, 1, tenant="a"))
+    start_all(devices, 100.0)
+    assert devices.queue.service(101.0) == {"a": 13.0, "b": 30.0}
+
+
+# -- the link is kept busy beside compute: a link-bound restore overlaps other requests ---
+
+DOCUMENT = Job(50, 1, steps=5)
+SHORT = Job(0, 10, steps=3)
+
+
+def started(devices: Devices) -> list[Job]:
+    """Start what can start; return the jobs that run then."""
+    devices.start()
+    return [job for job, _ in devices.running["0"].values()]
+
+
+def devices_with(*jobs: Job, pages: int = 100) -> Devices:
+    devices = Devices(PolicySettings(Policy.UTILISATION), pages=pages)
+    for job in jobs:
+        devices.push(job)
+    return devices
+
+
+def test_one_restore_runs_beside_requests_that_fill_the_device_better() -> None:
+    running = started(devices_with(*[SHORT] * 20, DOCUMENT, DOCUMENT))
+    assert running.count(DOCUMENT) == 1
+    assert running.count(SHORT) == 4, "all that fits beside it"
+
+
+def test_a_second_restore_does_not_come_before_them() -> None:
+    running = started(devices_with(DOCUMENT, *[SHORT] * 20, DOCUMENT, pages=200))
+    assert running.count(DOCUMENT) == 1
+    assert running.count(SHORT) == 14
+
+
+def test_without_other_requests_all_that_fits_is_restored() -> None:
+    assert started(devices_with(DOCUMENT, DOCUMENT, pages=204)) == [DOCUMENT, DOCUMENT]
+
+
+def test_the_next_restore_begins_when_the_link_is_free() -> None:
+    devices = devices_with(*[SHORT] * 40, DOCUMENT, DOCUMENT)
+    first = {arrival for arrival in devices.step() if arrival >= 40}
+    for _ in range(4):
+        devices.step()
+    # The first one has ended, and 51 pages are free at once.
+    assert {arrival for arrival in devices.step() if arrival >= 40} == {40, 41} - first
+
+
+# -- what tenants are charged: in the end bytes times seconds, however long requests ran ---
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_charges_are_what_was_held(seed: int) -> None:
+    rng = random.Random(seed)
+    shares = TenantShares()
+    usage = Usage(shares)
+    for tenant in "abc":  # a tenant that is idle is forgotten
+        shares.waits(tenant, rng.choice([0.5, 1.0, 3.0]))
+    held: dict[int, tuple[str, int]] = {}
+    used: dict[str, float] = dict.fromkeys("abc", 0.0)
+    now = 0.0
+    for arrival in range(300):
+        if not held or rng.random() < 0.4:
+            tenant, size = rng.choice("abc"), rng.randint(0, 9)
+            usage.start(arrival, tenant, "0", size, now)
+            held[arrival] = tenant, size
+        else:
+            chosen = rng.choice(list(held))
+            tenant, size = held[chosen]
+            if rng.random() < 0.5:
+                more = rng.choice([0, 0, 3])
+                usage.runs(chosen, more, now)
+                held[chosen] = tenant, size + more
+            else:
+                assert usage.end(chosen, now) == "0"
+                assert usage.end(chosen, now) is None
+                del held[chosen]
+        seconds = rng.choice([0.0, 0.1, 2.0, 30.0])
+        for tenant, size in held.values():
+            used[tenant] += size * seconds
+        now += seconds
+        assert shares.check_integrity() == []
+    for arrival in list(held):
+        usage.end(arrival, now)
+    for tenant in "abc":
+        assert shares.charged(tenant) == pytest.approx(used[tenant], abs=1e-6)
+    assert sum(map(shares.share, "abc")) == pytest.approx(1.0)
+
+
+def test_a_request_that_runs_longer_than_estimated_is_charged_before_it_ends() -> None:
+    shares = TenantShares()
+    usage = Usage(shares)
+    shares.waits("a", 1.0)
+    usage.start(0, "a", "0", 10, 0.0)
+    estimated = shares.charged("a")
+    usage.runs(0, 0, 100.0)
+    assert shares.charged("a") >= 1000.0 > estimated
+
+
+def test_tenants_with_nothing_to_do_are_forgotten() -> None:
+    shares = TenantShares()
+    usage = Usage(shares)
+    shares.waits("busy", 1.0)
+    for n in range(1000):
+        shares.waits(f"t{n}", 1.0)
+        usage.start(n, f"t{n}", "0", 5, float(n))
+        shares.waits_no_more(f"t{n}")
+        usage.end(n, n + 0.5)
+        shares.charge("busy", 10.0)
+        assert shares.check_integrity() == []
+    assert len(shares.known()) < 300
+    shares.waits_no_more("busy")
+    assert shares.known() == []

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from splitpoint.costs.page_choice import PageCosts, choose_page, typical_rows
+from splitpoint.costs.page_choice import (
+    BucketCosts,
+    PageCosts,
+    Rows,
+    best_rows,
+    choose_page,
+    nearest_power,
+    typical_rows,
+)
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType
 
 SHAPE = replace(BUILT_IN_SHAPES["opt-125m"], data_type=DataType.FLOAT32)
@@ -61,3 +72,90 @@ def test_arena_and_link_limit_the_choice(
 def test_no_page_is_longer_than_a_context() -> None:
     short = replace(SHAPE, context_length=48)
     assert choose_page(short, costs(1e6), arena_bytes=8 * GIB, has_gpu=False).tokens == 32
+
+
+# -- bMC's model: its sums by hand and by brute force, and its best sizes. Under a second ---
+
+
+def stepwise_seconds(costs: BucketCosts, rows: Rows, bucket: int, *, reads_spare: bool) -> float:
+    """The same generation, token by token, as a cache does it."""
+    length = capacity = rows.prompt
+    seconds = 0.0
+    for _ in range(rows.new):
+        if length == capacity:
+            capacity += bucket
+            seconds += costs.growth_seconds + costs.copy_seconds * length
+            seconds += costs.spare_seconds * bucket
+        length += 1
+        read = capacity if reads_spare else length
+        seconds += costs.step_seconds + costs.row_seconds * read
+    return seconds
+
+
+def test_a_generation_by_hand() -> None:
+    """4 tokens after 3 rows, by buckets of 2: copies of 3 and 5 rows, reads of 5, 5, 7, 7."""
+    costs = BucketCosts(100, 1, 10_000, 1_000_000, 100_000_000)
+    assert costs.seconds(Rows(3, 4), 2) == 400 + 24 + 20_000 + 8_000_000 + 400_000_000
+    assert costs.seconds(Rows(3, 4), 2, reads_spare=False) == costs.seconds(Rows(3, 4), 2) - 2
+    pages = PageCosts(step_seconds=1_000, page_seconds=100, row_seconds=1)
+    # Rows 4, 5 | 6, 7 in pages of 2 rows: 2, 3, 3 and 4 pages.
+    assert pages.seconds(Rows(3, 4), 2) == 4_000 + 12 * 100 + 24
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_growth_by_growth_is_token_by_token(seed: int) -> None:
+    draw = random.Random(seed)
+    costs = BucketCosts(*(draw.uniform(0, 1) for _ in range(5)))
+    rows = Rows(draw.randint(0, 50), draw.randint(1, 200))
+    for bucket in (*rows.bucket_sizes, draw.randint(1, 300)):
+        for reads_spare in (True, False):
+            expected = stepwise_seconds(costs, rows, bucket, reads_spare=reads_spare)
+            found = costs.seconds(rows, bucket, reads_spare=reads_spare)
+            assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_closed_form_is_near_the_best_of_all_powers(seed: int) -> None:
+    """Whole buckets and pages move the best size by less than a power, and its time by little."""
+    draw = random.Random(seed)
+    rows = Rows(draw.randint(0, 500), draw.choice((256, 512, 1024)))
+    row = draw.uniform(0.5, 2)
+    ratio = draw.uniform(0.2, 8)
+    costs = BucketCosts(0.0, row, draw.uniform(0, 20) * row, ratio * row, 0.0)
+    pages = PageCosts(0.0, ratio * row, row)
+    for model, of in ((costs.best_bucket(rows), costs), (pages.best_page(rows), pages)):
+        seconds = partial(of.seconds, rows)
+        best = min(rows.bucket_sizes, key=seconds)
+        chosen = nearest_power(model, most=rows.new)
+        assert best / 2 <= chosen <= 2 * best
+        assert seconds(chosen) <= 1.04 * seconds(best)
+
+
+def test_the_number_of_growths_is_proportional_to_the_root_of_the_tokens() -> None:
+    costs = BucketCosts(0.0, 1.0, 0.0, 2.0, 0.0)
+    assert costs.ratio == 2
+    growths = [new / costs.best_bucket(Rows(0, new)) for new in (64, 256, 1024, 4096)]
+    assert growths == pytest.approx([growths[0] * 2**n for n in range(4)])
+    # r* = sqrt(2 cc (s + G/2)), as the design has it.
+    assert costs.best_bucket(Rows(100, 200)) == math.sqrt(2 * 2 * 200) == best_rows(2, 200)
+
+
+def test_best_sizes_stay_within_the_generation() -> None:
+    expensive, free = BucketCosts(0, 1, 1e9, 1e9, 0), BucketCosts(0, 1, 0, 0, 0)
+    assert expensive.best_bucket(Rows(10, 100)) == 100
+    assert free.best_bucket(Rows(10, 100)) == 1
+    assert PageCosts(0, 1e9, 1).best_page(Rows(10, 100)) == 110
+
+
+def test_sizes_are_powers_of_two_and_everything() -> None:
+    assert Rows(0, 1).bucket_sizes == (1,)
+    assert Rows(0, 8).bucket_sizes == (1, 2, 4, 8)
+    assert Rows(5, 12).bucket_sizes == (1, 2, 4, 8, 12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "power"),
+    [(0.1, 16), (16, 16), (22, 16), (23, 32), (90, 64), (91, 128), (1e6, 256), (float("inf"), 256)],
+)
+def test_the_nearest_power_is_nearest_by_quotient(rows: float, power: int) -> None:
+    assert nearest_power(rows, least=16, most=300) == power
