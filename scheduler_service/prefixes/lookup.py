@@ -6,24 +6,74 @@ advertises. Its instance id tells that they are one store.
 A catalog says which stores hold how much of a prefix: `StoreCatalog` asks the stores that workers
 named, `RedisCatalog` looks up what all stores wrote to Redis. Every answer is a hint: the worker
 asks its own store again.
+
+Keys and marks of chunks are bounded: the chunks after the first 4,096 are neither looked up nor
+shared in the scheduler's accounts.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import islice
+from typing import Protocol, overload
 
-from scheduler_service.prefixes.marks import ChunkMarks, LayoutName, hash_chunks
 from scheduler_service.worker_facts import KeySpace, WorkerFacts
 from splitpoint.config import is_local_address
 from splitpoint.discovery.entries import StoreEntry
-from splitpoint.keys import numerics_salt
+from splitpoint.keys import MARK_BYTES, chunk_keys, numerics_salt
 from splitpoint.tiers import ChunkSource, Tier
 
 # Other stores that a plan compares: those that hold most tokens.
 _MOST_SOURCES = 8
+MOST_KEYS = 4096
+# Longer sequences are hashed in a thread, which keeps the event loop free.
+_SHORT_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutName:
+    """What chunk keys depend on besides tokens and salt."""
+
+    layout_hash: bytes
+    chunk_tokens: int
+
+
+class ChunkMarks(Sequence[bytes]):
+    """The marks of the chunks of a sequence, in order; packed, since there may be thousands.
+
+    A mark is the first MARK_BYTES of a key. A wrong one costs a wrong charge, not a wrong answer.
+    """
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes = b"") -> None:
+        self.packed = packed
+
+    @classmethod
+    def of(cls, keys: Sequence[bytes]) -> ChunkMarks:
+        return cls(b"".join(key[:MARK_BYTES] for key in keys))
+
+    def __len__(self) -> int:
+        return len(self.packed) // MARK_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> ChunkMarks: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | ChunkMarks:
+        if isinstance(index, slice):
+            return ChunkMarks(b"".join(list(self)[index]))
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.packed[index * MARK_BYTES : (index + 1) * MARK_BYTES]
+
+    def __iter__(self) -> Iterator[bytes]:
+        packed = self.packed
+        return (packed[n : n + MARK_BYTES] for n in range(0, len(packed), MARK_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +88,7 @@ class PrefixQuery:
     layouts: frozenset[LayoutName]
     # Addresses of the stores that workers named.
     stores: frozenset[str]
-    # Keys of the leading full chunks by layout hash (`marks.py`).
+    # Keys of the leading full chunks by layout hash.
     keys: Mapping[bytes, Sequence[bytes]]
 
 
@@ -224,3 +274,27 @@ def _tiers(
         tokens = store.tiers.get(Tier.MOONCAKE, 0)
         held[Tier.MOONCAKE] = max(tokens, held.get(Tier.MOONCAKE, 0))
     return [FetchSource("", held[tier], tier) for tier in Tier if held.get(tier, 0) > arena_tokens]
+
+
+async def hash_chunks(
+    layouts: Collection[LayoutName], tenant_salt: bytes, token_ids: Sequence[int]
+) -> dict[bytes, list[bytes]]:
+    """Return `keys_by_layout`, without blocking the event loop for a long sequence."""
+    if len(token_ids) > _SHORT_TOKENS:
+        return await asyncio.to_thread(keys_by_layout, layouts, tenant_salt, token_ids)
+    return keys_by_layout(layouts, tenant_salt, token_ids)
+
+
+def keys_by_layout(
+    layouts: Collection[LayoutName], tenant_salt: bytes, token_ids: Sequence[int]
+) -> dict[bytes, list[bytes]]:
+    """Return the keys of a sequence's full chunks by layout hash, at most MOST_KEYS of each."""
+    return {
+        layout.layout_hash: list(
+            islice(
+                chunk_keys(layout.layout_hash, tenant_salt, token_ids, layout.chunk_tokens),
+                MOST_KEYS,
+            )
+        )
+        for layout in layouts
+    }

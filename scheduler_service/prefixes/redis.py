@@ -17,8 +17,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from scheduler_service.prefixes.lookup import PrefixQuery, StoreTokens
-from scheduler_service.prefixes.marks import LayoutName
+from scheduler_service.prefixes.lookup import LayoutName, PrefixQuery, StoreTokens
 from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.entries import StoreEntry, chunks_key
 from splitpoint.discovery.redis_link import RedisLink

@@ -26,8 +26,7 @@ from scheduler_service.cluster.connection import ReadyWorker, WorkerConnection
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.options import SchedulerOptions
 from scheduler_service.placement.answer_lengths import AnswerLengths
-from scheduler_service.prefixes.lookup import CachedPrefix
-from scheduler_service.prefixes.marks import ChunkMarks
+from scheduler_service.prefixes.lookup import CachedPrefix, ChunkMarks
 from scheduler_service.requests.admission import AdmissionQueue, GrantError, Rejected
 from scheduler_service.requests.answers import (
     completion,

@@ -17,8 +17,7 @@ from kvstore_service.catalog import CatalogPublisher
 from kvstore_service.server import KvStoreServicer
 from kvstore_service.store import KvStore
 from scheduler_service.cluster.directory import Directory
-from scheduler_service.prefixes.lookup import PrefixCatalog, PrefixQuery
-from scheduler_service.prefixes.marks import LayoutName, keys_by_layout
+from scheduler_service.prefixes.lookup import LayoutName, PrefixCatalog, PrefixQuery, keys_by_layout
 from scheduler_service.prefixes.redis import RedisCatalog
 from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.redis_link import RedisLink

@@ -11,8 +11,7 @@ from simulated import CHUNK, cell, requests, worker
 
 from scheduler_service.placement.account import Charge
 from scheduler_service.placement.routing import candidate_of
-from scheduler_service.prefixes.lookup import CachedPrefix
-from scheduler_service.prefixes.marks import ChunkMarks
+from scheduler_service.prefixes.lookup import CachedPrefix, ChunkMarks
 from splitpoint_cli.traces.arrival import Arrival
 
 

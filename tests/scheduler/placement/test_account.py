@@ -13,8 +13,7 @@ from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
 from scheduler_service.placement.account import WorkerAccount
 from scheduler_service.placement.answer_lengths import LEAST_SAMPLES, AnswerLengths
-from scheduler_service.prefixes.lookup import CachedPrefix
-from scheduler_service.prefixes.marks import ChunkMarks, LayoutName, keys_by_layout
+from scheduler_service.prefixes.lookup import CachedPrefix, ChunkMarks, LayoutName, keys_by_layout
 from scheduler_service.requests.admission import AdmissionQueue, Queued
 from scheduler_service.requests.attempt import Attempt
 from splitpoint.keys import MARK_BYTES, chunk_keys

@@ -16,8 +16,7 @@ from scheduler_service.placement.account import WorkerAccount
 from scheduler_service.placement.footprint import Fits
 from scheduler_service.placement.routing import Candidate, candidate_of, choose_worker
 from scheduler_service.policy.workers import need_of
-from scheduler_service.prefixes.lookup import CachedPrefix, FetchSource
-from scheduler_service.prefixes.marks import ChunkMarks
+from scheduler_service.prefixes.lookup import CachedPrefix, ChunkMarks, FetchSource
 from scheduler_service.requests.admission import AdmissionQueue
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.first_token import IDLE, Backlog

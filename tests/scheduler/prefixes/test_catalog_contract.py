@@ -12,8 +12,7 @@ from redis_server import RedisServer
 
 from kvstore_service.server import KvStoreServicer
 from kvstore_service.store import KvStore
-from scheduler_service.prefixes.lookup import PrefixCatalog, PrefixQuery
-from scheduler_service.prefixes.marks import LayoutName, keys_by_layout
+from scheduler_service.prefixes.lookup import LayoutName, PrefixCatalog, PrefixQuery, keys_by_layout
 from scheduler_service.prefixes.stores import StoreCatalog
 
 KINDS = pytest.mark.parametrize("kind", ["peek", "redis"])
