@@ -24,8 +24,7 @@ from scheduler_service.placement.footprint import Fits, footprint_of
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Objective, Reason, ReasonKind, Residency
-from splitpoint.residency.load import DeviceRoom, RequestLoad
-from splitpoint.residency.seconds import PieceSeconds
+from splitpoint.residency.seconds import DeviceRoom, PieceSeconds, RequestLoad
 from splitpoint.shapes import ModelShape
 
 # Streaming must be predicted to take at most this share of waiting: once streamed, a request

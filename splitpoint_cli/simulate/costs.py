@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 
 from splitpoint.planning.plan import Plan
-from splitpoint.residency.load import DeviceRoom
-from splitpoint.residency.seconds import IterationSeconds, PieceSeconds
+from splitpoint.residency.seconds import DeviceRoom, IterationSeconds, PieceSeconds
 from splitpoint.shapes import ModelShape
 
 # Lengths of streamed sequences whose steps are taken as one: chunks of them.

@@ -10,8 +10,7 @@ from splitpoint.costs.profile import Profile, assumed_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_placement import WeightSizes
-from splitpoint.residency.load import DeviceRoom
-from splitpoint.residency.seconds import PieceSeconds
+from splitpoint.residency.seconds import DeviceRoom, PieceSeconds
 from splitpoint.shapes import ArenaLayout, ModelShape
 from splitpoint_cli.planning.sizing import Node, divided
 from splitpoint_cli.simulate.costs import NO_OVERHEADS, DeviceCosts, Overheads

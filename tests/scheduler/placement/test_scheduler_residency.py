@@ -23,7 +23,7 @@ from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.plan import Objective, ReasonKind, Residency
 from splitpoint.planning.schedule import Schedule
-from splitpoint.residency.load import DeviceRoom, RequestLoad
+from splitpoint.residency.seconds import DeviceRoom, RequestLoad
 from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 
