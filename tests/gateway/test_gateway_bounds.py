@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fake_scheduler import fake_scheduler
 from running_gateway import RunningGateway, Wire, request_bytes, running_gateway
-from scheduler_doubles import Stack, Steps, WorkerDouble, stack
+from scheduler_doubles import Stack, Steps, paced_worker, stack
 
 from gateway_service.settings import Limits
 from splitpoint.errors import (
@@ -325,8 +325,7 @@ async def test_a_client_that_ends_its_side_has_left(front: Front, ended: Ended) 
 
 
 async def test_a_client_that_leaves_the_queue_cancels() -> None:
-    worker = WorkerDouble(max_batch=1)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(max_batch=1)
     async with stack(worker) as behind, running_gateway(behind.address) as http:
         first, second = [await http.wire() for _ in range(2)]
         await first.send(streamed(max_tokens=100))

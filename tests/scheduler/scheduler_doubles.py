@@ -25,6 +25,8 @@ from scheduler_service.placement.account import Charge, Need, WorkerAccount
 from scheduler_service.placement.footprint import Fits
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.prefixes.lookup import CachedPrefix
+from scheduler_service.requests.admission import AdmissionQueue
+from scheduler_service.requests.attempt import Attempt
 from scheduler_service.service import Scheduler
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.checkpoint.config import read_config, shape_from_config
@@ -419,6 +421,13 @@ class Steps:
         await self._permits.acquire()
 
 
+def paced_worker(worker_id: str = "0", **fields: Any) -> tuple[WorkerDouble, Steps]:
+    """Return a worker, and what allows its steps."""
+    worker = WorkerDouble(worker_id, **fields)
+    worker.pace = steps = Steps()
+    return worker, steps
+
+
 class FakeClock:
     """A clock that tests advance."""
 
@@ -590,6 +599,14 @@ def queued_request(
     )
     request.output = Output(request.sampling, None, frozenset())
     return request
+
+
+def admit_all(admission: AdmissionQueue) -> list[Attempt]:
+    """Start what may start now."""
+    admitted = []
+    while (one := admission.admit()) is not None:
+        admitted.append(one)
+    return admitted
 
 
 def reasons_of(plan: types_pb2.Plan) -> dict[ReasonKind, tuple[int | float | str, ...]]:

@@ -23,6 +23,7 @@ from scheduler_doubles import (
     WorkerDouble,
     answer,
     ids_request,
+    paced_worker,
     reasons_of,
     stack,
 )
@@ -138,8 +139,7 @@ def has_stepped(worker: WorkerDouble, made: int) -> bool:
 async def fifty_short_answers(answer_charge: AnswerCharge) -> int:
     """Return the most requests at once, of 50 whose answers end after 4 of 20 tokens."""
     pages = 2
-    worker = WorkerDouble(capacity_pages=8 * pages)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(capacity_pages=8 * pages)
     async with stack(worker, answer_charge=answer_charge) as running:
         prompts = [[n + 2] * 12 for n in range(50)]
         requests = [ids_request(prompt, 20) for prompt in prompts]
@@ -213,8 +213,7 @@ async def test_five_hundred_calls_on_one_connection() -> None:
 
 
 async def test_first_come_first_served() -> None:
-    worker = WorkerDouble(capacity_pages=4)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(capacity_pages=4)
     async with stack(worker) as running:
         # A holds three of four pages; B needs two, so C (one page) waits behind B.
         sizes = {"a": 3, "b": 2, "c": 1, "d": 4, "e": 1}
@@ -236,14 +235,12 @@ async def test_first_come_first_served() -> None:
 
 
 async def test_a_full_queue_asks_to_come_again() -> None:
-    worker = WorkerDouble(capacity_pages=1)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(capacity_pages=1)
     async with stack(worker, limits=Limits(queue_capacity=1)) as running:
         tasks = [asyncio.create_task(running.generate(ids_request([n], 4))) for n in (2, 3)]
         await running.until(lambda: len(running.manager.admission.queue()) == 1)
         error = await running.error(ids_request([4], 4))
-        assert isinstance(error, ResourceExhausted)
-        assert error.reason == "QUEUE_FULL"
+        assert (type(error), error.reason) == (ResourceExhausted, "QUEUE_FULL")
         assert error.retry_after_seconds == 1.0
         steps.allow(100)
         await asyncio.gather(*tasks)
@@ -252,8 +249,7 @@ async def test_a_full_queue_asks_to_come_again() -> None:
 async def test_what_can_never_fit_is_rejected_with_its_numbers() -> None:
     async with stack(WorkerDouble(capacity_pages=4)) as running:
         error = await running.error(ids_request([5], 4 * CHUNK_TOKENS))
-        assert isinstance(error, ResourceExhausted)
-        assert error.reason == "NEVER_FITS"
+        assert (type(error), error.reason) == (ResourceExhausted, "NEVER_FITS")
         assert error.retry_after_seconds is None
         assert error.metadata == {
             "needed_bytes": str(5 * PAGE_BYTES),
@@ -514,8 +510,7 @@ async def test_routing_prefers_the_prefix_then_room_and_obeys_pins() -> None:
 
 
 async def test_the_same_request_id_attaches_or_is_taken() -> None:
-    worker = WorkerDouble()
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker()
     async with stack(worker) as running:
         request = ids_request([5, 6], 10, request_id="same")
         first = asyncio.create_task(running.generate(request))

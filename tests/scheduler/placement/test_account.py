@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 
 import pytest
-from scheduler_doubles import CHUNK_TOKENS, LAYOUT, PAGE_BYTES, worker_facts
+from scheduler_doubles import CHUNK_TOKENS, LAYOUT, PAGE_BYTES, admit_all, worker_facts
 
 from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
@@ -66,13 +66,6 @@ def account_of(admission: AdmissionQueue, worker_id: str = "0") -> WorkerAccount
     account = admission.account(worker_id)
     assert account is not None
     return account
-
-
-def admit_all(admission: AdmissionQueue) -> list[Attempt]:
-    admitted = []
-    while (one := admission.admit()) is not None:
-        admitted.append(one)
-    return admitted
 
 
 def taught(length: int) -> AnswerLengths:

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scheduler_doubles import (
     CHUNK_TOKENS,
     PAGE_BYTES,
+    admit_all,
     queued_request,
     started,
     worker_facts,
@@ -123,13 +124,6 @@ def test_what_fits_is_within_the_capacity(
 
 def request(arrival: int, pages: int, worker_id: str = "", **cached: int) -> Request:
     return queued_request(arrival, tokens(pages), Residency.RESIDENT, worker_id, cached)
-
-
-def admit_all(admission: AdmissionQueue) -> list[Attempt]:
-    admitted = []
-    while (one := admission.admit()) is not None:
-        admitted.append(one)
-    return admitted
 
 
 def test_batch_places_count_too() -> None:

@@ -20,6 +20,7 @@ from scheduler_doubles import (
     StoreDouble,
     WorkerDouble,
     ids_request,
+    paced_worker,
     stack,
 )
 
@@ -61,8 +62,7 @@ async def workers_of(running: Stack) -> list[scheduler_pb2.WorkerStatus]:
 async def test_tokens_and_times_of_completed_requests() -> None:
     clock = FakeClock()
     store = StoreDouble(cached_tokens=16)
-    worker = WorkerDouble(kvstore_address=await store.start())
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(kvstore_address=await store.start())
     prompt = list(range(10, 30))
     load = types_pb2.RESTORE_METHOD_LOAD
     async with stack(worker, clock=clock) as running:
@@ -186,8 +186,7 @@ async def test_waits_are_told_apart_by_what_limits_the_request() -> None:
     store = StoreDouble(cached_tokens=16 * CHUNK_TOKENS)
     # kappa_crit is 0.002 with so slow a link.
     slow = replace(PROFILE, link_bytes_per_second=1e4)
-    worker = WorkerDouble(kvstore_address=await store.start(), max_batch=1, profile=slow)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(kvstore_address=await store.start(), max_batch=1, profile=slow)
     prompt = list(range(10, 10 + 16 * CHUNK_TOKENS + 4))
     async with stack(worker, clock=clock) as running:
         first = asyncio.create_task(running.generate(ids_request(prompt, 1)))
@@ -246,8 +245,7 @@ async def test_power_is_advised_where_a_card_waits_for_its_link() -> None:
 
 async def test_rejections_by_reason() -> None:
     limits = Limits(queue_capacity=1, tenant_requests=3, concurrent_calls=3)
-    worker = WorkerDouble(capacity_pages=2)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(capacity_pages=2)
     async with stack(worker, limits=limits) as running:
         held = ids_request(PROMPT, 2 * CHUNK_TOKENS - 4)
         tasks = [asyncio.create_task(running.generate(held))]
@@ -282,8 +280,7 @@ async def test_rejections_by_reason() -> None:
 
 
 async def test_calls_and_quotas_beyond_their_limits_are_rejections() -> None:
-    worker = WorkerDouble()
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker()
     limits = Limits(tenant_requests=1, concurrent_calls=2)
     async with stack(worker, limits=limits) as running:
         held = [asyncio.create_task(running.generate(ids_request(PROMPT, 4, request_id="r")))]
@@ -461,8 +458,7 @@ async def test_telemetry_comes_beside_the_tokens_and_alone() -> None:
 async def test_slots_promised_to_streamed_requests() -> None:
     store = StoreDouble(slot_count=8)
     address = await store.start()
-    worker = WorkerDouble(capacity_pages=4, kvstore_address=address)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(capacity_pages=4, kvstore_address=address)
     async with stack(worker) as running:
         assert value(running, metrics.LEDGER_SLOTS, address, "charged") == 0
         streamed = ids_request([5], 6 * CHUNK_TOKENS - 1, residency=types_pb2.RESIDENCY_STREAMED)

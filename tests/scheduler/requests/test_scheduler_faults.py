@@ -19,6 +19,7 @@ from scheduler_doubles import (
     WorkerDouble,
     answer,
     ids_request,
+    paced_worker,
     stack,
 )
 
@@ -59,8 +60,7 @@ def all_is_released(running: Stack) -> bool:
 
 
 async def test_a_disconnect_cancels_within_one_step() -> None:
-    worker = WorkerDouble()
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker()
     async with stack(worker) as running:
         call = running.inference.Generate(ids_request(PROMPT, 100, request_id="gone"))
         steps.allow(1)
@@ -80,8 +80,7 @@ async def test_a_disconnect_cancels_within_one_step() -> None:
 
 
 async def test_leaving_the_queue_frees_the_place() -> None:
-    worker = WorkerDouble(capacity_pages=1)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(capacity_pages=1)
     async with stack(worker) as running:
         running_one = asyncio.create_task(running.generate(ids_request([2], 4)))
         await running.until(lambda: worker.admits)
@@ -189,8 +188,7 @@ async def test_tokens_without_the_prompt_logprobs_fail_the_request() -> None:
 
 
 async def test_many_requests_survive_a_kill_and_a_return() -> None:
-    worker = WorkerDouble(capacity_pages=16)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(capacity_pages=16)
     async with stack(worker) as running:
         rng = random.Random(3)
         prompts = [[rng.randrange(2, 4000)] for _ in range(24)]
@@ -233,8 +231,7 @@ async def test_a_request_that_loses_two_workers_is_not_tried_again() -> None:
             if attempt == 0:
                 await worker.start(address)
         error = await task
-        assert isinstance(error, Internal)
-        assert error.reason == "REQUEST_QUARANTINED"
+        assert (type(error), error.reason) == (Internal, "REQUEST_QUARANTINED")
 
 
 def beside_another_scheduler(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
@@ -262,13 +259,11 @@ async def test_nothing_is_blamed_for_what_another_scheduler_may_have_done() -> N
             await worker.kill()
             await worker.start(address)
         error = await task
-        assert isinstance(error, Unavailable)
-        assert error.reason == "TOO_MANY_MOVES"
+        assert (type(error), error.reason) == (Unavailable, "TOO_MANY_MOVES")
 
 
 async def test_a_request_is_moved_three_times_and_then_given_up() -> None:
-    worker = WorkerDouble(capacity_pages=2000)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(capacity_pages=2000)
     async with stack(worker) as running:
         task = asyncio.create_task(running.error(ids_request(PROMPT, 900)))
         # It gets far enough each time that it is no longer suspected of the loss.
@@ -283,8 +278,7 @@ async def test_a_request_is_moved_three_times_and_then_given_up() -> None:
             await worker.kill()
             await worker.start(address)
         error = await task
-        assert isinstance(error, Unavailable)
-        assert error.reason == "TOO_MANY_MOVES"
+        assert (type(error), error.reason) == (Unavailable, "TOO_MANY_MOVES")
         assert "after 3 moves" in error.message
         assert [len(admit.delivered_token_ids) for admit in worker.admits] == [0, 0, 20, 100]
         await running.until(lambda: all_is_released(running))
@@ -306,14 +300,12 @@ async def test_without_any_worker_it_waits_ten_seconds() -> None:
         assert not request.has_ended
         clock.now += 0.2
         error = await task
-        assert isinstance(error, Unavailable)
-        assert error.reason == "NO_WORKER"
+        assert (type(error), error.reason) == (Unavailable, "NO_WORKER")
 
 
 async def test_an_end_that_was_lost_is_found_in_the_tokens() -> None:
     """If a worker dies after the last token but before its finish, nothing is generated again."""
-    worker = WorkerDouble()
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker()
 
     def without_finishes(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
         del response.finishes[:]
@@ -413,8 +405,7 @@ async def test_a_token_that_breaks_its_request_breaks_no_other() -> None:
 
 
 async def test_a_passed_deadline_ends_the_request() -> None:
-    worker = WorkerDouble()
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker()
     async with stack(worker) as running:
         steps.allow(1)
         error = await running.error(ids_request(PROMPT, 40), timeout=0.3)
@@ -555,8 +546,7 @@ async def test_a_start_that_fails_after_a_look_up_lets_the_next_one_start(
     monkeypatch: pytest.MonkeyPatch, is_expected: bool
 ) -> None:
     """By an error of the plan, or by an unexpected one."""
-    worker = WorkerDouble(max_batch=1)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(max_batch=1)
     async with stack(worker, limits=Limits(lookup_lifetime_seconds=-1.0)) as running:
         manager = running.manager
         found, gate = manager._find_prefix, asyncio.Event()
@@ -598,8 +588,7 @@ async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
         await running.until(lambda: all_is_released(running))
         # What was sent before can still be read; then comes the status.
         error = await read_to_the_error(stuck)
-        assert isinstance(error, Cancelled)
-        assert error.reason == "SLOW_READER"
+        assert (type(error), error.reason) == (Cancelled, "SLOW_READER")
         await channel.close()
         assert len((await running.generate(ids_request([8], 50))).token_ids) == 50
 
@@ -625,14 +614,12 @@ async def test_a_reader_that_takes_nothing_and_leaves_is_no_error(
 
 
 async def test_too_many_calls_are_turned_away() -> None:
-    worker = WorkerDouble()
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker()
     async with stack(worker, limits=Limits(concurrent_calls=3)) as running:
         tasks = [asyncio.create_task(running.generate(ids_request([n], 4))) for n in (2, 3, 4)]
         await running.until(lambda: len(worker.admits) == 3)
         error = await running.error(ids_request([5], 4))
-        assert isinstance(error, ResourceExhausted)
-        assert error.reason == "TOO_MANY_CALLS"
+        assert (type(error), error.reason) == (ResourceExhausted, "TOO_MANY_CALLS")
         steps.allow(100)
         await asyncio.gather(*tasks)
         assert await running.generate(ids_request([5], 4))
@@ -661,8 +648,7 @@ async def test_a_drained_worker_gets_nothing_new() -> None:
 
 
 async def test_a_stop_lets_running_requests_end() -> None:
-    worker = WorkerDouble()
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker()
     async with stack(worker) as running:
         task = asyncio.create_task(running.generate(ids_request(PROMPT, 20)))
         await running.until(lambda: worker.admits)
@@ -724,8 +710,7 @@ def request_with_other_id(request: scheduler_pb2.GenerateRequest) -> Any:
 
 
 async def test_what_outlives_the_grace_period_is_told_so() -> None:
-    worker = WorkerDouble()
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker()
     async with stack(worker) as running:
         call = running.inference.Generate(ids_request(PROMPT, 100))
         steps.allow(1)

@@ -9,9 +9,8 @@ from scheduler_doubles import (
     CHUNK_TOKENS,
     PAGE_BYTES,
     Stack,
-    Steps,
-    WorkerDouble,
     ids_request,
+    paced_worker,
     stack,
 )
 
@@ -48,8 +47,7 @@ async def queue_of(running: Stack) -> list[scheduler_pb2.QueuedRequest]:
     ],
 )
 async def test_priorities_within_a_tenant(policy: Policy, order: list[str]) -> None:
-    worker = WorkerDouble(capacity_pages=4)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(capacity_pages=4)
     async with stack(worker, policy=PolicySettings(policy)) as running:
         tasks: Tasks = []
         await send(running, tasks, "first", 4)
@@ -70,8 +68,7 @@ async def test_priorities_within_a_tenant(policy: Policy, order: list[str]) -> N
 async def test_only_what_was_prefilled_of_its_own_requests_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker = WorkerDouble()
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker()
     own = [0, 30, 0]
 
     def piece(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
@@ -102,8 +99,7 @@ async def test_only_what_was_prefilled_of_its_own_requests_counts(
 
 
 async def test_utilisation_lets_small_requests_by_and_says_what_the_others_wait_for() -> None:
-    worker = WorkerDouble(capacity_pages=4)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(capacity_pages=4)
     async with stack(worker, policy=PolicySettings(Policy.UTILISATION)) as running:
         tasks: Tasks = []
         await send(running, tasks, "first", 3)
@@ -122,8 +118,7 @@ async def test_utilisation_lets_small_requests_by_and_says_what_the_others_wait_
 
 
 async def test_memory_is_reserved_for_a_request_that_small_ones_overtake() -> None:
-    worker = WorkerDouble(capacity_pages=4)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(capacity_pages=4)
     policy = PolicySettings(Policy.UTILISATION, aging_seconds=0.05)
     async with stack(worker, policy=policy) as running:
         tasks: Tasks = []
@@ -147,8 +142,7 @@ async def test_the_queue_leaves_out_what_starts_while_it_is_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("scheduler_service.admin._EXPLAINED", 1)  # a pause before each entry
-    worker = WorkerDouble(capacity_pages=4)
-    worker.pace = steps = Steps()
+    worker, steps = paced_worker(capacity_pages=4)
     async with stack(worker) as running:
         tasks: Tasks = []
         for name in ("first", "second", "third"):

@@ -201,14 +201,12 @@ async def test_what_does_not_fit_together_is_refused() -> None:
         tokens = answer(PROMPT, 8)
         assert (await running.generate(request)).token_ids == tokens
         mismatch = await refusal(running, resumed(request, [*tokens[:2], 9]))
-        assert isinstance(mismatch, FailedPrecondition)
-        assert mismatch.reason == "RESUME_MISMATCH"
+        assert (type(mismatch), mismatch.reason) == (FailedPrecondition, "RESUME_MISMATCH")
         request.sampling.max_tokens = 9
         assert isinstance(await refusal(running, resumed(request, tokens)), AlreadyExists)
         request.request_id = "unknown"
         unknown = await refusal(running, resumed(request, [], 3))
-        assert isinstance(unknown, FailedPrecondition)
-        assert unknown.reason == "RESUME_UNKNOWN"
+        assert (type(unknown), unknown.reason) == (FailedPrecondition, "RESUME_UNKNOWN")
         assert "send resume.token_ids" in unknown.message
         fresh = await read(running, resumed(request, []))
         assert fresh.token_ids == answer(PROMPT, 9)

@@ -112,8 +112,7 @@ async def test_a_method_without_artefacts_is_refused() -> None:
     worker, other = selecting_worker(SelectionMethod.COLUMNS), WorkerDouble("1")
     async with stack(worker, other) as running:
         error = await running.error(asking(2, "infinigen:0.1"))
-        assert isinstance(error, FailedPrecondition)
-        assert error.reason == "NO_ARTIFACTS"
+        assert (type(error), error.reason) == (FailedPrecondition, "NO_ARTIFACTS")
         assert "splitpoint calibrate MODEL --screen infinigen" in error.message
         request = asking(2, "columns:0.1")
         request.worker_id = "1"
@@ -121,8 +120,7 @@ async def test_a_method_without_artefacts_is_refused() -> None:
         assert isinstance(error, FailedPrecondition), "the only worker that may run it cannot"
         assert error.reason == "NO_SELECTION"
         error = await running.error(asking(2, "columns:0.1,verify"))
-        assert isinstance(error, InvalidArgument)
-        assert error.reason == "NO_DRAFTER"
+        assert (type(error), error.reason) == (InvalidArgument, "NO_DRAFTER")
 
 
 async def test_trained_artefacts_decide_the_columns() -> None:

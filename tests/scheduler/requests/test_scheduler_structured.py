@@ -61,8 +61,7 @@ async def test_without_such_a_worker_it_is_refused() -> None:
         pinned = asking(REGEX)
         pinned.worker_id = "0"
         error = await running.error(pinned)
-        assert isinstance(error, FailedPrecondition)
-        assert error.reason == "STRUCTURED_OUTPUT_UNAVAILABLE"
+        assert (type(error), error.reason) == (FailedPrecondition, "STRUCTURED_OUTPUT_UNAVAILABLE")
         assert "splitpoint[structured]" in error.message
     async with stack(WorkerDouble("0")) as running:
         assert isinstance(await running.error(asking(REGEX)), FailedPrecondition)
