@@ -459,7 +459,7 @@ BUILT_IN_SHAPES: dict[str, ModelShape] = {
         _shape("OPT-6.7B", "opt", 32, 4096, 32, 32, 128, 16384, 50272, 2048),
         _shape("OPT-13B", "opt", 40, 5120, 40, 40, 128, 20480, 50272, 2048),
         _shape("OPT-30B", "opt", 48, 7168, 56, 56, 128, 28672, 50272, 2048),
-        # Of no published model: a Llama with grouped queries of a size that a CPU decodes.
+        # Not a published model: a Llama with grouped queries of a size that a CPU decodes.
         _shape("Llama-168M", "llama", 12, 1024, 16, 4, 64, 2816, 32000, 4096, tied=True),
         _shape("Llama-2-7B", "llama", 32, 4096, 32, 32, 128, 11008, 32000, 4096),
         _shape("Llama-2-13B", "llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096),

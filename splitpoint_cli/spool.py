@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from functools import partial
 from typing import TextIO
 
-# Of text that a slow reader has not taken yet; what comes on top is dropped.
+# Most bytes of text that wait for a slow reader; what comes on top is dropped.
 MOST_BYTES = 1 << 20
 # Longest wait at the end for a reader that takes nothing.
 _LAST_SECONDS = 1.0

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-# Of so few requests all pairs are swapped, of more only some single ones. Rounds of swaps.
+# Up to this many requests, all pairs are swapped; of more, only some single ones.
 _SMALL = 16
 _SWAPPED = 6
+# Rounds of swaps.
 _ROUNDS = 6
 # What a swap must bring; less is rounding.
 _LEAST_GAIN = 1e-9

@@ -46,7 +46,7 @@ class Profile:
     # and handing it to its lane. 0: not measured.
     restore_overhead_seconds: float = 0.0
     operation_overhead_seconds: float = 0.0
-    # Of reading one byte of device memory, as attention reads resident K and V. 0: not
+    # Seconds of reading one byte of device memory, as attention reads resident K and V. 0: not
     # measured; it is then part of step_compute_seconds.
     memory_seconds_per_byte: float = 0.0
 

@@ -18,8 +18,8 @@ from splitpoint.config import counted
 # Values of these are data, whatever they look like; those of the others may be schemas.
 _DATA = frozenset(("const", "default", "enum", "example", "examples"))
 _MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
-# Of a pattern: escapes, begins and ends of classes, what Rust alone reads as operators in one, and
-# control characters.
+# Parts of a pattern: escapes, begins and ends of classes, what Rust alone reads as operators in
+# one, and control characters.
 _PATTERN_PARTS = re.compile(
     r"\\[pPxuU]\{[^}]*\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\[pP].|\\."
     r"|\[\^?\]?|\]|&&|--|~~|[\x00-\x1f\x7f]",
@@ -157,7 +157,7 @@ def _nudge_bounds(place: str, schema: dict[str, Any]) -> None:
     for key, (inclusive, towards) in _BOUNDS.items():
         if key == inclusive:
             continue
-        # Of draft 4: `exclusiveMinimum` says whether `minimum` is allowed.
+        # In draft 4, `exclusiveMinimum` says whether `minimum` is allowed.
         name = inclusive if schema.get(key) is True else key
         value = schema.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:

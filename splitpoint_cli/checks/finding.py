@@ -43,7 +43,6 @@ class Places:
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
     shm: Path = Path("/dev/shm")
-    dev: Path = Path("/dev")
 
 
 @dataclass(frozen=True, slots=True)

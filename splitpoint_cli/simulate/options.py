@@ -138,7 +138,7 @@ SECONDS: Option[float | None] = Option(
     "seconds",
     float,
     None,
-    "Leave out what arrives later than this; absent: nothing. Made traces go on for so long.",
+    "Leave out what arrives later than this, and end a generated trace there; absent: nothing.",
     unit="SECONDS",
     least=0,
 )

@@ -240,7 +240,8 @@ async def test_a_full_queue_asks_to_come_again() -> None:
         tasks = [asyncio.create_task(running.generate(ids_request([n], 4))) for n in (2, 3)]
         await running.until(lambda: len(running.manager.admission.queue()) == 1)
         error = await running.error(ids_request([4], 4))
-        assert (type(error), error.reason) == (ResourceExhausted, "QUEUE_FULL")
+        assert isinstance(error, ResourceExhausted)
+        assert error.reason == "QUEUE_FULL"
         assert error.retry_after_seconds == 1.0
         steps.allow(100)
         await asyncio.gather(*tasks)
@@ -249,7 +250,8 @@ async def test_a_full_queue_asks_to_come_again() -> None:
 async def test_what_can_never_fit_is_rejected_with_its_numbers() -> None:
     async with stack(WorkerDouble(capacity_pages=4)) as running:
         error = await running.error(ids_request([5], 4 * CHUNK_TOKENS))
-        assert (type(error), error.reason) == (ResourceExhausted, "NEVER_FITS")
+        assert isinstance(error, ResourceExhausted)
+        assert error.reason == "NEVER_FITS"
         assert error.retry_after_seconds is None
         assert error.metadata == {
             "needed_bytes": str(5 * PAGE_BYTES),
