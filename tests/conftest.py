@@ -19,8 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # Helpers (tiny_models.py, ...) are imported by plain name, from whatever folder.
-HELPERS = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
-sys.path[:0] = sorted({str(path.parent) for path in HELPERS})
+sys.path[:0] = sorted({str(path.parent) for path in (ROOT / "tests").rglob("*.py")})
 import reference_cache  # noqa: E402
 from own_names import free_ports, instance_name, owner_of, shared_memory_folder  # noqa: E402
 from redis_server import RedisServer  # noqa: E402

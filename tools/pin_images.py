@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = (
     "deploy/Dockerfile",
     "docker-compose.yml",
-    "splitpoint_cli/compose/command.py",
+    "splitpoint_cli/compose.py",
     "deploy/helm/splitpoint/values.yaml",
 )
 _IMAGE = r"([a-z0-9./-]+:[\w.-]+)(?:@sha256:[0-9a-f]{64})?"

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from splitpoint.config import parse_size
 from splitpoint.errors import InvalidArgument
-from splitpoint_cli.compose.command import Node, override_file, targets_file
+from splitpoint_cli.compose import Node, override_file, targets_file
 from splitpoint_cli.main import app
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,1 +1,0 @@
-"""`splitpoint compose`: the settings of a containerised stack."""
