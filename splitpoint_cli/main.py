@@ -34,7 +34,7 @@ COMMANDS = {
     "certs": "splitpoint_cli.security.certs:certs",
     "token": "splitpoint_cli.security.token:token",
     "compose": "splitpoint_cli.compose:compose",
-    "calibrate": "splitpoint_cli.calibrate.command:calibrate",
+    "calibrate": "splitpoint_cli.calibrate:calibrate",
     "eval": "splitpoint_cli.eval.command:evaluate",
     "arena": "splitpoint_cli.arena.command:app",
     "bench": "splitpoint_cli.bench.commands:app",

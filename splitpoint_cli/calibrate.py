@@ -6,7 +6,9 @@ Torch is loaded once the arguments are checked.
 from __future__ import annotations
 
 import os
+import random
 import resource
+import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -30,6 +32,12 @@ from splitpoint_cli.models import parse_dtype
 from splitpoint_cli.output import AsJson, OutputFile, duration_text
 
 _MIB = 1 << 20
+
+# Held out when the bundled model was trained (models/README.md).
+HELD_OUT = frozenset({"asyncio", "unittest", "idlelib", "lib2to3", "tomllib", "wsgiref"})
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "__pycache__"})
+# A token of code has more than one byte, so a passage takes more bytes than tokens.
+_TOKEN_BYTES = 4
 
 
 def mean_of(layers: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -161,8 +169,7 @@ def calibrate(
     folder = resolve_model(model, download=False)
     shape = read_shape(folder, data_type)
     length = _passage_length(length, shape)
-    # Loads torch and the tokenizers, which other commands do without.
-    from splitpoint_cli.calibrate.text import calibration_passages
+    # Loads torch, which other commands do without.
     from worker_service.device.cache import TORCH_TYPES
     from worker_service.device.choice import choose_device
     from worker_service.distillation.calibrate import calibrate as calibrated
@@ -240,3 +247,36 @@ def _check_folder(folder: Path) -> None:
         raise InvalidArgument(
             f"{folder} cannot be written: name another one by --artifacts", field="artifacts"
         )
+
+
+def calibration_passages(
+    folder: Path, text: Path | None, tokens: int, length: int, seed: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return passages of `length` tokens, about `tokens` in all, at least two.
+
+    They are cut from the user's file, or from files of Python's library, which come from outside
+    of the packages that the bundled model's quality is measured on.
+
+    Raises InvalidArgument if there is too little text, or the checkpoint has no tokenizer.
+    """
+    from splitpoint_cli.bench.texts import beginnings  # loads the tokenizers library
+
+    count = max(2, tokens // length)
+    files = [text] if text is not None else _library_files(count, length, seed)
+    return beginnings(files, folder, count, length)
+
+
+def _library_files(count: int, length: int, seed: int) -> list[Path]:
+    """Return files of Python's library that hold enough passages, in a random order."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    folders = [library, *(path for path in sorted(library.iterdir()) if path.is_dir())]
+    files = [
+        path
+        for folder in folders
+        if folder.name not in HELD_OUT | _NOT_LIBRARY
+        for path in sorted(folder.glob("*.py"))
+        if path.stat().st_size >= _TOKEN_BYTES * length
+    ]
+    random.Random(seed).shuffle(files)
+    # The first passages of twice as many files: some are in few and long tokens.
+    return files[: max(8, 2 * count)]

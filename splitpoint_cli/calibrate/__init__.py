@@ -1,1 +1,0 @@
-"""splitpoint calibrate: the factors that a screen needs, made from text."""
