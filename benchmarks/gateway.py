@@ -1,8 +1,8 @@
 """Measure what the gateway adds to a stream: the same load by gRPC and by HTTP, in turn.
 
 A real scheduler process, a real worker process with a double in place of its model
-(`benchmarks.double_worker`), a real gateway process, and the clients of `splitpoint bench serve`
-in a process of their own. Rounds by gRPC and by HTTP follow each other, so that both meet the same
+(`benchmarks.double_worker`), a real gateway process, and the clients of `benchmarks.load` in a
+process of their own. Rounds by gRPC and by HTTP follow each other, so that both meet the same
 machine. Each process's processor time is read around the load and divided by the tokens that came.
 
     python -m benchmarks.gateway [--streams N] [--tokens N] [--step-ms MS] [--rounds R]
@@ -59,7 +59,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         pids["gateway"] = gateway_pid
         ways = {
             "grpc": ("--address", scheduler),
-            "http": ("--backend", "openai", "--base-url", f"http://{gateway}"),
+            "http": ("--url", f"http://{gateway}"),
         }
         for way in ways.values():
             await load(way, WARM_UP_STREAMS, arguments.tokens)

@@ -1,8 +1,8 @@
 """The simulator beside the live stack: one CPU worker, three traces, by the same figures.
 
 First the worker's costs are fitted from short loads of known composition (requests alone, several
-that decode together, short and long ones). Then each trace runs live, sent by `bench serve`, and
-simulated. Throughput and the median time to the first token are compared. Each live run is told
+that decode together, short and long ones). Then each trace runs live, sent by `benchmarks.load`,
+and simulated. Throughput and the median time to the first token are compared. Each live run is told
 with the processors that other processes used meanwhile; one that was disturbed is repeated, and
 the least disturbed one counts.
 
@@ -22,20 +22,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import busy_seconds, finish, parser_of, serving, tree_seconds
+from benchmarks.load import RandomPrompts, Record, Requests, measured, results_of, scheduler
 from scheduler_service.policy.settings import PolicySettings
 from splitpoint.client import AsyncClient
 from splitpoint.costs.profile import Profile
 from splitpoint.shapes import ModelShape
-from splitpoint.transport.tls import PLAIN
-from splitpoint_cli.bench.serve.backends import Sampling
-from splitpoint_cli.bench.serve.load import Record
-from splitpoint_cli.bench.serve.measures import tpot_ms, ttft_ms
-from splitpoint_cli.bench.serve.prompts import RandomPrompts
-from splitpoint_cli.bench.serve.report import results_of
-from splitpoint_cli.bench.serve.requests import Requests
-from splitpoint_cli.bench.serve.runs import measured
-from splitpoint_cli.bench.serve.splitpoint_backend import splitpoint_backend
-from splitpoint_cli.bench.serve.workload import Arrivals, Figures
 from splitpoint_cli.bench.shared.ending import run_until_signal
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hardware
@@ -64,7 +55,6 @@ TRACES = (
     Load("mooncake-synthetic", rate=1.0, length=1 / 32, output=0.3),
     Load("azure-conversation", rate=0.8, length=0.25, output=0.2),
 )
-_SAMPLING = Sampling(ignore_eos=True, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +87,7 @@ class Stack:
         return min(runs, key=lambda run: run[0])[1], [each for each, _ in runs]
 
     async def run(self, requests: Requests, at_once: int | None = None) -> list[Record]:
-        backend = splitpoint_backend(self.address, PLAIN, {}, _SAMPLING, "")
-        found = await measured(backend, requests, at_once, self.progress)
+        found = await measured(scheduler(self.address), requests, at_once, self.progress)
         failed = [each for each in found.records if each.error]
         if failed:
             raise RuntimeError(f"{len(failed)} requests failed, one by {failed[0].message}")
@@ -108,7 +97,7 @@ class Stack:
         """Send alike requests, none of whose prompts was sent before."""
         self.seed += 1
         source = RandomPrompts(prompt, answer)
-        return await self.run(Requests(source, Arrivals(), count, 0, 1000 + self.seed), at_once)
+        return await self.run(Requests(source, count, 1000 + self.seed), at_once)
 
 
 async def fit(stack: Stack, shape: ModelShape, profile: Profile) -> tuple[Fitted, dict[str, Any]]:
@@ -119,12 +108,12 @@ async def fit(stack: Stack, shape: ModelShape, profile: Profile) -> tuple[Fitted
         # The faster of two: whatever ran beside it made the other one slower.
         found = [await stack.alike(count, count, prompt, answer) for _ in range(2)]
         rows.append((1.0, count, count * (prompt + answer / 2)))
-        seconds.append(min(statistics.median(map(tpot_ms, each)) for each in found) / 1e3)
+        seconds.append(min(statistics.median(one.tpot_ms for one in each) for each in found) / 1e3)
     step, row, read = _least_squares(rows, seconds)
     pieces, firsts = [], []
     for prompt in PREFILLS:
         records = await stack.alike(REPEATS, 1, prompt, 2)
-        firsts.append(statistics.median(map(ttft_ms, records)) / 1e3)
+        firsts.append(statistics.median(each.ttft_ms for each in records) / 1e3)
         pieces.append((1.0, shape.prefill_flops(prompt)))
     extra = [first - -(-p // STEP_TOKENS) * step for first, p in zip(firsts, PREFILLS, strict=True)]
     request, flop = _least_squares(pieces, extra)
@@ -167,7 +156,7 @@ async def start_seconds(stack: Stack, prefill_seconds: float) -> float:
     for _ in range(3):
         stack.seed += 1
         trace = Trace("guests", (host, *guests))
-        records = await stack.run(Requests(trace, None, count + 1, 0, stack.seed))
+        records = await stack.run(Requests(trace, seed=stack.seed))
         times = records[0].times
         gaps = [after - before for before, after in pairwise(times)]
         usual = statistics.median(gaps)
@@ -216,9 +205,9 @@ async def compare(stack: Stack, client: AsyncClient, loads: Sequence[Load]) -> d
     fitted, measurements = await fit(stack, shape, worker.profile)
     runs = []
     for load in loads:
-        requests = Requests(load.read(), None, load.count or 0, 0, load.seed)
+        requests = Requests(load.read(), seed=load.seed)
         records, foreign = await stack.quiet_run(requests)
-        live = results_of(records, Figures(("ttft", "tpot", "e2el")), None)
+        live = results_of(records)
         predicted = simulated(fitted, shape, worker.cache_capacity_bytes, load)
         runs.append(
             {

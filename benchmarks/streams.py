@@ -1,7 +1,7 @@
 """Measure how many tokens a second scheduler and worker carry to many clients at once.
 
 A real scheduler process, a real worker process with a double in place of its model
-(`benchmarks.double_worker`), and the clients of `splitpoint bench serve` in a process of their own,
+(`benchmarks.double_worker`), and the clients of `benchmarks.load` in a process of their own,
 connected over TCP on this host. Each process's processor time is read around the load and divided
 by the tokens that came.
 
@@ -87,13 +87,13 @@ def show_line(line: LogLine) -> None:
 
 
 async def load(way: Sequence[str], streams: int, tokens: int) -> dict[str, Any]:
-    """Let the clients of `bench serve` read so many streams at once; return its result.
+    """Let the clients of `benchmarks.load` read this many streams at once; return its result.
 
-    `way`: its options that say where the server is.
+    `way`: the options that say where the server is.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "splitpoint_cli", "bench", "serve", *way, "--json"),
+        *("-m", "benchmarks.load", *way, "--json"),
         *("--num-prompts", str(streams), "--ignore-eos"),
         *("--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(tokens)),
         stdout=asyncio.subprocess.PIPE,
@@ -102,7 +102,7 @@ async def load(way: Sequence[str], streams: int, tokens: int) -> dict[str, Any]:
     assert process.stdout is not None
     said = await process.stdout.read()
     if await process.wait():
-        raise RuntimeError(f"bench serve ended with {process.returncode}")
+        raise RuntimeError(f"the load ended with {process.returncode}")
     result: dict[str, Any] = json.loads(said)
     return result
 

@@ -340,7 +340,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *(
             "bench.growth",
             "bench.numerics",
-            "bench.serve",
             "bench",
             "simulate",
             "calibrate",

@@ -1,4 +1,4 @@
-"""`splitpoint bench`: measurements: peers in one run, or the load of clients on a stack.
+"""`splitpoint bench`: Splitpoint beside its peers and its limits, in one run.
 
 torch is imported only once a benchmark runs.
 """
@@ -11,17 +11,16 @@ from splitpoint_cli.bench import decode, offload, restore
 from splitpoint_cli.bench.ending import ending_by_signals
 from splitpoint_cli.bench.growth import command as growth
 from splitpoint_cli.bench.numerics import command as numerics
-from splitpoint_cli.bench.serve import command as serve
 from splitpoint_cli.bench.store import command as store
 
 app = typer.Typer(no_args_is_help=True)
 for command in (
     *(decode.decode, offload.offload, store.store, restore.restore),
-    *(growth.growth, numerics.numerics, serve.serve),
+    *(growth.growth, numerics.numerics),
 ):
     app.command()(ending_by_signals(command))
 
 
 @app.callback()
 def bench() -> None:
-    """Measure against peers in one run, or with the load of clients."""
+    """Measure Splitpoint beside its peers and its limits, in one run."""

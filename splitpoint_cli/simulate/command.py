@@ -9,13 +9,12 @@ import typer
 
 from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
-from splitpoint_cli.bench.serve.options import Goodput, MoreGoals
-from splitpoint_cli.bench.serve.workload import read_goals
 from splitpoint_cli.files import check_output
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile, err, hand_over, out, print_table
 from splitpoint_cli.simulate import options
 from splitpoint_cli.simulate.find import find_devices
+from splitpoint_cli.simulate.measures import read_goals
 from splitpoint_cli.simulate.options import SimulateOptions
 from splitpoint_cli.simulate.report import facts_of, results_of, seconds_of, table_of
 from splitpoint_cli.simulate.run import simulate as run
@@ -26,8 +25,8 @@ from splitpoint_cli.traces.statistics import describe
 @takes_options
 def simulate(
     given: SimulateOptions,
-    more_goals: MoreGoals = None,
-    goodput: Goodput = None,
+    more_goals: options.MoreGoals = None,
+    goodput: options.Goodput = None,
     tenant_weights: options.TenantWeights = None,
     save_trace: options.SavedTrace = None,
     as_json: AsJson = False,

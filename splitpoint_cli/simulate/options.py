@@ -18,18 +18,12 @@ from splitpoint.options import scheduler, store, worker
 from splitpoint.options.option import SIZE, Option
 from splitpoint.planning.plan import Residency
 from splitpoint.shapes import Encoding, WeightFormat
-from splitpoint_cli.bench.serve.options import (
-    SEED,
-    TRACE_INPUT,
-    TRACE_OUTPUT,
-    TRACE_RATE,
-    TRACE_TENANTS,
-)
 from splitpoint_cli.models import DEFAULT_SHAPE, find_profiled, find_shape
 from splitpoint_cli.options import of
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.costs import Overheads
 from splitpoint_cli.simulate.device_types import DEVICE_TYPES, DeviceType, device_type
+from splitpoint_cli.simulate.measures import GOALS
 from splitpoint_cli.simulate.run import Fleet, Load
 from splitpoint_cli.traces.generators import PUBLISHED
 
@@ -40,6 +34,8 @@ _RESULT = "Result"
 
 # Name of a worker that was measured.
 MEASURED = "measured"
+# Bounds of factors: beyond them, no trace has a length or a rate that means anything.
+_LEAST_FACTOR, _MOST_FACTOR = 1e-6, 1e6
 
 MODEL: Option[str | None] = Option(
     "model",
@@ -142,6 +138,34 @@ SECONDS: Option[float | None] = Option(
     unit="SECONDS",
     least=0,
 )
+TRACE_RATE: Option[float] = Option(
+    "trace-rate",
+    float,
+    1.0,
+    "Factor of the trace's requests per second.",
+    least=_LEAST_FACTOR,
+    most=_MOST_FACTOR,
+)
+TRACE_INPUT: Option[float] = Option(
+    "trace-input",
+    float,
+    1.0,
+    "Factor of its prompts' lengths.",
+    least=_LEAST_FACTOR,
+    most=_MOST_FACTOR,
+)
+TRACE_OUTPUT: Option[float] = Option(
+    "trace-output",
+    float,
+    1.0,
+    "Factor of its answers' lengths.",
+    least=_LEAST_FACTOR,
+    most=_MOST_FACTOR,
+)
+TRACE_TENANTS: Option[int] = Option(
+    "trace-tenants", int, 1, "Number of tenants of a made trace.", least=1
+)
+SEED: Option[int] = Option("seed", int, 0, "Seed of prompts and gaps.", least=0)
 COMPARE: Option[bool] = Option("compare", bool, False, "Simulate every policy, side by side.")
 FIND: Option[str | None] = Option(
     "find",
@@ -160,6 +184,18 @@ PROCESSES: Option[int] = Option(
     "processes", int, 1, "Processes that simulate cells at the same time.", unit="N", least=1
 )
 
+Goodput = Annotated[
+    list[str] | None,
+    typer.Option(
+        help=f"Most milliseconds of a good request, by {', '.join(GOALS)}; more may follow.",
+        metavar="METRIC:MS",
+        rich_help_panel=_RESULT,
+    ),
+]
+MoreGoals = Annotated[
+    list[str] | None,
+    typer.Argument(help="More of --goodput.", metavar="METRIC:MS", show_default=False),
+]
 TenantWeights = Annotated[
     list[str] | None,
     typer.Option(

@@ -1,4 +1,4 @@
-"""Reports of simulations: the keys of `bench serve` (and vllm's) first, then ours; tables."""
+"""Reports of simulations: the keys of `vllm bench serve` first, then ours; tables."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 from rich.table import Table
 
 from splitpoint.config import counted, format_size
-from splitpoint_cli.bench.serve.measures import distribution
 from splitpoint_cli.output import duration_text
 from splitpoint_cli.simulate.device_types import DeviceType
+from splitpoint_cli.simulate.measures import distribution
 from splitpoint_cli.simulate.outcome import Outcome
 from splitpoint_cli.simulate.run import Fleet, Load
 from splitpoint_cli.traces.statistics import TraceStatistics
-
-_PERCENTILES = (90.0, 99.0)
 
 
 def facts_of(fleet: Fleet, load: Load, trace: TraceStatistics) -> dict[str, Any]:
@@ -71,7 +69,7 @@ def results_of(
         ("e2el", outcome.latency),
         ("queue", outcome.waited),
     ):
-        found |= distribution(name, [1e3 * each for each in values], _PERCENTILES)
+        found |= distribution(name, [1e3 * each for each in values])
     return found | _ours(outcome, goals_ms, kinds)
 
 

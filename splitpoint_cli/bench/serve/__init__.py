@@ -1,1 +1,0 @@
-"""`splitpoint bench serve`: open-loop load on a running stack."""

@@ -1,1 +1,0 @@
-"""A server of OpenAI's protocol under load: the backend, and HTTP as it needs it."""
