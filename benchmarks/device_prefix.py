@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.harness import random_ids, run_in_rounds, serving
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
-from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.harness import Progress
 
 PREFIX_TOKENS = 1000
 NEW_TOKENS = 64

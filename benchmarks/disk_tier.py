@@ -31,9 +31,8 @@ from splitpoint.tiers import Tier
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.convert import layout_from_proto
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
-from splitpoint_cli.bench.shared.ending import run_until_signal
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hardware
+from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.harness import Progress, commit, hardware
 
 ARENA_BYTES = 64 << 20
 PREFIX_BYTES = 512 << 20

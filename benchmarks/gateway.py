@@ -24,8 +24,7 @@ from typing import Any
 
 from benchmarks.harness import processor_seconds
 from benchmarks.streams import WARM_UP_STREAMS, load, round_of, run_benchmark, running, show_line
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hardware
+from splitpoint_cli.bench.harness import Progress, commit, hardware
 from splitpoint_cli.stack.child import Service, ServiceCommand
 
 MOST_ADDED_SHARE = 0.15

@@ -289,7 +289,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict[str, object]]:
             if problem:
                 print(f"-- {part.name}: {problem}", flush=True)
         # Only now: it is code that may need what was carried.
-        from splitpoint_cli.bench.shared.report import commit as commit_of
+        from splitpoint_cli.bench.harness import commit as commit_of
 
         commit = commit_of()
     claims = claims_of(outcomes)

@@ -24,7 +24,7 @@ from benchmarks.harness import finish, parser_of
 from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
 from splitpoint.speculation import DraftMethod, Speculation
-from splitpoint_cli.bench.shared.engine_runs import admission_of
+from splitpoint_cli.bench.engine import admission_of
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import divide
 from worker_service.drafts.drafter import TargetKey

@@ -23,9 +23,8 @@ from typing import Any, Generic, TypeVar
 
 from splitpoint.client import AsyncClient
 from splitpoint.errors import InvalidArgument
-from splitpoint_cli.bench.shared.ending import run_until_signal
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hardware
+from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.harness import Progress, commit, hardware
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import FILE_HELP, FLAG_HELP, hand_over
 from splitpoint_cli.stack.options import stack_options

@@ -24,6 +24,8 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.planning.weight_schedule import WeightPiece
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
+from splitpoint_cli.bench.ending import ended_by_signals
+from splitpoint_cli.bench.harness import Progress, built_in_shape, commit, hardware, thread_count
 from splitpoint_cli.bench.offload_costs import BatchCosts
 from splitpoint_cli.bench.offload_report import (
     FULL_LOAD,
@@ -32,10 +34,6 @@ from splitpoint_cli.bench.offload_report import (
     OffloadResults,
     OffloadWorkload,
 )
-from splitpoint_cli.bench.shared.ending import ended_by_signals
-from splitpoint_cli.bench.shared.options import built_in_shape, thread_count
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hardware
 
 WAYS = (FULL_LOAD, KVPR, PIPELINED)
 CHUNK_TOKENS = 64

@@ -37,8 +37,8 @@ from splitpoint.client.answers import Completion
 from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.errors import Internal, InvalidArgument, SplitpointError
 from splitpoint.transport.tls import PLAIN, Identity, client_identity
-from splitpoint_cli.bench.shared.ending import run_until_signal
-from splitpoint_cli.bench.shared.progress import LINE_SECONDS, Progress
+from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.harness import LINE_SECONDS, Progress
 from splitpoint_cli.simulate.measures import distribution, read_goals
 from splitpoint_cli.traces.arrival import Trace, scaled
 from splitpoint_cli.traces.formats import load_trace

@@ -32,10 +32,9 @@ from typing import Any
 from benchmarks import planner_restores
 from benchmarks.harness import finish, parser_of
 from splitpoint.shapes import BUILT_IN_SHAPES
+from splitpoint_cli.bench.ending import ending_by_signals
+from splitpoint_cli.bench.harness import Progress, commit, hardware
 from splitpoint_cli.bench.restore_report import RestoreWorkload
-from splitpoint_cli.bench.shared.ending import ending_by_signals
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hardware
 
 # (shape, fewest layers, most layers), by the case's number.
 KINDS = (

@@ -64,9 +64,8 @@ from splitpoint.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from splitpoint_cli.bench.shared.ending import run_until_signal
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hardware
+from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.harness import Progress, commit, hardware
 from splitpoint_cli.stack.plan.stack import Stack
 
 NEAR_BEST = 1.10

@@ -26,14 +26,9 @@ from benchmarks.harness import finish, parser_of, random_ids
 from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.errors import Internal
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, chunks_of
-from splitpoint_cli.bench.shared.engine_memory import (
-    CHUNK_TOKENS,
-    MAX_BATCHED_TOKENS,
-    exact_memory,
-)
-from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
-from splitpoint_cli.bench.shared.local_store import LocalStore
-from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.engine import admission_of, exact_memory, outputs_until_idle
+from splitpoint_cli.bench.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS, Progress
+from splitpoint_cli.bench.local_store import LocalStore
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Cancel, RestoreEvent, StepOutput

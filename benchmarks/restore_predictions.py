@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.harness import finish, parser_of, random_ids, serving
 from splitpoint.client.requests import GenerateOptions
 from splitpoint.planning.plan import Residency, RestoreMethod
-from splitpoint_cli.bench.shared.ending import run_until_signal
-from splitpoint_cli.bench.shared.report import commit, hardware
+from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.harness import commit, hardware
 
 LENGTHS = (16, 32, 64, 100, 128, 200, 320, 512, 700, 1000)
 # The figure counts restores that take less than this.

@@ -35,9 +35,8 @@ from splitpoint.client.answers import Completion
 from splitpoint.options.scheduler import Policy
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.transport.access import Caller, Role
-from splitpoint_cli.bench.shared.ending import run_until_signal
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hardware
+from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.harness import Progress, commit, hardware
 from splitpoint_cli.security.token import add_token
 from splitpoint_cli.traces.statistics import quantile
 

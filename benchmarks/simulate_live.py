@@ -27,9 +27,8 @@ from scheduler_service.policy.settings import PolicySettings
 from splitpoint.client import AsyncClient
 from splitpoint.costs.profile import Profile
 from splitpoint.shapes import ModelShape
-from splitpoint_cli.bench.shared.ending import run_until_signal
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hardware
+from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.harness import Progress, commit, hardware
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.costs import Overheads
 from splitpoint_cli.simulate.device_types import DeviceType

@@ -48,9 +48,8 @@ from benchmarks.streams import running
 from splitpoint.client import AsyncClient
 from splitpoint.errors import SplitpointError
 from splitpoint.planning.plan import Residency, RestoreMethod
-from splitpoint_cli.bench.shared.ending import run_until_signal
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hardware
+from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.harness import Progress, commit, hardware
 
 CLIENTS = 6
 CLIENTS_OF_DOUBLE = 64

@@ -27,9 +27,8 @@ from typing import Any
 from benchmarks.harness import finish, parser_of, processor_seconds
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import AsyncClient
-from splitpoint_cli.bench.shared.ending import run_until_signal
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hardware
+from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.harness import Progress, commit, hardware
 from splitpoint_cli.stack.child import LogLine, Service, ServiceCommand, child_environment
 
 LEAST_TOKENS_PER_SECOND = 8_000

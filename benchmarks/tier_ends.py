@@ -26,9 +26,8 @@ from scheduler_service.placement.planning import plan_attempt
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.fetching import TierEnds
 from splitpoint.planning.plan import Plan
-from splitpoint_cli.bench.shared.ending import run_until_signal
-from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.report import commit, hardware
+from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.harness import Progress, commit, hardware
 
 SHARES = "0.7,1.5,3"
 NEW_TOKENS = 64

@@ -227,10 +227,16 @@ def test_rates_and_our_own_figures() -> None:
         Record(Sample([1], 1), 0.5, 0.5, ended=0.75, error="NO_WORKER", message="none"),
     ]
     work = {
-        "engine_steps": 10, "scheduled_tokens": 80, "failovers": 2,
-        "link_bound_requests": 4, "link_bound_seconds": 2.0,
-        "device_bound_requests": 0, "device_bound_seconds": 0.0,
-        "decision set": 1, "decision turn": 2, "decision best": 0,
+        "engine_steps": 10,
+        "scheduled_tokens": 80,
+        "failovers": 2,
+        "link_bound_requests": 4,
+        "link_bound_seconds": 2.0,
+        "device_bound_requests": 0,
+        "device_bound_seconds": 0.0,
+        "decision set": 1,
+        "decision turn": 2,
+        "decision best": 0,
     }
     result = results_of(records, {"ttft": 600.0}, work)
     assert result["duration"] == 2.5
