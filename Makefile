@@ -83,9 +83,7 @@ lock: setup  ## Write requirements/*.lock again (needs uv); ARGS=--upgrade: with
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.lock $(ARGS)
 
 chaos: proto  ## The long fault runs, which `make test` leaves out
-	$(BIN)/python -m pytest -m chaos $(ARGS)
-	SPLITPOINT_STORE_EXAMPLES=$${SPLITPOINT_STORE_EXAMPLES:-500} SPLITPOINT_SCHEMAS=$${SPLITPOINT_SCHEMAS:-500} \
-	  $(BIN)/python -m pytest tests/kvstore/pool/test_kvstore_model.py tests/e2e/test_e2e_structured.py
+	SPLITPOINT_LONG=1 $(BIN)/python -m pytest -m "chaos or scaled" $(ARGS)
 
 check: proto  ## Format, lint, types, and the contract's style
 	$(BIN)/ruff format --check .

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Helpers (tiny_models.py, ...) are imported by plain name, from whatever folder.
 sys.path[:0] = sorted({str(path.parent) for path in (ROOT / "tests").rglob("*.py")})
+import fork_server  # noqa: E402
+import forked_python  # noqa: E402
 import reference_cache  # noqa: E402
 from own_names import free_ports, instance_name, owner_of, shared_memory_folder  # noqa: E402
 from redis_server import RedisServer  # noqa: E402
@@ -77,6 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_sessionstart() -> None:
     """Look for no garbage while tests are imported: nearly all that imports make stays."""
     gc.disable()
+    forked_python.install(fork_server.orders_of)
 
 
 def pytest_collection_finish() -> None:
@@ -94,8 +97,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     """End the processes that all tests share."""
-    if forking := sys.modules.get("fork_server"):
-        forking.close_parents()
+    fork_server.close_parents()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -161,8 +163,7 @@ def child_processes(pid: int | None = None) -> set[int]:
 
 def own_processes() -> set[int]:
     """Living children, and in place of the processes that fork (fork_server.py) their children."""
-    forking = sys.modules.get("fork_server")
-    parents = forking.parent_processes() if forking else set()
+    parents = fork_server.parent_processes()
     return (child_processes() - parents).union(*map(child_processes, parents))
 
 

@@ -4,8 +4,9 @@
         worker = server.start("worker_service", "--listen", ..., failpoint="seal:3")
         worker.kill()
 
-A process for each of FAMILIES imports its services once for all tests, and then forks: each child
-runs the `main` of its service, as `python -m` would, with its own process id, threads and sockets.
+A process for each of FAMILIES imports its programs once for all tests, and then forks: each child
+runs the `main` of its program, as `python -m` would, with its own process id, threads and sockets.
+What tests start as `python -m` is forked in the same way (forked_python.py).
 
 A failpoint `PLACE:N` ends the child with SIGKILL when it comes to the place for the Nth time
 (failpoints.py).
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import select
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +43,10 @@ SECONDS = 60
 PR_SET_PDEATHSIG = 1
 # Most bytes of an order, which has an environment in it.
 _ORDER_BYTES = 1 << 20
+# Most descriptors of an order.
+_DESCRIPTORS = 64
+# Most bytes of a command that other processes see.
+_COMMAND_BYTES = 4096
 
 
 class Child:
@@ -129,11 +137,11 @@ class Parent:
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
-        self._lock = threading.Lock()
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self.orders = Orders(dict(os.environ))
+        with self.orders.theirs as theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *modules],
+                # The last argument is the room for the commands of those that it forks.
+                [sys.executable, __file__, str(theirs.fileno()), *modules, " " * _COMMAND_BYTES],
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -156,7 +164,7 @@ class Parent:
         `errors`: file for its stderr, which else is that of the tests. `environment`: variables in
         addition to those of this process.
         """
-        process_id, [descriptor] = self._ask(
+        process_id, [descriptor] = self.orders.ask(
             # What it is now: pytest gives each test another one to read.
             *(() if errors is not None else (2,)),
             module=module,
@@ -170,26 +178,48 @@ class Parent:
 
     def code_of(self, process_id: int) -> int:
         """Return the exit code of a child that has ended; of a signal, its negative number."""
-        code, _ = self._ask(ended=process_id)
+        code, _ = self.orders.ask(ended=process_id)
         return code
 
     def close(self) -> None:
-        self._orders.close()
+        self.orders.close()
         self._process.wait(SECONDS)
 
-    def _ask(self, *descriptors: int, **order: Any) -> tuple[int, list[int]]:
+
+class Orders:
+    """The way to a process that forks.
+
+    Attributes:
+        environment: the variables with which it imported what it forks.
+        theirs: its end.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+        self._lock = threading.Lock()
+        self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def ask(self, *descriptors: int, **order: Any) -> tuple[int, list[int]]:
+        """Return the answer to an order, and the descriptors that came with it."""
         with self._lock:
-            socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
+            socket.send_fds(self._ours, [json.dumps(order).encode()], descriptors)
             answer, received, _, _ = socket.recv_fds(
-                self._orders, _ORDER_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+                self._ours, _ORDER_BYTES, 1, socket.MSG_CMSG_CLOEXEC
             )
         assert answer, "the process that forks has ended"
         return int(answer), received
 
+    def close(self) -> None:
+        self._ours.close()
+
 
 # A store must not be as large as torch, and the gateway has its own settings of gRPC, which reads
-# them when it is imported.
-FAMILIES = (("kvstore_service", "scheduler_service"), ("gateway_service",), ("worker_service",))
+# them when it is imported. `splitpoint up` starts services itself: it is forked with them.
+FAMILIES = (
+    ("kvstore_service", "scheduler_service"),
+    ("gateway_service",),
+    ("worker_service", "splitpoint_cli"),
+)
 _parents: dict[str, Parent] = {}
 
 
@@ -199,6 +229,14 @@ def parent_of(module: str) -> Parent:
         [family] = [family for family in FAMILIES if module in family]
         _parents.update(dict.fromkeys(family, Parent(family)))
     return _parents[module]
+
+
+def orders_of(module: str) -> Orders | None:
+    """Return the way to the process that forks a program; None if none can be asked for it."""
+    can_start = threading.current_thread() is threading.main_thread()
+    if module in _parents or (can_start and any(module in family for family in FAMILIES)):
+        return parent_of(module).orders
+    return None
 
 
 def parent_processes() -> set[int]:
@@ -216,6 +254,10 @@ def close_parents() -> None:
 # -- the process that forks -------------------------------------------------------------------
 
 
+# Where a program's `main` is, if its `__main__` runs as soon as it is imported.
+MAINS = {"splitpoint_cli": "splitpoint_cli.main"}
+
+
 @dataclass(frozen=True)
 class Program:
     """A service's program.
@@ -231,7 +273,7 @@ class Program:
     def load(cls, module: str) -> Self:
         """Import it, and leave the environment as it is for other programs."""
         before = dict(os.environ)
-        main = importlib.import_module(f"{module}.__main__").main
+        main = importlib.import_module(MAINS.get(module, f"{module}.__main__")).main
         own = {name: value for name, value in os.environ.items() if before.get(name) != value}
         for name in own:
             del os.environ[name]
@@ -240,42 +282,164 @@ class Program:
 
 
 def main() -> None:
-    descriptor, *modules = sys.argv[1:]
-    programs = {name: Program.load(name) for name in modules}
-    # Children share these pages: none of their collections writes to them.
-    gc.freeze()
+    descriptor, *modules, _ = sys.argv[1:]
+    image = Image.load(modules)
     _end_with_parent()
-    codes: dict[int, int] = {}
+    image.serve(socket.socket(fileno=int(descriptor)))
 
-    def reap(*_: object) -> None:
-        """Children that end are gone at once."""
-        with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
 
-    signal.signal(signal.SIGCHLD, reap)
-    orders = socket.socket(fileno=int(descriptor))
-    while True:
-        text, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 1)
-        if not text:
-            return
-        order = json.loads(text)
-        if "ended" in order:
-            while order["ended"] not in codes:
-                time.sleep(0.001)
-            orders.send(str(codes.pop(order["ended"])).encode())
-            continue
-        # A child that ends at once is reaped when it has a descriptor, by which its end is seen.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-        child = os.fork()
-        if child == 0:
-            orders.close()
-            _run(programs[order["module"]], order, descriptors)
-        descriptors.append(os.pidfd_open(child))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        socket.send_fds(orders, [str(child).encode()], descriptors[-1:])
-        for each in descriptors:
-            os.close(each)
+@dataclass(frozen=True)
+class Image:
+    """What a process that forks has imported.
+
+    Attributes:
+        environment: the variables with which its libraries were imported.
+    """
+
+    programs: Mapping[str, Program]
+    environment: Mapping[str, str]
+
+    @classmethod
+    def load(cls, modules: Sequence[str]) -> Self:
+        environment = dict(os.environ)
+        programs = {name: Program.load(name) for name in modules}
+        if "splitpoint_cli" in programs:
+            from splitpoint_cli.main import COMMANDS
+
+            for place in COMMANDS.values():
+                importlib.import_module(place.partition(":")[0])
+            # What `splitpoint up` starts; these set no variables.
+            programs |= {name: Program.load(name) for name in FAMILIES[0]}
+        gc.enable()
+        # Children share these pages: none of their collections writes to them.
+        gc.freeze()
+        return cls(programs, environment)
+
+    def serve(self, orders: socket.socket) -> None:
+        """Fork what is ordered until nobody can order any more."""
+        codes: dict[int, int] = {}
+
+        def reap(*_: object) -> None:
+            """Children that end are gone at once."""
+            with suppress(ChildProcessError):
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+
+        signal.signal(signal.SIGCHLD, reap)
+        while True:
+            text, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, _DESCRIPTORS)
+            if not text:
+                return
+            order = json.loads(text)
+            if "ended" in order:
+                while order["ended"] not in codes:
+                    time.sleep(0.001)
+                orders.send(str(codes.pop(order["ended"])).encode())
+                continue
+            # A child that ends at once is reaped when it has a descriptor, by which its end is
+            # seen.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+            opened: list[int] = []
+            if "command" in order:
+                child = self._fork_for_asker(order, orders, descriptors)
+            else:
+                child = os.fork()
+                if child == 0:
+                    orders.close()
+                    _run_to_end(self._be_service, order, descriptors)
+                opened.append(os.pidfd_open(child))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            socket.send_fds(orders, [str(child).encode()], opened)
+            for each in (*descriptors, *opened):
+                os.close(each)
+
+    def _be_service(self, order: dict[str, Any], errors: Sequence[int]) -> Any:
+        """Be a service. `errors` has its stderr, unless the order names a file for it."""
+        _default_signals()
+        _end_with_parent()
+        program = self.programs[order["module"]]
+        os.environ.clear()
+        os.environ.update({**program.environment, **order["environment"]})
+        append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        files = [os.open(os.devnull, os.O_RDONLY), os.open(order["log"], append)]
+        files += errors or [os.open(order["errors"], append)]
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        sys.argv = [order["module"], *order["arguments"]]
+        place, _, count = order["failpoint"].partition(":")
+        if place:
+            from failpoints import FAILPOINTS
+
+            FAILPOINTS[place](int(count))
+        return program.main()
+
+    def _fork_for_asker(
+        self, order: dict[str, Any], orders: socket.socket, descriptors: Sequence[int]
+    ) -> int:
+        """Start a command whose parent ends at once: the process that asks adopts it.
+
+        Returns 0 if it did not come to its program.
+        """
+        answer, told = os.pipe()
+        between = os.fork()
+        if between == 0:
+            if os.fork() == 0:
+                orders.close()
+                os.close(answer)
+                _run_to_end(self._be_command, order, descriptors, told)
+            os._exit(0)
+        os.close(told)
+        os.waitpid(between, 0)
+        with open(answer, "rb") as file:
+            return int(file.read() or 0)
+
+    def _be_command(self, order: dict[str, Any], descriptors: Sequence[int], told: int) -> Any:
+        """Be `python -m`. `descriptors`: its standard streams, and what it inherits."""
+        if order["is_session"]:
+            os.setsid()
+        elif order["group"] >= 0:
+            os.setpgid(0, order["group"])
+        [telling] = _moved_above([told], order["numbers"])
+        _place_descriptors(order["numbers"], descriptors)
+        _default_signals()
+        os.chdir(order["folder"])
+        module, *arguments = order["command"]
+        program = self.programs[module]
+        os.environ.clear()
+        os.environ.update({**program.environment, **order["environment"]})
+        _renew_streams(is_unbuffered=bool(os.environ.get("PYTHONUNBUFFERED")))
+        _show_command([sys.executable, "-m", *order["command"]])
+        os.write(telling, str(os.getpid()).encode())
+        os.close(telling)
+        if module == "splitpoint_cli" and arguments[:1] == ["up"]:
+            self._fork_for_this_process()
+        this = types.ModuleType("__main__")
+        this.__package__ = module
+        sys.modules["__main__"] = this
+        folder = importlib.import_module(module).__path__[0]
+        sys.argv = [f"{folder}/__main__.py", *arguments]
+        return program.main()
+
+    def _fork_for_this_process(self) -> None:
+        """Let another process fork what this one starts."""
+        import forked_python
+
+        orders = Orders(self.environment)
+        if os.fork() == 0:
+            _end_with_parent()
+            _show_command(["forks"])
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for stream in range(3):
+                os.dup2(nothing, stream)
+            theirs = orders.theirs.fileno()
+            os.closerange(3, theirs)
+            os.closerange(theirs + 1, os.sysconf("SC_OPEN_MAX"))
+            self.serve(orders.theirs)
+            os._exit(0)
+        orders.theirs.close()
+        forked_python.install(dict.fromkeys(self.programs, orders).get)
 
 
 def _end_with_parent() -> None:
@@ -283,45 +447,86 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _run(program: Program, order: dict[str, Any], errors: Sequence[int]) -> None:
-    """Be a service to its end. `errors` has its stderr, unless the order names a file for it."""
+def _default_signals() -> None:
+    """As a new interpreter has them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-    _end_with_parent()
-    os.environ.clear()
-    os.environ.update({**program.environment, **order["environment"]})
-    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    files = [os.open(os.devnull, os.O_RDONLY), os.open(order["log"], append)]
-    files += errors or [os.open(order["errors"], append)]
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
-    sys.argv = [order["module"], *order["arguments"]]
-    code = 1
-    try:
-        place, _, count = order["failpoint"].partition(":")
-        if place:
-            from failpoints import FAILPOINTS
 
-            FAILPOINTS[place](int(count))
-        code = program.main()
+
+def _place_descriptors(numbers: Sequence[int], descriptors: Sequence[int]) -> None:
+    """Give each of these descriptors its number, and close them."""
+    for number, each in zip(numbers, _moved_above(descriptors, numbers), strict=True):
+        os.dup2(each, number)
+        os.close(each)
+
+
+def _moved_above(descriptors: Sequence[int], numbers: Sequence[int]) -> list[int]:
+    """Give descriptors new numbers behind these and behind their own."""
+    above = max(*numbers, *descriptors) + 1
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    return moved
+
+
+def _renew_streams(*, is_unbuffered: bool) -> None:
+    """Set `sys.stdin`, `sys.stdout` and `sys.stderr` up as a new interpreter does."""
+    streams: Any = sys
+    streams.stdin = streams.__stdin__ = io.TextIOWrapper(
+        io.BufferedReader(io.FileIO(0, closefd=False)), sys.stdin.encoding, sys.stdin.errors
+    )
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        before = getattr(sys, name)
+        raw: Any = io.FileIO(descriptor, "w", closefd=False)
+        new = io.TextIOWrapper(
+            raw if is_unbuffered else io.BufferedWriter(raw),
+            *(before.encoding, before.errors),
+            line_buffering=descriptor == 2 or os.isatty(descriptor),
+            write_through=is_unbuffered,
+        )
+        setattr(streams, name, new)
+        setattr(streams, f"__{name}__", new)
+
+
+def _show_command(words: Sequence[str]) -> None:
+    """Be seen by other processes as the process of this command."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    command = b"".join(word.encode(errors="surrogateescape") + b"\0" for word in words)
+    room = command[: end - start - 1].ljust(end - start, b"\0")
+    ctypes.memmove(start, room, len(room))
+
+
+def _run_to_end(run: Callable[..., Any], *arguments: Any) -> None:
+    """Run a program and end as an interpreter does, except that memory is not freed.
+
+    Threads keep it from ending.
+    """
+    code = 1
+    interrupted = False
+    try:
+        code = run(*arguments) or 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
         import traceback
 
         traceback.print_exc()
-    finally:
-        _end(code)
-
-
-def _end(code: int) -> None:
-    """End as an interpreter does, except that memory is not freed: threads keep it from ending."""
+        interrupted = isinstance(error, KeyboardInterrupt)
     interpreter: Any = threading
     interpreter._shutdown()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            code = 120
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 from fake_scheduler import Script, fake_scheduler
-from forked_command import ForkedCommands, forked_commands
+from splitpoint_command import splitpoint
 from typer.testing import CliRunner
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
@@ -24,20 +24,6 @@ from splitpoint_cli.stack.child import child_environment
 from splitpoint_cli.stack.notes import GivenUpWorker, write_given_up
 
 COMMAND = [sys.executable, "-m", "splitpoint_cli"]
-
-
-_forked: list[ForkedCommands] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def commands() -> Iterator[None]:
-    with forked_commands() as forked:
-        _forked[:] = [forked]
-        yield
-
-
-def splitpoint(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return _forked[0].run(*arguments, stdin=stdin)
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_command import ForkedCommands, forked_commands
 from own_names import instance_name
 from redis_server import RedisServer
+from splitpoint_command import splitpoint
 from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
@@ -43,17 +43,6 @@ def stack(address: str, instance: str, *more: str) -> Iterator[subprocess.Popen[
         ]
     ) as process:
         yield process
-
-
-def splitpoint(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=UP_SECONDS,
-        env=child_environment({}),
-        check=False,
-    )
 
 
 def service_processes(instance: str) -> dict[int, str]:
@@ -94,22 +83,15 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert_nothing_left(instance)
 
 
-@pytest.fixture(scope="module")
-def commands() -> Iterator[ForkedCommands]:
-    """For the many commands of tests that are not about the start of one."""
-    with forked_commands() as forked:
-        yield forked
-
-
-def generate(commands: ForkedCommands, address: str, *arguments: str) -> dict[str, Any]:
-    done = commands.run("generate", "--address", address, "--json", *arguments)
+def generate(address: str, *arguments: str) -> dict[str, Any]:
+    done = splitpoint("generate", "--address", address, "--json", *arguments)
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
-def test_generate_json(commands: ForkedCommands, address: str) -> None:
-    answer = generate(commands, address, "def main():", "--max-tokens", "8", "--ignore-eos")
+def test_generate_json(address: str) -> None:
+    answer = generate(address, "def main():", "--max-tokens", "8", "--ignore-eos")
     assert set(answer) == {
         *("token_ids", "text", "finish_reason", "usage", "worker", "plan"),
         *("restore_seconds", "step_seconds", "ttft_seconds", "seconds"),
@@ -127,26 +109,23 @@ def test_generate_json(commands: ForkedCommands, address: str) -> None:
     assert 0 < answer["ttft_seconds"] <= answer["seconds"]
 
 
-def test_streamed_text_equals_the_json_text(commands: ForkedCommands, address: str) -> None:
+def test_streamed_text_equals_the_json_text(address: str) -> None:
     prompt = ("import asyncio", "--max-tokens", "12", "--worker", "1")
     done = splitpoint("generate", "--address", address, *prompt)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == generate(commands, address, *prompt)["text"] + "\n"
+    assert done.stdout == generate(address, *prompt)["text"] + "\n"
 
 
-def test_the_other_worker_finds_the_prefix(commands: ForkedCommands, address: str) -> None:
+def test_the_other_worker_finds_the_prefix(address: str) -> None:
     short, long = prompts()
-    cold = generate(
-        commands, address, long, "--max-tokens", "8", "--worker", "1", "--cache-salt", "alone"
-    )
+    cold = generate(address, long, "--max-tokens", "8", "--worker", "1", "--cache-salt", "alone")
     assert cold["usage"]["cached_tokens"] == 0
-    generate(commands, address, short, "--max-tokens", "2", "--worker", "0")
-    warm = generate(commands, address, long, "--max-tokens", "8", "--worker", "1")
+    generate(address, short, "--max-tokens", "2", "--worker", "0")
+    warm = generate(address, long, "--max-tokens", "8", "--worker", "1")
     assert warm["usage"]["cached_tokens"] > 0.5 * warm["usage"]["prompt_tokens"]
     assert warm["token_ids"] == cold["token_ids"]
     for split in (0, 64, 100_000):
         again = generate(
-            commands,
             address,
             *(long, "--max-tokens", "8", "--worker", "0", "--split", str(split)),
         )
@@ -176,7 +155,7 @@ def test_a_chat_finds_its_earlier_turns_in_the_cache(address: str) -> None:
     assert all(turn["plan"]["reason"] for turn in told["turns"])
 
 
-def test_errors_reach_the_user_by_name(commands: ForkedCommands, address: str) -> None:
+def test_errors_reach_the_user_by_name(address: str) -> None:
     for arguments, name, code in (
         (("",), "INVALID_ARGUMENT", 2),
         (("x", "--max-tokens", "0"), "INVALID_ARGUMENT", 2),
@@ -187,14 +166,14 @@ def test_errors_reach_the_user_by_name(commands: ForkedCommands, address: str) -
         (("x", "--model", "other"), "NOT_FOUND", 2),
         (("x", "--timeout", "0.000001"), "DEADLINE_EXCEEDED", 4),
     ):
-        done = commands.run("generate", "--address", address, *arguments)
+        done = splitpoint("generate", "--address", address, *arguments)
         assert done.returncode == code, (arguments, done.stderr)
         assert done.stderr.startswith(f"splitpoint: {name}: "), done.stderr
 
 
-def test_doctor_beside_a_healthy_stack(commands: ForkedCommands, address: str) -> None:
+def test_doctor_beside_a_healthy_stack(address: str) -> None:
     asked = ("doctor", "--instance", instance_name("cli"), "--host-memory", "64MiB", "--json")
-    done = commands.run(*asked, "--listen", address)
+    done = splitpoint(*asked, "--listen", address)
     findings = json.loads(done.stdout)["findings"]
     assert done.returncode == 0, findings
     [told] = [finding for finding in findings if finding["name"] == "instance"]
@@ -203,14 +182,14 @@ def test_doctor_beside_a_healthy_stack(commands: ForkedCommands, address: str) -
     assert told["found"].endswith(f"serves at {address}")
     assert not [finding for finding in findings if finding["name"] == "listen"]
     # Where it does not serve it would be another stack of this name, which is refused.
-    done = commands.run(*asked, "--listen", f"{address}.other")
+    done = splitpoint(*asked, "--listen", f"{address}.other")
     assert done.returncode == 1
     problems = [f for f in json.loads(done.stdout)["findings"] if f["verdict"] == "problem"]
     assert [problem["name"] for problem in problems] == ["instance"]
 
 
-def test_status(commands: ForkedCommands, address: str) -> None:
-    done = commands.run("status", "--address", address, "--wait", "10", "--json")
+def test_status(address: str) -> None:
+    done = splitpoint("status", "--address", address, "--wait", "10", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["serves"]
@@ -219,17 +198,15 @@ def test_status(commands: ForkedCommands, address: str) -> None:
     store = answer["stores"][0]
     assert store["quarantined_slot_count"] == store["writing_slot_count"] == 0
     assert store["data_type"] == "float32"
-    assert commands.run("status", "--address", address).returncode == 0
+    assert splitpoint("status", "--address", address).returncode == 0
 
 
-def test_a_measured_profile_fits_plan(
-    commands: ForkedCommands, address: str, tmp_path: Path
-) -> None:
+def test_a_measured_profile_fits_plan(address: str, tmp_path: Path) -> None:
     with Client(address) as client:
         profile = client.list_workers()[0].profile
     assert profile is not None
     (tmp_path / "profile.json").write_text(profile.to_json())
-    done = commands.run(
+    done = splitpoint(
         *("plan", "--model", "opt-6.7b", "--cached", "1000", "--new", "10"),
         *("--profile", str(tmp_path / "profile.json")),
     )

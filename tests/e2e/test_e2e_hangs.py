@@ -1,11 +1,12 @@
 """A worker process that is stopped beyond its lease, and one that is cut off: streams go on.
 
-Real processes: a store and two workers. About 25 s.
+Real processes: a store and two workers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import shutil
 import signal
 import time
@@ -36,14 +37,20 @@ from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_
 NEW_TOKENS = 160
 LEASE_SECONDS = 1.0
 SHAPE = StackShape(workers=2, lease_seconds=LEASE_SECONDS)
-# Made before anything runs: the proxies are on this process's event loop, too.
-MODEL = build_tiny("llama")
-WANTED = [clear_prompt(MODEL, 30 + seed, NEW_TOKENS, seed=seed) for seed in range(6)]
-AFTER, AFTER_TOKENS = clear_prompt(MODEL, 44, 30, seed=99)
+
+
+@functools.cache
+def references() -> tuple[list[tuple[list[int], list[int]]], tuple[list[int], list[int]]]:
+    """Prompts with their greedy tokens: those that are disturbed, and one for afterwards."""
+    model = build_tiny("llama")
+    disturbed = [clear_prompt(model, 30 + seed, NEW_TOKENS, seed=seed) for seed in range(6)]
+    return disturbed, clear_prompt(model, 44, 30, seed=99)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Made before anything runs: the proxies are on this process's event loop, too.
+    references()
     return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
@@ -163,7 +170,7 @@ async def lose_one_beside_streams(running: Cluster, lose: str) -> int:
     manager = running.scheduler.manager
     streams = [
         running.client.generate(prompt, max_tokens=NEW_TOKENS, ignore_eos=True)
-        for prompt, _ in WANTED
+        for prompt, _ in references()[0]
     ]
     answers = [asyncio.create_task(stream.complete()) for stream in streams]
     busy: list[int] = []
@@ -185,7 +192,7 @@ async def lose_one_beside_streams(running: Cluster, lose: str) -> int:
     assert manager.attempts_on(str(victim))
     seconds = await until_gone(running, str(victim))
     print(f"\n{lose}: noticed after {seconds:.2f} s")
-    for (_, tokens), answer in zip(WANTED, await asyncio.gather(*answers), strict=True):
+    for (_, tokens), answer in zip(references()[0], await asyncio.gather(*answers), strict=True):
         assert list(answer.token_ids) == tokens
     listed = await running.client.list_workers()
     lost = next(each for each in listed if each.id == str(victim))
@@ -207,11 +214,12 @@ async def test_a_worker_that_is_stopped_beyond_its_lease_is_fenced(
         late = running.scheduler.manager.counters.late_count
         running.workers[victim].send_signal(signal.SIGCONT)
         await wait_for_workers(running.client, 2, seconds=60)
+        prompt, tokens = references()[1]
         for worker_id in ("0", "1"):
             answer = await running.client.generate(
-                AFTER, max_tokens=30, ignore_eos=True, worker=worker_id
+                prompt, max_tokens=30, ignore_eos=True, worker=worker_id
             ).complete()
-            assert list(answer.token_ids) == AFTER_TOKENS
+            assert list(answer.token_ids) == tokens
         assert running.scheduler.manager.counters.late_count == late
         async with asyncio.timeout(30):
             while True:

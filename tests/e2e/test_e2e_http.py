@@ -95,7 +95,7 @@ def test_a_gateway_outlives_schedulers_and_is_kept_alive() -> None:
         [url] = re.findall(r"gateway    (http://127\.0\.0\.1:\d+)/v1 ", summary)
         assert process.stderr is not None
         wait_healthy(url)
-        wanted = text_of(url, 400)
+        wanted = text_of(url, 200)
         [address, *_] = re.findall(r"scheduler  (127\.0\.0\.1:\d+)", summary)
         with Client(address) as client:
             [gateway] = read_status(client).gateways
@@ -104,7 +104,7 @@ def test_a_gateway_outlives_schedulers_and_is_kept_alive() -> None:
         assert gateway.counts.request_count == 1
 
         # Whichever scheduler it asks is lost: the other one goes on at the next token.
-        with post(url, max_tokens=400, stream=True) as response:
+        with post(url, max_tokens=200, stream=True) as response:
             stream = pieces(response)
             text = next(stream)
             for scheduler in services(process, "scheduler_service")[:1]:
@@ -124,7 +124,7 @@ def test_a_gateway_outlives_schedulers_and_is_kept_alive() -> None:
         assert text_of(url, 16) == wanted[: len(text_of(url, 16))]
 
         # A stop lets the answer end, and nothing new begin.
-        with post(url, max_tokens=400, stream=True) as response:
+        with post(url, max_tokens=200, stream=True) as response:
             stream = pieces(response)
             text = next(stream)
             process.send_signal(signal.SIGINT)

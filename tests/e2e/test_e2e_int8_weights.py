@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from own_names import instance_name
-from test_e2e_cli import splitpoint
+from splitpoint_command import splitpoint
 from test_e2e_keep_arena import complete
 from test_e2e_restarts import SECONDS, wait_sealed
 from up_process import up_process, wait_until_up

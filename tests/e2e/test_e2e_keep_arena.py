@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from own_names import instance_name
-from test_e2e_cli import assert_nothing_left, splitpoint
+from splitpoint_command import splitpoint
+from test_e2e_cli import assert_nothing_left
 from test_e2e_restarts import PROMPT, SECONDS, wait_sealed
 from up_process import up_process, wait_until_up
 

@@ -119,7 +119,7 @@ async def test_a_client_goes_on_when_its_scheduler_is_killed(two: Fleet) -> None
 
 async def test_a_client_leaves_a_scheduler_that_hangs(two: Fleet) -> None:
     await two.all_ready()
-    asked = Question(PROMPT, {"max_tokens": 400, "ignore_eos": True})
+    asked = Question(PROMPT, {"max_tokens": 120, "ignore_eos": True})
     async with AsyncClient(two.addresses) as client:
         load = await Load.of(client, [asked], SEED)
         asking = asyncio.create_task(load.ask(client, asked))

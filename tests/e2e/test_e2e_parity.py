@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from local_stack import LocalStack, StackShape, local_stack, prompt_of
+from long_runs import scaled
 from tiny_models import CASES, FAMILY_CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 from transformers import PreTrainedModel
 
@@ -17,7 +18,9 @@ from splitpoint.client.answers import Completion
 from splitpoint.planning.plan import Residency
 
 LENGTHS = (1, 15, 16, 17, 47, 64, 65, 130)
-NEW_TOKENS = 64
+NEW_TOKENS = scaled(24, chaos=64)
+
+pytestmark = pytest.mark.scaled
 
 
 async def greedy(

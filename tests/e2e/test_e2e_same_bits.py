@@ -1,7 +1,7 @@
 """One prompt has one answer, to the last bit, in bfloat16, with real processes.
 
 On either worker, cold or restored by any method, resident or streamed, alone or in a batch, and
-while a worker or the store dies. About a minute.
+while a worker or the store dies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from kept_fleet import KeptFleet, busiest_worker, kept_fleet
+from long_runs import scaled
 
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion, Logprobs, Tokens
@@ -24,14 +25,17 @@ from splitpoint.speculation import DraftMethod
 from splitpoint_cli.bench.texts import beginnings, held_back_files
 
 SECONDS = 120.0
-NEW_TOKENS = 48
+NEW_TOKENS = scaled(28, chaos=48)
 PAGE = 16
 # Several pages, and prompts that end inside of one. The first token of all is the same.
 LENGTHS = (20, 130, 203, 64, 301, 97)
 # A victim dies once each request has so many tokens.
 BEFORE_DEATH = 8
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.scaled,
+    pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler"),
+]
 
 
 @dataclass(frozen=True)

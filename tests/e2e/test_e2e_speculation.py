@@ -1,6 +1,6 @@
 """Drafts change no text: every method, greedy and sampled, through the deaths of processes.
 
-One stack of real processes for all tests. About 90 s; three minutes on a busy machine.
+One stack of real processes for all tests.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fork_server import SECONDS
 from kept_fleet import KeptFleet, busiest_worker, kept_fleet
+from long_runs import scaled
 
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import AsyncClient
@@ -28,9 +29,9 @@ AUTO, SELF, SUFFIX, MODEL = (
     DraftMethod.SUFFIX,
     DraftMethod.MODEL,
 )
-TOKENS = 64
+TOKENS = scaled(32, chaos=64)
 # Long enough to be killed in the middle.
-LONG = 160
+LONG = scaled(96, chaos=160)
 BODY = "        self._loop.call_soon(callback, *args)\n        return self._waiter\n\n"
 PROMPTS = [
     f"class Transport{index}:\n    def method_{index}(self, callback, *args):\n{BODY * (2 + index)}"
@@ -45,6 +46,9 @@ CASES = [
     for residency in [list(Residency)[(which + number) % 2]]
     for is_sampled in [(which + number // 2) % 2 == 1]
 ]
+
+
+pytestmark = pytest.mark.scaled
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import jsonschema
 import pytest
 from kept_fleet import KeptFleet, busiest_worker, kept_fleet
 from local_stack import LocalStack, StackShape, local_stack
+from long_runs import scaled
 from random_schemas import random_schema
 from tiny_models import write_tiny
 
@@ -30,7 +30,7 @@ from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.speculation import DraftMethod
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
-SCHEMAS = int(os.environ.get("SPLITPOINT_SCHEMAS", "60"))
+SCHEMAS = scaled(60, chaos=500)
 OPEN_AT_ONCE = 48
 PERSON = {
     "type": "object",
@@ -45,6 +45,7 @@ PERSON = {
 }
 
 
+@pytest.mark.scaled
 async def test_every_whole_answer_satisfies_its_schema(tmp_path: Path) -> None:
     folder = write_tiny("llama", tmp_path / "m", vocab_size=4096, eos_token_id=1)
     for name in ("tokenizer.json", "tokenizer_config.json"):

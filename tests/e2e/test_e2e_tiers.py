@@ -7,6 +7,7 @@ pays.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,17 @@ from splitpoint.client.answers import Completion
 from splitpoint.planning.plan import ReasonKind
 from splitpoint.tiers import Tier
 
-MODEL = build_tiny("llama")
 NEW_TOKENS = 8
 CHUNK_TOKENS = 16
 # The arena holds 85 chunks, three of these conversations.
 TOKENS = 400
-PROMPTS = [clear_prompt(MODEL, TOKENS + number, NEW_TOKENS) for number in range(4)]
+COUNT = 4
+
+
+@functools.cache
+def reference(number: int) -> tuple[list[int], list[int]]:
+    """Return a prompt and its greedy tokens."""
+    return clear_prompt(build_tiny("llama"), TOKENS + number, NEW_TOKENS)
 
 
 def tiered(folder: Path, *more: str) -> StackShape:
@@ -59,7 +65,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def ask(stack: LocalStack, number: int) -> Completion:
-    prompt, wanted = PROMPTS[number]
+    prompt, wanted = reference(number)
     answer = await stack.client.generate(prompt, max_tokens=NEW_TOKENS, ignore_eos=True).complete()
     assert list(answer.token_ids) == wanted
     return answer
@@ -67,7 +73,7 @@ async def ask(stack: LocalStack, number: int) -> Completion:
 
 async def fill(stack: LocalStack) -> None:
     """Ask all: the first prompt leaves the arena, at least its end, and goes to the disk."""
-    for number in range(len(PROMPTS)):
+    for number in range(COUNT):
         answer = await ask(stack, number)
         assert answer.plan is not None
         assert (answer.plan.fetched_tokens, answer.plan.fetch_source) == (0, "")

@@ -6,16 +6,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-from forked_command import ForkedCommands, forked_commands
 from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from own_names import instance_name
+from splitpoint_command import splitpoint
 
 from splitpoint.checkpoint.config import model_name
 from splitpoint.checkpoint.decoder import support_of
@@ -194,16 +193,8 @@ CONFIGS: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def commands() -> Iterator[ForkedCommands]:
-    with forked_commands() as running:
-        yield running
-
-
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_command_has_the_same_verdict(
-    name: str, tmp_path: Path, bundled_model: Path, commands: ForkedCommands
-) -> None:
+def test_every_command_has_the_same_verdict(name: str, tmp_path: Path, bundled_model: Path) -> None:
     changes, reason = CONFIGS[name]
     config = json.loads((bundled_model / "config.json").read_text())
     for key in ("rope_scaling", "rope_parameters"):  # the older form replaces the newer one
@@ -232,7 +223,7 @@ def test_every_command_has_the_same_verdict(
         **({"up": ("--device", "cpu", "--instance", INSTANCE)} if reason else {}),
     }
     for command, more in asked.items():
-        done = commands.run(command, "--model", model, *more)
+        done = splitpoint(command, "--model", model, *more)
         assert done.returncode == (2 if reason else 0), (command, done.stderr)
         assert " ".join(verdict.reason.split()) in " ".join(done.stderr.split()), command
     # Refused before anything was made for it.

@@ -31,6 +31,7 @@ from kvstore_helpers import (
     seed_of,
     write_payload,
 )
+from long_runs import scaled
 from own_names import shared_memory_folder
 
 from kvstore_service.pool.chunk_pool import WrittenChunk
@@ -42,6 +43,8 @@ from splitpoint.arena.records import CHUNK_OFFSET
 from splitpoint.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted
 from splitpoint.keys import chunk_key
 
+# Histories, unless SPLITPOINT_STORE_EXAMPLES says how many.
+EXAMPLES = scaled(150, chaos=500)
 SLOTS = 9
 LEASE_SECONDS = 10.0
 SALTS = (b"", b"tenant")
@@ -485,11 +488,12 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.store.pool.sealed_total - self.store.pool.evicted_total == sealed
 
 
+@pytest.mark.scaled
 def test_the_store_against_a_dictionary() -> None:
     run_state_machine_as_test(
         StoreMachine,
         settings=settings(
-            max_examples=int(os.environ.get("SPLITPOINT_STORE_EXAMPLES", "150")),
+            max_examples=int(os.environ.get("SPLITPOINT_STORE_EXAMPLES", EXAMPLES)),
             stateful_step_count=50,
             suppress_health_check=list(HealthCheck),
         ),

@@ -1,4 +1,4 @@
-"""Triton's kernels compile for GPUs of three generations, without one: 30 s.
+"""Triton's kernels compile for GPUs of three generations, without one.
 
 Triton's own compiler and ptxas need no device. Whether the code is right is shown by Triton's
 interpreter (tests/worker/pipeline/test_worker_gather.py); how fast it is, by `make gpu`.
@@ -6,9 +6,11 @@ interpreter (tests/worker/pipeline/test_worker_gather.py); how fast it is, by `m
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,19 @@ def cubin_bytes(kernel, signature, constants, architecture, options=None):
 
 def not_specialized(kernel):
     return {each.name for each in kernel.params if each.do_not_specialize}
+"""
+
+# Runs each script that it reads, and answers with the error that it ends with.
+READ = """
+import json
+import traceback
+for line in sys.stdin:
+    error = ""
+    try:
+        exec(json.loads(line), dict(globals()))
+    except BaseException:
+        error = traceback.format_exc()
+    print(json.dumps(error), flush=True)
 """
 
 GATHER = """
@@ -113,36 +128,52 @@ assert not_specialized(multiply_tiles) == {"row_count"}
 """
 
 
-def run(script: str, folder: Path) -> None:
-    """Run in a process of its own: other tests interpret the same kernels."""
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs scripts: other tests interpret the same kernels."""
+    pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if "TRITON" not in name}
-    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT + script],
+    environment |= {
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "PYTHONPATH": str(ROOT),
+    }
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT + READ],
         cwd=ROOT,
         env=environment,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=170,
-    )
-    assert done.returncode == 0, done.stderr
+    ) as process:
+        yield process
 
 
-def test_the_gather_kernel_compiles_once_for_all_transfers(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    run(GATHER, tmp_path)
+def run(compiler: subprocess.Popen[str], script: str) -> None:
+    assert compiler.stdin is not None
+    assert compiler.stdout is not None
+    print(json.dumps(script), file=compiler.stdin, flush=True)
+    assert json.loads(compiler.stdout.readline()) == ""
 
 
-def test_the_kernel_of_single_rows_compiles_once_for_all_steps(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    run(ROWS, tmp_path)
+def test_the_gather_kernel_compiles_once_for_all_transfers(
+    compiler: subprocess.Popen[str],
+) -> None:
+    run(compiler, GATHER)
 
 
-def test_products_of_one_order_compile_once_for_all_numbers_of_rows(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    run(PRODUCTS, tmp_path)
+def test_the_kernel_of_single_rows_compiles_once_for_all_steps(
+    compiler: subprocess.Popen[str],
+) -> None:
+    run(compiler, ROWS)
 
 
-def test_the_attention_kernels_compile_once_for_all_batches(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    run(SPANS, tmp_path)
+def test_products_of_one_order_compile_once_for_all_numbers_of_rows(
+    compiler: subprocess.Popen[str],
+) -> None:
+    run(compiler, PRODUCTS)
+
+
+def test_the_attention_kernels_compile_once_for_all_batches(
+    compiler: subprocess.Popen[str],
+) -> None:
+    run(compiler, SPANS)

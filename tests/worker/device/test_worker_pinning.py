@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ from worker_service.device.pinning import (
     copy_fault,
     piece_slots,
     pieces_of,
+    refusal,
 )
 from worker_service.hardware.streams import StreamUse, stream_for
 
@@ -217,20 +216,14 @@ def test_one_copy_that_returns_early_proves_them_asynchronous() -> None:
 
 
 def test_a_low_memlock_limit_is_named_with_its_remedy() -> None:
-    """In a process of its own: a limit that was lowered cannot be raised again."""
-    script = (
-        "import resource\n"
-        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))\n"
-        "from worker_service.device.pinning import PinningFailed, refusal\n"
-        "print(refusal(PinningFailed('CUDA error 2'), 1 << 30, 2 << 30))\n"
-    )
-    root = Path(__file__).resolve().parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert "locking 1 GiB of 2 GiB failed (CUDA error 2)" in done.stdout
-    assert "RLIMIT_MEMLOCK is 0 B; raise it with `ulimit -l unlimited`" in done.stdout
+    before, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, most))
+    try:
+        told = refusal(PinningFailed("CUDA error 2"), 1 << 30, 2 << 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (before, most))
+    assert "locking 1 GiB of 2 GiB failed (CUDA error 2)" in told
+    assert "RLIMIT_MEMLOCK is 0 B; raise it with `ulimit -l unlimited`" in told
 
 
 class RefusingRuntime:

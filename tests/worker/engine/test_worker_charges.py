@@ -26,7 +26,7 @@ from worker_service.model.decoder import Decoder
 
 CHUNK = 16
 REQUESTS = 64
-PROMPT = 240
+PROMPT = 160
 NEW = 20
 GREEDY = Sampling(max_tokens=NEW, ignore_eos=True)
 # Pages of one resident request at its end.
