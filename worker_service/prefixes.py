@@ -22,10 +22,10 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Call, Lookup, Matched, RestoreEvent, Wake
 from worker_service.engine.sequence import Admission, Suspects
 from worker_service.fetching.fetcher import CLOSE_SECONDS, PrefixFetcher
-from worker_service.fetching.meeting import Meeting
 from worker_service.fetching.results import FetchResult
 from worker_service.fetching.tier_loader import TierLoader
 from worker_service.lanes.spans import WriteBackSpans
+from worker_service.pipeline.two_ends import TwoEnds
 from worker_service.store.client import Match, StoreClient
 from worker_service.store.write_back import SequenceKey, WriteBack
 
@@ -83,7 +83,7 @@ class RequestPrefixes:
 
     async def find(
         self, admission: Admission, span: tracing.Span
-    ) -> tuple[Match | None, Meeting | None]:
+    ) -> tuple[Match | None, TwoEnds | None]:
         """Bring the prefix of a request that arrived, and lease it.
 
         Returns None for the match if the store is away, and the meeting of its ends if a tier

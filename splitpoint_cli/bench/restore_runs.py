@@ -45,9 +45,9 @@ from worker_service.device.memory import STAGING_PAGES
 from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Span, Trace
-from worker_service.pipeline.both_ends import restore_from_both_ends
+from worker_service.pipeline.executor import restore
+from worker_service.pipeline.front import restore_from_both_ends
 from worker_service.pipeline.gather import gatherer_of
-from worker_service.pipeline.restore import restore
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.profiling.profiler import measure

@@ -17,7 +17,7 @@ from splitpoint_cli.bench.restore_report import TOLERANCES, RestoreWorkload
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.engine import Engine
 from worker_service.model.decoder import Decoder
-from worker_service.pipeline.restore import Prefix
+from worker_service.pipeline.task_work import Prefix
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
 # No key or value is that large: the comparison finds rows that were not restored.

@@ -24,7 +24,7 @@ from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.layer import DecoderLayer
 from worker_service.model.span_attention import SpanView
-from worker_service.pipeline.prefetch import Prefetcher, compute
+from worker_service.pipeline.executor import Prefetcher, compute
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,6 @@ from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.restorer import Restorer
 from worker_service.engine.sampling import NonFiniteLogits
 from worker_service.engine.sequence import Admission, Sequence, Stage
-from worker_service.fetching.meeting import Meeting
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.graphs.support import EagerReason
 from worker_service.hardware.current import make_current
@@ -58,6 +57,7 @@ from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.shared_split import SharedSplit
 from worker_service.pipeline.staging import Staging
+from worker_service.pipeline.two_ends import TwoEnds
 from worker_service.retrieval.selector import ScreensOf, ScreenSource, Selector
 from worker_service.store.client import Match
 from worker_service.store.verifier import Verifier
@@ -178,7 +178,7 @@ class Engine:
         match: Match | None = None,
         spans: RequestSpans | None = None,
         matcher: GrammarMatcher | None = None,
-        meeting: Meeting | None = None,
+        meeting: TwoEnds | None = None,
     ) -> None:
         """Queue a request with its leased prefix for the next step; from any thread.
 

@@ -30,7 +30,7 @@ from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer
-from worker_service.pipeline.prefetch import Prefetcher, compute
+from worker_service.pipeline.executor import Prefetcher, compute
 from worker_service.pipeline.staging import Staging
 from worker_service.store.verifier import Check, Verifier
 from worker_service.store.write_back import SequenceKey

@@ -27,12 +27,13 @@ from worker_service.lanes.groups import Claim, ComputeShare, by_claim
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
-from worker_service.pipeline.both_ends import BothEndsRestore
+from worker_service.pipeline.executor import PIECE_BYTES, RestoreRun
 from worker_service.pipeline.gather import gatherer_of
-from worker_service.pipeline.restore import PIECE_BYTES, Prefix, SplitRestore, Target
 from worker_service.pipeline.restoring import Restoring, Wanted
 from worker_service.pipeline.staging import Staging
+from worker_service.pipeline.task_work import Prefix, Target
 from worker_service.pipeline.transfer import CacheTransfer, Part
+from worker_service.pipeline.two_ends import TwoEnds
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Match
 from worker_service.store.verifier import Check, Verifier
@@ -86,7 +87,7 @@ class Restorer:
         self._compute_share = ComputeShare()
         self._advanced = time.perf_counter()
         # The restore that may use the X memory of restores.
-        self._slot_holder: SplitRestore | None = None
+        self._slot_holder: RestoreRun | None = None
 
     def forget_arena(self) -> None:
         """Drop the arena that was read last; sequences that still read it keep it."""
@@ -112,12 +113,12 @@ class Restorer:
         self._allocate_pages(sequence, wanted)
         first_use = self._cache.first_use_bytes - first_use
         read, check = self._begin_check(sequence, wanted)
-        run = self._run_of(sequence, wanted)
-        sequence.restoring = Restoring(
-            run, wanted, read, self._predicted(sequence, wanted, run), check, first_use
-        )
+        ends = self._ends_of(sequence, wanted)
+        run = self._run_of(sequence, wanted, ends)
+        predicted = self._predicted(sequence, wanted, run)
+        sequence.restoring = Restoring(run, wanted, read, predicted, check, ends, first_use)
         sequence.enter(Stage.RESTORING)
-        if self._lanes.overlapping or isinstance(run, BothEndsRestore):
+        if self._lanes.overlapping:
             run.begin()
             return None
         # The serial twin: everything at once, in order.
@@ -200,7 +201,20 @@ class Restorer:
         sequence.first_unsure_chunk = None if offset is None else wanted.first_chunk + offset
         return read, check
 
-    def _run_of(self, sequence: Sequence, wanted: Wanted) -> SplitRestore | BothEndsRestore:
+    def _ends_of(self, sequence: Sequence, wanted: Wanted) -> TwoEnds | None:
+        """Return the ends of a prefix whose front is computed; None if it is none."""
+        if not wanted.from_both_ends:
+            return None
+        return TwoEnds.over_link(
+            first_chunk=wanted.first_chunk,
+            cached_tokens=wanted.cached_tokens,
+            chunk_tokens=self._chunk,
+            block_tokens=self._block_tokens,
+            expected_tokens=sequence.admission.recomputed_tokens,
+            in_turn=not self._lanes.overlapping,
+        )
+
+    def _run_of(self, sequence: Sequence, wanted: Wanted, ends: TwoEnds | None) -> RestoreRun:
         """Return the pieces of a restore."""
         admission, target = sequence.admission, Target(self._cache.keys, self._cache.values)
         end = wanted.cached_tokens
@@ -214,37 +228,24 @@ class Restorer:
             end if wanted.missing_tokens else wanted.first_chunk * self._chunk,
             min(wanted.split_tokens, end),
         )
-        copies = self._copies(sequence, wanted)
-        if wanted.from_both_ends:
-            return BothEndsRestore(
-                wanted.transfer,
-                self._lanes,
-                prefix,
-                target,
-                block_tokens=self._block_tokens,
-                expected_tokens=admission.recomputed_tokens,
-                copies=copies,
-                on_change=self._on_change,
-            )
-        return SplitRestore(
+        return RestoreRun(
             wanted.transfer,
             self._lanes,
             prefix,
             target,
             tile_tokens=admission.tile_tokens or TILE_PAGES * self._chunk,
-            copies=copies,
+            ends=ends,
+            copies=self._copies(sequence, wanted),
             piece_bytes=self._piece_bytes(),
             on_change=self._on_change,
         )
 
-    def _predicted(
-        self, sequence: Sequence, wanted: Wanted, run: SplitRestore | BothEndsRestore
-    ) -> float:
+    def _predicted(self, sequence: Sequence, wanted: Wanted, run: RestoreRun) -> float:
         """Return the seconds that the restore should take; 0 if the prefix is streamed."""
         costs = self._observers.costs
         if costs is None or sequence.is_streamed or not wanted.missing_tokens:
             return 0.0
-        if isinstance(run, BothEndsRestore):
+        if wanted.from_both_ends:
             # The plan was for the whole prefix.
             return 0.0 if wanted.first_chunk else sequence.admission.predicted_restore_seconds
         options = PipelineOptions(
@@ -315,7 +316,7 @@ class Restorer:
             others = (*batch, *(other for other, _ in restoring))
             each.is_alone = each.is_alone and all(other is sequence for other in others)
             each.run.group.claim = self._claim(each)
-        runs = [each.run for _, each in restoring if isinstance(each.run, SplitRestore)]
+        runs = [each.run for _, each in restoring]
         runs = [runs[index] for index in by_claim([run.group.claim_at(now) for run in runs])]
         for run in runs:
             run.contend(bool(batch) and self._lanes.overlapping)
@@ -323,7 +324,7 @@ class Restorer:
         for run in runs:
             self._compute(run, has_batch=bool(batch), deadline=now + _SLICE_SECONDS)
 
-    def _compute(self, run: SplitRestore, *, has_batch: bool, deadline: float) -> None:
+    def _compute(self, run: RestoreRun, *, has_batch: bool, deadline: float) -> None:
         """Compute products until none is ready or the time for them is over."""
         while True:
             started = time.perf_counter()
@@ -340,7 +341,7 @@ class Restorer:
                 self.has_more = True
                 return
 
-    def _lend_slots(self, runs: Rows[SplitRestore]) -> None:
+    def _lend_slots(self, runs: Rows[RestoreRun]) -> None:
         """Give the X memory of restores to the first that needs it, until it does not any more."""
         holder = self._slot_holder
         if holder is not None and not holder.group.is_closed and holder.needs_slots:
@@ -406,10 +407,10 @@ class Restorer:
     def _report(self, sequence: Sequence, restoring: Restoring) -> RestoreEvent:
         """Let the costs learn from the restore, and return its event."""
         ended = time.perf_counter()
-        spans, run, wanted = restoring.spans, restoring.run, restoring.wanted
+        spans, wanted = restoring.spans, restoring.wanted
         rebuilt = sum(span.tokens for span in spans if span.name == "rebuild")
         rebuilt //= len(self._model.layers)
-        recomputed = run.recomputed_tokens if isinstance(run, BothEndsRestore) else 0
+        recomputed = restoring.recomputed_tokens
         predicted = restoring.predicted_seconds if restoring.is_alone else 0.0
         event = RestoreEvent(
             sequence.key,
@@ -431,7 +432,7 @@ class Restorer:
         if costs is not None:
             is_first_use = restoring.first_use_bytes > 0
             costs.restored(spans, is_first_use=is_first_use)
-            is_whole = isinstance(run, SplitRestore) and not sequence.is_streamed
+            is_whole = restoring.ends is None and not sequence.is_streamed
             if is_whole and restoring.is_alone and wanted.missing_tokens and not is_first_use:
                 costs.took(event.restore_seconds, spans, self._lanes.schedule)
         if wanted.missing_tokens and sequence.spans is not None:

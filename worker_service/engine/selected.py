@@ -23,7 +23,7 @@ from worker_service.lanes.lanes import Event
 from worker_service.model.attention import PartialAttention
 from worker_service.model.decoder import Decoder
 from worker_service.model.forward import CarryOut, Enter
-from worker_service.pipeline.prefetch import Attend
+from worker_service.pipeline.executor import Attend
 from worker_service.pipeline.tiles import Tile
 from worker_service.retrieval.ahead import RowReader, RowsAhead, estimates_of
 from worker_service.retrieval.sequence_reads import OBSERVED_QUERIES, SequenceReads

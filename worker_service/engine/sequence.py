@@ -15,11 +15,11 @@ from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint.structured.grammar import GrammarText
 from worker_service.device.claims import Claim
 from worker_service.engine.sampling import Sampling
-from worker_service.fetching.meeting import Meeting
 from worker_service.fetching.results import FetchSource
 from worker_service.lanes.spans import RequestSpans
 from worker_service.pipeline.restoring import Restoring
 from worker_service.pipeline.transfer import CacheTransfer
+from worker_service.pipeline.two_ends import TwoEnds
 from worker_service.retrieval.selector import EXACT, SelectionPlan
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.store.arena_tensors import StoredChunk
@@ -170,7 +170,7 @@ class Sequence:
     # A bit for each of the only ids that may be chosen, once a step chose; None: no such list.
     allowed: Mask | None = field(default=None, init=False)
     # Its back comes from a tier while steps compute its front; None: nothing comes.
-    meeting: Meeting | None = None
+    meeting: TwoEnds | None = None
     tokens: list[int] = field(init=False)
     # Streamed: the split of each step by length; the engine redraws it.
     split_line: SplitLine | None = field(init=False)

@@ -23,7 +23,8 @@ from worker_service.lanes.cost_watch import StepTraffic
 from worker_service.model.attention_parts import DecodeParts, PrefillParts
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.layer import DecoderLayer
-from worker_service.pipeline.prefetch import Attend, Prefetcher, TileTransfer
+from worker_service.pipeline.executor import Attend, Prefetcher
+from worker_service.pipeline.task_work import TileTransfer
 from worker_service.pipeline.tiles import StreamedTokens
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk, SuspectChunks

@@ -34,7 +34,7 @@ from worker_service.kernels.gpu_order import adds_in_one_order
 from worker_service.kernels.units import UnitOrder, UnitView, may_wait, prefills_in_units
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.span_attention import SpanView
-from worker_service.pipeline.prefetch import TileTransfer
+from worker_service.pipeline.task_work import TileTransfer
 from worker_service.pipeline.tiles import (
     StoredPage,
     StreamedTokens,

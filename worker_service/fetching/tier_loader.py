@@ -18,17 +18,66 @@ from splitpoint.costs.fetching import ROUND_TRIP_SECONDS, measured_rate
 from splitpoint.errors import SplitpointError
 from splitpoint.keys import chunk_keys
 from splitpoint.observe.logs import for_request
-from splitpoint.shapes import ArenaLayout
+from splitpoint.planning.bidirectional import BidirectionalQueue, PieceSize, piece_sizes
+from splitpoint.shapes import ArenaLayout, chunks_of
 from splitpoint.tasks import NamedTurns
 from splitpoint.tiers import ChunkSource
-from worker_service.fetching.meeting import PIECES_UNDER_WAY, Ends, Meeting
 from worker_service.fetching.results import FetchResult, FetchSource
+from worker_service.pipeline.two_ends import TwoEnds
 from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import Match, StoreClient, WrittenChunk
 from worker_service.store.session import Connection
 from worker_service.store.write_back import BATCH_CHUNKS, SequenceKey
 
 log = logging.getLogger(__name__)
+
+# Bytes of one piece that a tier loads. A piece costs two calls of the store, some milliseconds;
+# the front may have to wait for one piece at the end.
+LEAST_PIECE_BYTES = 1 << 20
+MOST_PIECE_BYTES = 16 << 20
+# The tier reads one while the slots of the next are reserved, and the last one is checked.
+PIECES_UNDER_WAY = 2
+# Chunks of the smallest piece at most: the sides of a short prefix meet somewhere, too.
+LEAST_PIECE_CHUNKS = 4
+
+
+def tier_ends(
+    *,
+    first_chunk: int,
+    chunk_count: int,
+    cached_tokens: int,
+    chunk_tokens: int,
+    chunk_bytes: int,
+    expected_tokens: int,
+    block_tokens: int,
+    in_turn: bool,
+) -> TwoEnds:
+    """Return the ends of chunks [first_chunk, chunk_count) whose back a tier brings.
+
+    Args:
+        cached_tokens: tokens of these chunks and those before them that need not be prefilled.
+        expected_tokens: where the plan lets the ends meet.
+        block_tokens: most tokens of one step.
+    """
+    count = chunk_count - first_chunk
+    front, _ = piece_sizes(chunk_tokens, block_tokens)
+    least = min(chunks_of(LEAST_PIECE_BYTES, chunk_bytes), LEAST_PIECE_CHUNKS)
+    back = PieceSize(least, max(least, MOST_PIECE_BYTES // chunk_bytes))
+    expected = chunks_of(expected_tokens, chunk_tokens) - first_chunk
+    queue = BidirectionalQueue(
+        count,
+        front=front,
+        back=back,
+        expected_share=min(max(expected / count, 0.0), 1.0),
+        back_ahead=PIECES_UNDER_WAY - 1,
+    )
+    return TwoEnds(
+        queue,
+        first_chunk=first_chunk,
+        cached_tokens=cached_tokens,
+        chunk_tokens=chunk_tokens,
+        in_turn=in_turn,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +91,7 @@ class _Load:
     keys: list[bytes]
     pieces: list[tuple[int, ...]]
     first_chunk: int
-    meeting: Meeting
+    ends: TwoEnds
     filled: dict[int, WrittenChunk] = field(default_factory=dict)
     result: FetchResult = field(default_factory=FetchResult)
     task: asyncio.Task[None] = field(init=False)
@@ -61,7 +110,7 @@ class TierLoader:
         on_change: Callable[[], None],
         measured: Callable[[ChunkSource, FetchResult], None],
     ) -> None:
-        """`block_tokens`: most tokens of one step. `in_turn`: see `Meeting`.
+        """`block_tokens`: most tokens of one step. `in_turn`: see `TwoEnds`.
 
         `on_change` is called when a load got further, `measured` when one has ended.
         """
@@ -99,7 +148,7 @@ class TierLoader:
         salt: bytes,
         tokens: Sequence[int],
         match: Match,
-    ) -> Meeting | None:
+    ) -> TwoEnds | None:
         """Begin to load what the match lacks; None if there is nothing to load."""
         size = self._layout.chunk_tokens
         count = min(source.cached_tokens, len(tokens)) // size
@@ -108,28 +157,26 @@ class TierLoader:
         first = match.cached_tokens // size
         if cached <= match.cached_tokens:
             return None
-        meeting = Meeting(
-            Ends(
-                first,
-                count,
-                cached,
-                size,
-                self._layout.chunk_bytes,
-                source.meeting_tokens,
-                self._block_tokens,
-            ),
+        ends = tier_ends(
+            first_chunk=first,
+            chunk_count=count,
+            cached_tokens=cached,
+            chunk_tokens=size,
+            chunk_bytes=self._layout.chunk_bytes,
+            expected_tokens=source.meeting_tokens,
+            block_tokens=self._block_tokens,
             in_turn=self._in_turn,
         )
         parts = [tuple(tokens[start : start + size]) for start in range(0, count * size, size)]
         keys = self._keys(salt, tokens[: count * size])
-        load = _Load(key, source.place, match.connection, salt, keys, parts, first, meeting)
+        load = _Load(key, source.place, match.connection, salt, keys, parts, first, ends)
         self._loads[key] = load
         # Before a step can claim all of it.
-        pieces = [meeting.claim_back() for _ in range(PIECES_UNDER_WAY)]
+        pieces = [ends.claim_back() for _ in range(PIECES_UNDER_WAY)]
         running = self._run(load, pieces, source.time_limit)
         with for_request(key[0]):
             load.task = asyncio.create_task(running, name=f"load {key[0]}")
-        return meeting
+        return ends
 
     @asynccontextmanager
     async def sealed(self, key: SequenceKey) -> AsyncIterator[FetchResult | None]:
@@ -164,7 +211,7 @@ class TierLoader:
             return False
         held = bool(load.filled) or not load.task.done()
         await self._stop(load)
-        load.meeting.give_back()
+        load.ends.give_back()
         await self._free_computed(load)
         size = self._layout.chunk_tokens
         load.result.tokens = 0
@@ -202,7 +249,7 @@ class TierLoader:
             # The front can compute everything.
             log.exception("loading from %s failed", load.place)
         finally:
-            load.meeting.end_back()
+            load.ends.end_back()
             self.end_turn(load.key)
             self._end(load, time.monotonic() - began)
             self._on_change()
@@ -216,15 +263,15 @@ class TierLoader:
             except SplitpointError as error:
                 log.warning("not loaded from %s: %s", load.place, error.message)
             finally:
-                load.meeting.loaded(chunks, begin)
+                load.ends.loaded(chunks, begin)
                 self._on_change()
             await self._free_computed(load)
-            chunks = load.meeting.claim_back()
+            chunks = load.ends.claim_back()
 
     def _end(self, load: _Load, seconds: float) -> None:
         """Sum up what was loaded, and let the rates learn from it."""
         result, size = load.result, self._layout.chunk_tokens
-        begin = load.meeting.first_loaded_chunk
+        begin = load.ends.first_loaded_chunk
         result.seconds = seconds
         result.tokens = sum(index >= begin for index in load.filled) * size
         result.recomputed_tokens = (begin - load.first_chunk) * size
@@ -265,7 +312,7 @@ class TierLoader:
 
     async def _free_computed(self, load: _Load) -> None:
         """Free the slots of chunks that the front computes, too: write-back needs as many."""
-        begin = load.meeting.first_loaded_chunk
+        begin = load.ends.first_loaded_chunk
         computed = [load.filled.pop(index) for index in sorted(load.filled) if index < begin]
         if computed:
             slots = [(chunk.slot, chunk.generation) for chunk in computed]
@@ -273,7 +320,7 @@ class TierLoader:
 
     async def _seal(self, load: _Load, lease_ids: list[int]) -> None:
         """Seal what was loaded behind the front in sequence order, batch by batch."""
-        begin = load.meeting.first_loaded_chunk
+        begin = load.ends.first_loaded_chunk
         written = [load.filled[index] for index in sorted(load.filled) if index >= begin]
         for start in range(0, len(written), BATCH_CHUNKS):
             batch = written[start : start + BATCH_CHUNKS]

@@ -2,7 +2,7 @@
 
 Spans refit the profile of costs; while a trace is wanted, they are kept for a file. Lanes keep the
 totals, by purpose, so that each way to use them counts. The names of work come from
-pipeline/transfer.py and pipeline/both_ends.py; this module knows no requests.
+pipeline/transfer.py; this module knows no requests.
 """
 
 from __future__ import annotations

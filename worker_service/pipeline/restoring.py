@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.planning.schedule import Lane
 from worker_service.lanes.timeline import Span
-from worker_service.pipeline.both_ends import BothEndsRestore
-from worker_service.pipeline.restore import SplitRestore
+from worker_service.pipeline.executor import RestoreRun
 from worker_service.pipeline.transfer import CacheTransfer
+from worker_service.pipeline.two_ends import TwoEnds
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.verifier import Check
 
@@ -82,6 +82,7 @@ class Restoring:
         read: the chunks that come onto the device.
         predicted_seconds: 0 if there is no prediction.
         check: compares checksums of what is read; None if nothing is due.
+        ends: how far its front and its back have come; None if steps compute no front of it.
         first_use_bytes: of its pages that nothing had used or populated before.
         is_alone: no other request used the lanes meanwhile.
         spans: its work on lanes so far.
@@ -89,11 +90,12 @@ class Restoring:
         started: when it began, by `time.perf_counter`.
     """
 
-    run: SplitRestore | BothEndsRestore
+    run: RestoreRun
     wanted: Wanted
     read: tuple[StoredChunk, ...]
     predicted_seconds: float
     check: Check | None
+    ends: TwoEnds | None = None
     first_use_bytes: int = 0
     is_alone: bool = True
     spans: list[Span] = field(default_factory=list)
@@ -102,10 +104,14 @@ class Restoring:
 
     def front_tokens(self, computed: int) -> int:
         """Return how many tokens a step may compute after the first `computed`; 0: none."""
-        run = self.run
-        if isinstance(run, SplitRestore) or not run.group.is_open:
+        if self.ends is None or not self.run.group.is_open:
             return 0
-        return run.front_tokens(computed)
+        return self.ends.front_tokens(computed)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens of the front that steps have computed, or compute."""
+        return 0 if self.ends is None else self.ends.recomputed_tokens
 
     def is_over(self, computed: int) -> bool:
         """Return True if it is done or failed, and no lane and no check works on it any more.
@@ -127,8 +133,10 @@ class Restoring:
         if self.check is not None:
             self.check.wait()
         read: Sequence[StoredChunk] = self.read
-        if isinstance(self.run, BothEndsRestore):
-            read = [*self.run.loaded_chunks, *self.wanted.tail]
+        if self.ends is not None:
+            # The last chunk's X is read, also if its K and V are computed.
+            loaded = self.wanted.chunks[self.ends.first_loaded_chunk :]
+            read = tuple(dict.fromkeys((*loaded, *self.wanted.tail)))
         # A slot's generation only grows: one that is current now was current all the time.
         self.wanted.transfer.tensors.check_current(read)
 

@@ -18,8 +18,9 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.restorer import TILE_PAGES
 from worker_service.lanes.cost_watch import CostWatch
 from worker_service.lanes.timeline import Span
-from worker_service.pipeline.both_ends import restore_from_both_ends
-from worker_service.pipeline.restore import Prefix, restore
+from worker_service.pipeline.executor import restore
+from worker_service.pipeline.front import restore_from_both_ends
+from worker_service.pipeline.task_work import Prefix
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.quantization import ChunkCodec

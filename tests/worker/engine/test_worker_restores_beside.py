@@ -26,7 +26,7 @@ from worker_service.engine.sequence import Admission, Sequence, Stage
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.model.decoder import Decoder
-from worker_service.pipeline.restore import SplitRestore
+from worker_service.pipeline.executor import RestoreRun
 from worker_service.store.verifier import Verifier
 
 CHUNK = 16
@@ -234,7 +234,7 @@ def test_one_without_staging_memory_loads_past_the_x_that_waits_for_it(case: Cas
     [sequence] = engine.queues.running
     assert sequence.restoring is not None
     run = sequence.restoring.run
-    assert isinstance(run, SplitRestore)
+    assert isinstance(run, RestoreRun)
     # As while another restore has it: everything is loaded but what is sent to be rebuilt.
     run._has_slots = False
     gate.is_open.set()

@@ -31,8 +31,10 @@ from worker_service.lanes.groups import Group, Piece
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
 from worker_service.lanes.work import Work
-from worker_service.pipeline.both_ends import BothEndsRestore
-from worker_service.pipeline.restore import Prefix, Target
+from worker_service.pipeline.executor import RestoreRun
+from worker_service.pipeline.task_work import Prefix, Target
+from worker_service.pipeline.transfer import CacheTransfer
+from worker_service.pipeline.two_ends import TwoEnds
 
 CHUNK = 16
 TOKENS = 470  # the last chunk is partial
@@ -114,14 +116,34 @@ class Met:
     spans: list[Span]
 
 
+def both_ends(
+    transfer: CacheTransfer,
+    lanes: Lanes,
+    prefix: Prefix,
+    target: Target,
+    *,
+    block: int,
+    expected: int,
+) -> tuple[RestoreRun, TwoEnds]:
+    ends = TwoEnds.over_link(
+        first_chunk=prefix.first_chunk,
+        cached_tokens=prefix.cached_tokens,
+        chunk_tokens=CHUNK,
+        block_tokens=block,
+        expected_tokens=expected,
+        in_turn=not lanes.overlapping,
+    )
+    return RestoreRun(transfer, lanes, prefix, target, ends=ends), ends
+
+
 def restore_alone(
-    lanes: Lanes, run: BothEndsRestore, front: Callable[[int, int], Work]
+    lanes: Lanes, run: RestoreRun, ends: TwoEnds, front: Callable[[int, int], Work]
 ) -> list[Span]:
     """Carry a restore out; `front(first, last)` computes tokens."""
     computed = 0
     run.begin()
     try:
-        while count := run.front_tokens(computed):
+        while count := ends.front_tokens(computed):
             ended: list[None] = []
             piece = Piece(front(computed, computed + count), lambda e=ended: e.append(None))  # type: ignore[misc]
             lanes.run_piece(Lane.COMPUTE, run.group, piece)
@@ -139,7 +161,8 @@ def restore_alone(
         run.group.wait_quiet()
     if run.group.error is not None:
         raise run.group.error
-    assert run.recomputed_tokens == computed
+    assert ends.has_met(computed)
+    assert ends.recomputed_tokens == computed
     return run.group.take_spans()
 
 
@@ -157,13 +180,13 @@ def restore_and_compare(
     pages = pages or [(5 * index) % PAGES for index in range(len(chunks))]
     keys, values = stored.empty_cache(PAGES)
     transfer = stored.transfer()
-    run = BothEndsRestore(
+    run, ends = both_ends(
         transfer,
         lanes,
         Prefix(chunks, 0, pages, stored.token_ids, cached, 0),
         Target(keys, values),
-        block_tokens=block,
-        expected_tokens=expected,
+        block=block,
+        expected=expected,
     )
 
     def front(first: int, last: int) -> Work:
@@ -178,9 +201,9 @@ def restore_and_compare(
 
         return Work("prefill", call, tokens=last - first)
 
-    spans = restore_alone(lanes, run, front)
-    stored.tensors.check_current(run.loaded_chunks)
-    met = Met(run.recomputed_tokens, spans)
+    spans = restore_alone(lanes, run, ends, front)
+    stored.tensors.check_current(chunks[ends.first_loaded_chunk :])
+    met = Met(ends.recomputed_tokens, spans)
     spare = [page for page in range(PAGES) if page not in pages]
     met_at = met.recomputed_tokens
     for layer in range(stored.layout.layer_count):
@@ -268,11 +291,9 @@ def test_nothing_stored_is_nothing_to_do(one: StoredPrefix) -> None:
     keys, values = one.empty_cache(1)
     transfer, lanes = one.transfer(), SerialLanes(CPU)
     prefix = Prefix((), 0, [], [5], 0, 0)
-    run = BothEndsRestore(
-        transfer, lanes, prefix, Target(keys, values), block_tokens=64, expected_tokens=0
-    )
+    run, ends = both_ends(transfer, lanes, prefix, Target(keys, values), block=64, expected=0)
     assert run.is_done
-    assert run.front_tokens(0) == run.recomputed_tokens == 0
+    assert ends.front_tokens(0) == ends.recomputed_tokens == 0
 
 
 def test_a_later_part_meets_behind_what_is_there(one: StoredPrefix) -> None:
@@ -281,20 +302,20 @@ def test_a_later_part_meets_behind_what_is_there(one: StoredPrefix) -> None:
     for expected in (0, 200, TOKENS):
         keys, values = one.empty_cache(PAGES)
         prefix = Prefix(one.chunks, first, pages, one.token_ids, TOKENS, 0)
-        run = BothEndsRestore(
+        run, ends = both_ends(
             one.transfer(),
             SerialLanes(CPU),
             prefix,
             Target(keys, values),
-            block_tokens=64,
-            expected_tokens=expected,
+            block=64,
+            expected=expected,
         )
         run.begin()
         computed = first * CHUNK
-        while count := run.front_tokens(computed):
+        while count := ends.front_tokens(computed):
             computed += count
         assert run.is_done
-        assert computed == first * CHUNK + run.recomputed_tokens
+        assert computed == first * CHUNK + ends.recomputed_tokens
         met = chunks_of(computed, CHUNK)
         for layer, wanted in enumerate(one.computed.keys):
             found = one.rows(keys[layer], pages[met:], TOKENS - met * CHUNK)

@@ -25,8 +25,9 @@ from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import SerialLanes
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.chunk_loader import ChunkLoader
-from worker_service.pipeline.restore import Prefix, restore
+from worker_service.pipeline.executor import restore
 from worker_service.pipeline.staging import Staging
+from worker_service.pipeline.task_work import Prefix
 from worker_service.pipeline.transfer import CacheTransfer, Part
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.quantization import Unencodable, decode, encode

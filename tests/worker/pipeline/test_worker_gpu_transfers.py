@@ -32,9 +32,10 @@ from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Span
 from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
+from worker_service.pipeline.executor import restore
 from worker_service.pipeline.gather import GatherCosts, Gatherer, gatherer_of
-from worker_service.pipeline.restore import Prefix, restore
 from worker_service.pipeline.staging import Staging
+from worker_service.pipeline.task_work import Prefix
 from worker_service.pipeline.transfer import CacheTransfer
 
 pytestmark = [

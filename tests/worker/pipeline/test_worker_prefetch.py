@@ -29,8 +29,9 @@ from worker_service.lanes.lanes import EmulatedLink, Event, Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
 from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
-from worker_service.pipeline.prefetch import Prefetcher, TileTransfer
+from worker_service.pipeline.executor import Prefetcher
 from worker_service.pipeline.staging import Staging
+from worker_service.pipeline.task_work import TileTransfer
 from worker_service.pipeline.tiles import (
     StoredPage,
     Tile,

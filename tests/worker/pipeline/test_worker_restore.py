@@ -18,7 +18,8 @@ from splitpoint.planning.schedule import Lane, Schedule, TaskKind
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
-from worker_service.pipeline.restore import Prefix, SplitRestore, Target, restore
+from worker_service.pipeline.executor import RestoreRun, restore
+from worker_service.pipeline.task_work import Prefix, Target
 
 CHUNK = 16
 TOKENS = 150  # the last chunk is partial
@@ -234,7 +235,7 @@ def test_what_is_left_is_counted_as_it_is(one: StoredPrefix, seed: int) -> None:
     lanes = ThreadLanes(CPU, EmulatedLink(3e7))
     keys, values = one.empty_cache(17)
     prefix = Prefix(one.chunks, 0, list(range(len(one.chunks))), one.token_ids, TOKENS, 140)
-    run = SplitRestore(
+    run = RestoreRun(
         one.transfer(8), lanes, prefix, Target(keys, values), tile_tokens=2 * CHUNK, piece_bytes=1
     )
 
@@ -283,7 +284,7 @@ def test_the_owner_is_called_when_there_is_something_to_do(one: StoredPrefix) ->
     pages = list(range(len(one.chunks)))
     prefix = Prefix(one.chunks, 0, pages, one.token_ids, TOKENS, 0)
     calls: list[bool] = []
-    run = SplitRestore(
+    run = RestoreRun(
         one.transfer(8),
         lanes,
         prefix,

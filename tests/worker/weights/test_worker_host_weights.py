@@ -29,8 +29,9 @@ from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 from worker_service.model.linear import Linear
-from worker_service.pipeline.restore import Prefix, restore
+from worker_service.pipeline.executor import restore
 from worker_service.pipeline.staging import Staging
+from worker_service.pipeline.task_work import Prefix
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.weights.matrices import head_rows, weight_sizes
 from worker_service.weights.packing import Matrix

@@ -1,19 +1,28 @@
-"""Brings a stored prefix onto the device: loads K,V[l:] and rebuilds K,V[:l] from X.
+"""Runs tasks on the lanes: the one executor of restores and streamed steps.
 
-`splitpoint.planning.schedule` decides the tasks and their order. The link draws the copies of
-a `SplitRestore` one by one, beside those of steps; its owner calls `compute` between steps,
-and never has to wait. While other work wants the device, a restore does not let the link
-wait for products: it loads what it would have rebuilt last. `restore` carries one out alone;
-over `SerialLanes` that is the serial twin. This module knows no requests and no calls of the
-store.
+`splitpoint.planning.schedule` lays tasks out, `task_work` makes their work, and here the lanes are
+given it. There are two drivers, because the moment differs at which a task is given:
+
+`RestoreRun`: the link draws copies one by one, beside those of steps, when it has time for them.
+The owner calls `compute` between steps, and never has to wait. While other work wants the device, a
+restore does not let the link wait for products: it loads what it would have rebuilt last. The loads
+of a back, whose front the owner computes, are claimed while it runs (`TwoEnds`). `restore` carries
+one out alone.
+
+`Prefetcher`: a step gives all its tasks in list order, the copies of later tiles ahead of the
+attention to the present one. While layer i computes its MLP, the first tiles of layer i + 1 arrive.
+The host never waits. On a GPU the lanes wait for each other (not confirmed on a GPU yet).
+
+Over `SerialLanes` either is the serial twin. This module knows no requests, no calls of the store,
+and not what attention does with a tile.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -24,17 +33,19 @@ from splitpoint.planning.schedule import (
     Task,
     TaskKind,
     restore_tasks,
+    step_tasks,
 )
-from splitpoint.planning.weight_schedule import WeightPiece
-from splitpoint.shapes import chunks_of
-from worker_service.device.copies import sent
 from worker_service.lanes.groups import Group, Piece
-from worker_service.lanes.lanes import Lanes
+from worker_service.lanes.lanes import Event, Lanes
 from worker_service.lanes.timeline import Span
 from worker_service.lanes.work import Work
-from worker_service.pipeline.staging import InputSlots
-from worker_service.pipeline.transfer import CacheTransfer, Part
-from worker_service.store.arena_tensors import StoredChunk
+from worker_service.pipeline.staging import InputSlots, Staging
+from worker_service.pipeline.task_work import Prefix, RestoreWorks, StepWorks, Target, TileTransfer
+from worker_service.pipeline.transfer import CacheTransfer
+from worker_service.pipeline.two_ends import TwoEnds
+
+Result = TypeVar("Result")
+Attend = Callable[[torch.Tensor, torch.Tensor], None]
 
 # A restore that wants nothing of its owner still calls it after this many seconds: for the link's
 # counters and claims.
@@ -43,89 +54,14 @@ _QUIET_SECONDS = 0.01
 PIECE_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """A stored prefix and where it goes.
+class RestoreRun:
+    """A restore, whose copies the link draws. All but `_draw` belongs to the owner's thread.
 
-    Attributes:
-        chunks: all of it, front first; restored from `first_chunk` on.
-        pages: `pages[j]` receives chunk j; None before `first_chunk`.
-        token_ids: of at least the rebuilt tokens: layer 0's X comes from them.
-        cached_tokens: what is wanted of it; the last chunk may hold more.
-        split_tokens: [0, split) is rebuilt, the rest loaded.
-    """
-
-    chunks: Sequence[StoredChunk]
-    first_chunk: int
-    pages: Sequence[int | None]
-    token_ids: Sequence[int]
-    cached_tokens: int
-    split_tokens: int
-
-    def part(self, chunks: range, rows: int, positions: torch.Tensor | None = None) -> Part:
-        """Return these chunks, of which `rows` token rows are meant, with their pages."""
-        span = slice(chunks.start, chunks.stop)
-        pages = [page for page in self.pages[span] if page is not None]
-        return Part(self.chunks[span], pages, rows, positions)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where K and V of restored chunks go: layer i's pages `[pages, n_kv, chunk_tokens, d]`."""
-
-    keys: Sequence[torch.Tensor]
-    values: Sequence[torch.Tensor]
-
-
-class RestoreRun(ABC):
-    """A restore whose pieces the lanes draw from a group, between `begin` and `close`.
+    It rebuilds up to a split point, or loads the back of a prefix whose front its owner computes.
+    The pieces of a back are claimed while it runs.
 
     Attributes:
         group: its pieces on the lanes, with their spans and error.
-    """
-
-    def __init__(self, lanes: Lanes, on_change: Callable[[], None] | None) -> None:
-        """`on_change` is called from any thread after pieces that the owner has to know of."""
-        self.group = Group(self._draw, None if on_change is None else self._changed)
-        self._lanes = lanes
-        self._on_change = on_change
-        self._called_at = time.perf_counter()
-
-    @property
-    @abstractmethod
-    def wants_owner(self) -> bool:
-        """True if the owner has something to do, or the restore is over."""
-
-    @abstractmethod
-    def _draw(self) -> Piece | None:
-        """Return the next copy; see `Group`."""
-
-    def _changed(self) -> None:
-        """Call the owner, if it is worth it.
-
-        On a CPU the owner's thread takes the interpreter's lock from the thread that copies:
-        called after each piece, a restore of 16 MiB took twice as long.
-        """
-        now = time.perf_counter()
-        is_due = now - self._called_at > _QUIET_SECONDS
-        if self._on_change and (is_due or self._lanes.group_count > 1 or self.wants_owner):
-            self._called_at = now
-            self._on_change()
-
-    def begin(self) -> None:
-        """Let the link draw the copies."""
-        self._lanes.attach(self.group)
-
-    def close(self) -> None:
-        """Begin no more pieces; those under way end before the group is quiet."""
-        self.group.close()
-        self._lanes.detach(self.group)
-
-
-class SplitRestore(RestoreRun):
-    """A restore by a split point, in pieces. All but `draw` belongs to the owner's thread.
-
-    Attributes:
         is_contended: others want the device. Products of weights on the host are loaded
             instead; and whenever the link has nothing else to do, the last ones that remain.
     """
@@ -138,25 +74,38 @@ class SplitRestore(RestoreRun):
         target: Target,
         *,
         schedule: Schedule = Schedule.PIPELINED,
-        tile_tokens: int,
+        tile_tokens: int = 0,
+        ends: TwoEnds | None = None,
         copies: Iterable[Work] = (),
         piece_bytes: int = PIECE_BYTES,
         on_change: Callable[[], None] | None = None,
     ) -> None:
         """Prepare to bring `prefix` to `target`, and then do the further `copies`.
 
-        Nothing begins before `begin`. Tiles have `tile_tokens`, as far as memory allows.
+        Nothing begins before `begin`. Tiles have `tile_tokens`, as far as memory allows. With
+        `ends` only the back is brought, and the split does not matter. `on_change` is called from
+        any thread after pieces that the owner has to know of.
         """
-        super().__init__(lanes, on_change)
+        self.group = Group(self._draw, None if on_change is None else self._changed)
         self.is_contended = False
         self.slots = transfer.staging.restore_slots(tile_tokens)
+        self._lanes = lanes
+        self._on_change = on_change
+        self._called_at = time.perf_counter()
         self._schedule = schedule
-        self._tasks = _tasks_of(prefix, transfer, self.slots, schedule)
-        self._maker = _WorkMaker(transfer, prefix, target, self.slots)
+        self._ends = ends
+        tasks = [] if ends is not None else _tasks_of(prefix, transfer, self.slots, schedule)
+        self._tasks = tasks
+        self._works = RestoreWorks(transfer, prefix, target, self.slots)
         self._copies = list(copies)
         self._copies_left = len(self._copies)
         slot_bytes = 2 * transfer.tensors.layout.kv_slot_bytes
+        self._chunk_tokens = transfer.chunk_tokens
         self._piece_tokens = max(1, piece_bytes // slot_bytes) * transfer.chunk_tokens
+        if ends is not None:
+            self._piece_tokens = prefix.cached_tokens  # claims are small already
+        # The claimed chunks of a back, by the last task that loads them.
+        self._claims: dict[int, range] = {}
         # Tasks that no lane was given yet, in order; guarded by the group.
         self._waiting: dict[Lane, dict[int, None]] = {lane: {} for lane in Lane}
         self._waiting_tokens = dict.fromkeys(Lane, 0)
@@ -180,17 +129,29 @@ class SplitRestore(RestoreRun):
 
     # -- for the owner --------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Let the link draw the copies."""
+        self._lanes.attach(self.group)
+
+    def close(self) -> None:
+        """Begin no more pieces; those under way end before the group is quiet."""
+        self.group.close()
+        self._lanes.detach(self.group)
+
     @property
     def is_done(self) -> bool:
-        """True if nothing is left to do."""
+        """True if nothing is left to do; the owner's front does not count."""
         with self.group.changed:
-            return len(self._done) == len(self._tasks) and not self._copies_left
+            is_claimed = self._ends is None or self._ends.back_ended
+            return is_claimed and len(self._done) == len(self._tasks) and not self._copies_left
 
     @property
     def wants_owner(self) -> bool:
+        """True if the owner has something to do, or the restore is over."""
         with self.group.changed:
             return (
-                not self.group.is_open
+                self._ends is not None  # they meet where either of them got to
+                or not self.group.is_open
                 or self.is_done
                 or self._weights_to_give() is not None
                 or bool(self._next_product())
@@ -204,7 +165,9 @@ class SplitRestore(RestoreRun):
 
     @property
     def left_tokens(self) -> tuple[int, int]:
-        """Tokens times layers that are left to copy and to rebuild."""
+        """Tokens times layers that are left to copy and to rebuild; of a back: unclaimed ones."""
+        if self._ends is not None:
+            return self._ends.left_tokens * self._works.layer_count, 0
         with self.group.changed:
             return self._waiting_tokens[Lane.LINK_IN], self._waiting_tokens[Lane.COMPUTE]
 
@@ -245,6 +208,7 @@ class SplitRestore(RestoreRun):
                 if self.compute() is None:
                     self._wait()
         finally:
+            # The pages may be given to another request: no lane may touch them any more.
             self.close()
             self.group.wait_quiet()
         if self.group.error is not None:
@@ -252,6 +216,18 @@ class SplitRestore(RestoreRun):
         return self._lanes.count_spans(self.group.take_spans())
 
     # -- below ------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """Call the owner, if it is worth it.
+
+        On a CPU the owner's thread takes the interpreter's lock from the thread that copies:
+        called after each piece, a restore of 16 MiB took twice as long.
+        """
+        now = time.perf_counter()
+        is_due = now - self._called_at > _QUIET_SECONDS
+        if self._on_change and (is_due or self._lanes.group_count > 1 or self.wants_owner):
+            self._called_at = now
+            self._on_change()
 
     def _wait(self) -> None:
         """Wait until a product can be computed, or everything has ended."""
@@ -280,7 +256,7 @@ class SplitRestore(RestoreRun):
         with self.group.changed:
             self._unqueue(index)
             self._begun.add(index)
-            work = self._maker.work_of(task)
+            work = self._works.work_of(task)
         self._lanes.run_piece(lane, self.group, Piece(work, lambda: self._end(index)))
 
     def _give_weights(self) -> None:
@@ -314,8 +290,11 @@ class SplitRestore(RestoreRun):
         return []
 
     def _draw(self) -> Piece | None:
+        """Return the next copy; see `Group`."""
         if self._rest is not None:
             return self._load_piece(*self._rest)
+        if self._ends is not None and not self._waiting[Lane.LINK_IN]:
+            self._claim_back(self._ends)
         for index in self._waiting[Lane.LINK_IN]:
             if self._may_begin(index):
                 return self._copy(index)
@@ -329,6 +308,18 @@ class SplitRestore(RestoreRun):
         if not self._waiting[Lane.LINK_IN] and self._copies:
             return Piece(self._copies.pop(0), self._end_copy)
         return None
+
+    def _claim_back(self, ends: TwoEnds) -> None:
+        """Claim chunks of the back: one load for each layer."""
+        chunks = None if ends.back_ended else ends.claim_back()
+        if chunks is None:
+            return
+        first = chunks.start * self._chunk_tokens
+        last = min(chunks.stop * self._chunk_tokens, self._works.prefix.cached_tokens)
+        for layer in range(self._works.layer_count):
+            self._tasks.append(Task(TaskKind.LOAD, layer, first, last))
+            self._queue(len(self._tasks) - 1)
+        self._claims[len(self._tasks) - 1] = chunks
 
     def _lacks_slots(self, index: int) -> bool:
         return self._tasks[index].kind is TaskKind.SEND and not self._has_slots
@@ -351,14 +342,14 @@ class SplitRestore(RestoreRun):
         if task.kind is TaskKind.LOAD:
             self._pieces_left[index] = -(-task.tokens // self._piece_tokens)
             return self._load_piece(index, task.first)
-        return Piece(self._maker.work_of(task), lambda: self._end(index), self._computed_at)
+        return Piece(self._works.work_of(task), lambda: self._end(index), self._computed_at)
 
     def _load_piece(self, index: int, first: int) -> Piece:
         """Return the load of what fits one piece, from `first` on."""
         task = self._tasks[index]
         last = min(first + self._piece_tokens, task.last)
         self._rest = (index, last) if last < task.last else None
-        work = self._maker.work_of(replace(task, first=first, last=last))
+        work = self._works.work_of(replace(task, first=first, last=last))
         return Piece(work, lambda: self._end(index))
 
     def _end(self, index: int) -> None:
@@ -367,6 +358,9 @@ class SplitRestore(RestoreRun):
         self._pieces_left[index] = left
         if not left:
             self._settle(index)
+        if self._ends is not None and index in self._claims:
+            chunks = self._claims.pop(index)
+            self._ends.loaded(chunks, chunks.start)
         if self._tasks[index].lane is Lane.COMPUTE:
             self._computed_at = time.perf_counter()
 
@@ -410,7 +404,7 @@ class SplitRestore(RestoreRun):
         layers = {
             self._tasks[index].layer
             for index in self._waiting[Lane.COMPUTE]
-            if self._maker.is_on_host(self._tasks[index].layer)
+            if self._works.is_on_host(self._tasks[index].layer)
         }
         for index in list(self._waiting[Lane.COMPUTE]):
             task = self._tasks[index]
@@ -439,7 +433,7 @@ def restore(
     wanted = prefix.chunks[prefix.first_chunk :]
     if not wanted:
         return []
-    run = SplitRestore(
+    run = RestoreRun(
         transfer,
         lanes,
         prefix,
@@ -475,73 +469,79 @@ def _tasks_of(
     return restore_tasks(work, schedule)
 
 
-@dataclass(slots=True)
-class _WorkMaker:
-    """Makes the work of tasks; all layers share what depends on the tokens alone."""
+class Prefetcher:
+    """The tiles of one step: `start`, then `consume` each in order.
 
-    transfer: CacheTransfer
-    prefix: Prefix
-    target: Target
-    slots: InputSlots
-    parts: dict[tuple[bool, int, int], Part] = field(default_factory=dict)
-    # The slot of each layer's W_K and W_V that come over the link.
-    weight_slots: dict[int, int] = field(default_factory=dict)
+    The caller of the step collects the lanes at its end, or calls their `finish_after_error`:
+    no transfer of a step may be under way between steps.
+    """
 
-    def work_of(self, task: Task) -> Work:
-        """Return the work of a task."""
-        transfer, layer, slot = self.transfer, task.layer, task.slot
-        keys, values = self.target.keys[layer], self.target.values[layer]
-        match task.kind:
-            case TaskKind.LOAD:
-                return transfer.load(layer, self._part(task), keys, values)
-            case TaskKind.WEIGHTS:
-                return self._load_weights(task)
-            case TaskKind.EMBED:
-                ids = self.prefix.token_ids[task.first : task.last]
-                token_ids = sent(ids, transfer.device)
-                return transfer.embed(token_ids, self._positions(task))
-            case TaskKind.SEND:
-                if slot is None:
-                    raise RuntimeError("activations are sent into a staging slot")
-                return transfer.send(layer, self._part(task), self.slots[slot])
-            case TaskKind.REBUILD:
-                inputs = None if slot is None else self.slots[slot]
-                work = transfer.rebuild(layer, self._part(task), inputs, keys, values)
-                return self._with_weights(work, layer)
-            case TaskKind.COPY | TaskKind.ATTEND:
-                raise RuntimeError(f"no restore has a task {task.kind.value}")
+    def __init__(
+        self,
+        lanes: Lanes,
+        staging: Staging,
+        tile_pages: int,
+        layers: Sequence[Sequence[TileTransfer]],
+    ) -> None:
+        self._lanes = lanes
+        self._works = StepWorks(staging, tile_pages, layers)
+        shapes = {id(each): each.shape for tiles in layers for each in tiles}
+        self._tasks = step_tasks(
+            [[shapes[id(each)] for each in tiles] for tiles in layers],
+            staging.page_count // tile_pages,
+            lanes.schedule,
+        )
+        self._task = next(self._tasks, None)
+        # The ends of the tasks that their lanes were given.
+        self._ends: list[Event] = []
 
-    def is_on_host(self, layer: int) -> bool:
-        weights = self.transfer.model.layer_weights
-        return weights is not None and layer in weights
+    def start(self) -> None:
+        """Fill the slots with the first tiles."""
+        self._copy_ahead()
 
-    def _load_weights(self, task: Task) -> Work:
-        weights = self.transfer.model.layer_weights
-        if weights is None or task.slot is None:
-            raise RuntimeError("weights that are on the device are said to be on the host")
-        self.weight_slots[task.layer] = task.slot
-        return weights.piece_work(task.layer, WeightPiece.KEY_VALUE, task.slot)
+    def consume(self, layer: int, tile_transfer: TileTransfer, attend: Attend) -> None:
+        """Rebuild the rebuilt rows of the tile once it is there, and attend it.
 
-    def _with_weights(self, work: Work, layer: int) -> Work:
-        weights, slot = self.transfer.model.layer_weights, self.weight_slots.get(layer)
-        if weights is None or slot is None:
-            return work
+        `attend` receives K and V `[tile pages, n_kv, chunk_tokens, d]`, the tile's pages
+        first, and runs as work of the compute lane.
+        """
+        while (task := self._task) is not None and task.kind is not TaskKind.ATTEND:
+            self._give(task, self._works.work_of(task))
+        if task is None or task.layer != layer or self._works.tile_of(task) is not tile_transfer:
+            raise RuntimeError("tiles are taken in another order than they come")
+        keys, values = self._works.kv_tensors(task)
+        work = Work("attend", lambda: attend(keys, values), layer=layer, tokens=task.tokens)
+        self._give(task, work)
+        self._copy_ahead()
 
-        def call() -> None:
-            with weights.lent(layer, WeightPiece.KEY_VALUE, slot):
-                work.call()
+    def compute(
+        self, name: str, layer: int, call: Callable[[], Result], after: Sequence[Event] = ()
+    ) -> Result:
+        """Run another part of the forward pass on the compute lane, so that it leaves a span.
 
-        return replace(work, call=call)
+        It begins once all of `after` are reached.
+        """
+        results: list[Result] = []
+        work = Work(name, lambda: results.append(call()), layer=layer)
+        self._lanes.run(Lane.COMPUTE, work, after)
+        return results[0]
 
-    def _part(self, task: Task) -> Part:
-        is_rebuilt = task.kind is not TaskKind.LOAD
-        key = (is_rebuilt, task.first, task.last)
-        if key not in self.parts:
-            chunk = self.transfer.chunk_tokens
-            chunks = range(task.first // chunk, chunks_of(task.last, chunk))
-            positions = self._positions(task) if is_rebuilt else None
-            self.parts[key] = self.prefix.part(chunks, task.tokens, positions)
-        return self.parts[key]
+    # -- below --------------------------------------------------------------------------
 
-    def _positions(self, task: Task) -> torch.Tensor:
-        return torch.arange(task.first, task.last, device=self.transfer.device)
+    def _copy_ahead(self) -> None:
+        """Give the link the copies that wait for no product of the next tile."""
+        while self._task is not None and self._task.lane is Lane.LINK_IN:
+            self._give(self._task, self._works.work_of(self._task))
+
+    def _give(self, task: Task, work: Work) -> None:
+        """Give a task to its lane, behind the tasks that it waits for."""
+        after = [self._ends[index] for index in task.after]
+        self._ends.append(self._lanes.run(task.lane, work, after))
+        self._task = next(self._tasks, None)
+
+
+def compute(
+    prefetcher: Prefetcher | None, name: str, layer: int, call: Callable[[], Result]
+) -> Result:
+    """Run a part of a forward pass, on a lane if the step has a prefetcher."""
+    return call() if prefetcher is None else prefetcher.compute(name, layer, call)
