@@ -94,8 +94,8 @@ check: proto  ## Format, lint, types, and the contract's style
 bench: proto  ## Decode speed against transformers, on the CPU
 	$(BIN)/splitpoint bench decode $(ARGS)
 
-bench-store: proto  ## The store: mapping, calls, streams, beside memcpy and Redis
-	$(BIN)/splitpoint bench store $(ARGS)
+bench-store: proto  ## The store: mapping and calls, beside memcpy and Redis
+	$(BIN)/python -m benchmarks.store $(ARGS)
 
 bench-restore: proto  ## A cached prefix brought back in every way, over an emulated link
 	$(BIN)/splitpoint bench restore --link-rate 184MB --sweep $(ARGS)

@@ -100,7 +100,8 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
     graphs: tuple[str, ...] = (python, "-m", "benchmarks.gpu_graphs", "--device", device)
     if is_tiny:
         attention, graphs = (*attention, "--tiny"), (*graphs, "--tiny")
-    numerics: tuple[str, ...] = (*cli, "numerics", "--prompts", "2" if is_tiny else "8", *here)
+    numerics: tuple[str, ...] = (python, "-m", "benchmarks.numerics", *here)
+    numerics += ("--prompts", "2" if is_tiny else "8")
     numerics += ("--model", str(ROOT / "models" / "stdlib-llama"), "--repeats", "1")
     if is_tiny:
         sizes = ("--prompt", "100", "--page-tokens", "16", "--new", "4")

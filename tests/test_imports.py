@@ -48,10 +48,6 @@ TORCH_FILES = (
     "splitpoint_cli/bench/pooled.py",
     "splitpoint_cli/bench/restore_runs.py",
     "splitpoint_cli/bench/stored_prefixes.py",
-    "splitpoint_cli/bench/growth/caches.py",
-    "splitpoint_cli/bench/growth/runs.py",
-    "splitpoint_cli/bench/numerics/costs.py",
-    "splitpoint_cli/bench/numerics/runs.py",
     "splitpoint_cli/eval/runs.py",
 )
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
@@ -336,10 +332,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.ending", "bench.harness", "bench.texts", "bench.local_store", "bench.engine"),
         *("bench.peer_child", "bench.peers", "bench.decode_report", "bench.our_worker"),
-        *("bench.offload_report", "bench.limits", "bench.shared", "bench.store"),
+        *("bench.offload_report", "bench.limits"),
         *(
-            "bench.growth",
-            "bench.numerics",
             "bench",
             "simulate",
             "calibrate",

@@ -9,15 +9,9 @@ import typer
 
 from splitpoint_cli.bench import decode, offload, restore
 from splitpoint_cli.bench.ending import ending_by_signals
-from splitpoint_cli.bench.growth import command as growth
-from splitpoint_cli.bench.numerics import command as numerics
-from splitpoint_cli.bench.store import command as store
 
 app = typer.Typer(no_args_is_help=True)
-for command in (
-    *(decode.decode, offload.offload, store.store, restore.restore),
-    *(growth.growth, numerics.numerics),
-):
+for command in (decode.decode, offload.offload, restore.restore):
     app.command()(ending_by_signals(command))
 
 

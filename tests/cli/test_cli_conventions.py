@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import test_cli_bench_offload
 import test_cli_bench_restore
-import test_cli_bench_store
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +20,6 @@ from typer.testing import CliRunner
 
 from splitpoint_cli.bench import decode_report, offload_report, restore_report
 from splitpoint_cli.bench.harness import LINE_SECONDS, Progress
-from splitpoint_cli.bench.store import report as store_report
 from splitpoint_cli.main import app
 from splitpoint_cli.stack.child import child_environment
 
@@ -159,17 +157,16 @@ def decode_table() -> Table:
 
 
 def tables() -> dict[str, Table]:
-    restore, store = test_cli_bench_restore, test_cli_bench_store
+    restore = test_cli_bench_restore
     swept = restore.found(*restore.WIDE, sweep=restore.SWEEP)
     return {
         "decode": decode_table(),
         "restore": restore_report.table_of(restore_report.report_of(restore.WORKLOAD, swept)),
-        "store": store_report.table_of(store_report.report_of(*store.results())),
         "offload": offload_report.table_of(test_cli_bench_offload.some_report()),
     }
 
 
-@pytest.mark.parametrize("name", ["decode", "restore", "store", "offload"])
+@pytest.mark.parametrize("name", ["decode", "restore", "offload"])
 def test_a_table_fits_80_columns_without_losing_anything(name: str) -> None:
     table = tables()[name]
     table.title = table.caption = None
@@ -179,8 +176,7 @@ def test_a_table_fits_80_columns_without_losing_anything(name: str) -> None:
     shown = console.file.getvalue()
     assert "…" not in shown
     lines = shown.splitlines()
-    if name != "store":  # its last column is text, which may wrap
-        assert len(lines) == 1 + table.row_count
+    assert len(lines) == 1 + table.row_count
     for heading in table.columns:
         assert str(heading.header) in lines[0]
 

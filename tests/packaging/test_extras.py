@@ -91,7 +91,7 @@ def test_every_command_of_a_client_explains_itself(base: Installation) -> None:
         (("gateway_service", "--help"), "gateway"),
         (("splitpoint_cli", "up"), "all"),
         (("splitpoint_cli.demo",), "all"),
-        (("splitpoint_cli", "bench", "store"), "all"),
+        (("splitpoint_cli", "bench", "restore"), "all"),
         (("splitpoint_cli", "certs", "certificates"), "scheduler"),
         (("splitpoint_cli", "arena", "inspect", "port-50050"), "store"),
     ],

@@ -1,4 +1,4 @@
-"""The same bits, whatever else runs: every variant of `bench numerics` on a real engine and store.
+"""The same bits, whatever else runs: all variants of `benchmarks.numerics`, with engine and store.
 
 The kernels are those of invariant numerics. About half a minute.
 """
@@ -13,14 +13,12 @@ import pytest
 import torch
 from tiny_models import write_tiny
 
+from benchmarks.numerics import Host, Workload, compare_all, draw_prompts
 from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.host.processor import compiler
 from splitpoint.shapes import DataType
 from splitpoint_cli.bench.engine import use_worker_kernels
 from splitpoint_cli.bench.harness import Progress
-from splitpoint_cli.bench.numerics.host import NumericsHost
-from splitpoint_cli.bench.numerics.report import NumericsWorkload
-from splitpoint_cli.bench.numerics.runs import compare_all, draw_prompts
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels import units
 from worker_service.model.decoder import Decoder
@@ -32,7 +30,7 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 INVARIANT = "decode=fused,prefill=fused,linear=panels"
-WORKLOAD = NumericsWorkload(
+WORKLOAD = Workload(
     model="",
     dtype="",
     prompts=2,
@@ -56,10 +54,10 @@ def differing(folder: Path, dtype: str) -> dict[str, object]:
     data_type = DataType(dtype)
     model = load(folder, data_type)
     prompts = draw_prompts(workload, folder, model.shape.vocabulary_size)
-    with closing(NumericsHost(model, workload)) as host:
+    with closing(Host(model, workload)) as host:
         results = compare_all(host, prompts, workload.prompts, Progress())
     assert all(each.answers == workload.prompts for each in results)
-    return {each.variant.name: each.differences[0] for each in results if not each.is_equal}
+    return {each.variant.name: each.differences[0] for each in results if each.differences}
 
 
 def load(folder: Path, data_type: DataType) -> Decoder:

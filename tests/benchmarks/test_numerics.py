@@ -1,4 +1,4 @@
-"""`splitpoint bench numerics`: its comparison, its report, and a small run. About five seconds."""
+"""`benchmarks.numerics`: its comparison, its report, and a small run. About five seconds."""
 
 from __future__ import annotations
 
@@ -11,33 +11,30 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tiny_models import write_tiny
-from typer.testing import CliRunner
 
+from benchmarks import numerics
+from benchmarks.numerics import (
+    REFERENCE,
+    Answer,
+    Cached,
+    Host,
+    Split,
+    Unfinished,
+    Variant,
+    VariantResult,
+    Work,
+    compare_all,
+    cost_of,
+    main,
+    variants,
+)
 from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.host.processor import compiler
 from splitpoint.shapes import Numerics
 from splitpoint_cli.bench.decode_report import Run
 from splitpoint_cli.bench.harness import Progress
-from splitpoint_cli.bench.numerics import runs
-from splitpoint_cli.bench.numerics.host import NumericsHost
-from splitpoint_cli.bench.numerics.report import (
-    Answer,
-    Cost,
-    NumericsResults,
-    NumericsWorkload,
-    VariantResult,
-    Work,
-    report_of,
-    table_of,
-)
-from splitpoint_cli.bench.numerics.runs import Unfinished, check_work, compare_all
-from splitpoint_cli.bench.numerics.variants import REFERENCE, Cached, Split, Variant, variants
 from splitpoint_cli.bench.texts import Prompts
-from splitpoint_cli.main import app
 
-WORKLOAD = NumericsWorkload(
-    *("folder", "bfloat16", 4, 64, 3, 16, "auto", "auto", "opt-125m", 2, "cpu", 1, 0)
-)
 ONE_ORDER = "decode=fused,prefill=fused,linear=panels"
 WANTED = Answer((5, 6, 7), ((-0.1, ((5, -0.1),)), (-0.2, ((6, -0.2),)), (-0.3, ((7, -0.3),))))
 
@@ -50,7 +47,7 @@ def test_an_equal_answer_has_no_difference() -> None:
     found = result()
     found.compare(0, 9, WANTED, WANTED)
     assert (found.answers, found.equal_answers, found.equal_logprobs) == (1, 1, 1)
-    assert found.is_equal
+    assert not found.differences
 
 
 def test_another_token_is_found_with_its_place() -> None:
@@ -81,7 +78,7 @@ def test_a_continued_answer_is_compared_from_where_it_began() -> None:
     found = result()
     rest = Answer(WANTED.tokens[1:], WANTED.logprobs[1:], first=1)
     found.compare(0, 9, rest, WANTED)
-    assert found.is_equal
+    assert not found.differences
     found.compare(0, 9, replace(rest, tokens=(6, 9)), WANTED)
     assert found.differences[0].position == 2
 
@@ -89,19 +86,17 @@ def test_a_continued_answer_is_compared_from_where_it_began() -> None:
 def test_an_answer_that_ends_early_differs() -> None:
     found = result()
     found.compare(0, 9, Answer(WANTED.tokens[:2], WANTED.logprobs[:2]), WANTED)
-    assert not found.is_equal
+    assert found.differences
 
 
-def test_variants_have_names_of_their_own_and_splits_only_where_x_is_stored() -> None:
-    names = [each.name for each in variants(has_activations=True)]
+def test_variants_have_names_of_their_own() -> None:
+    names = [each.name for each in variants()]
+    assert len(names) == 29
     assert len({*names, REFERENCE.name}) == len(names) + 1
-    plain = variants(has_activations=False)
-    assert {each.split for each in plain} == {Split.NONE}
-    assert any(each.cached is Cached.STORED for each in plain)
 
 
 def test_variants_that_read_chunks_of_the_reference_come_first() -> None:
-    warm = [each.is_warm for each in variants(has_activations=True)]
+    warm = [each.is_warm for each in variants()]
     assert warm == sorted(warm, reverse=True)
 
 
@@ -117,44 +112,33 @@ def test_variants_that_read_chunks_of_the_reference_come_first() -> None:
 def test_a_variant_that_went_another_way_is_an_error(variant: Variant, work: Work) -> None:
     found = VariantResult(variant, work=work)
     with pytest.raises(Internal, match=f"{variant.name}: nothing was"):
-        check_work(found)
-    check_work(VariantResult(variant, work=Work(5, 5, 5, 5, 5, 5, 5, 5)))
+        found.check_work()
+    VariantResult(variant, work=Work(5, 5, 5, 5, 5, 5, 5, 5)).check_work()
 
 
-def some_results() -> NumericsResults:
-    equal, differing = (result(each) for each in variants(has_activations=True)[:2])
+def test_the_report_names_what_differs() -> None:
+    equal, differing = (result(each) for each in variants()[:2])
     equal.compare(0, 9, WANTED, WANTED)
     differing.compare(0, 9, WANTED, WANTED)
     differing.compare(2, 9, replace(WANTED, tokens=(5, 6, 8)), WANTED)
-    ours, fast = [Run(4.0, 1.0, 1, ((1,),))] * 2, [Run(3.0, 2.0, 1, ((1,),))] * 2
-    return NumericsResults(
-        *("tiny", "linear=plain", "fast", "as asked for", [equal, differing], "linear=packed"),
-        [Cost(8, 512, 4, ours, fast)],
-    )
-
-
-def test_the_report_names_what_differs_and_what_it_costs() -> None:
-    report = json.loads(json.dumps(report_of(WORKLOAD, some_results())))
-    assert not report["equal"]
-    first, second = report["variants"]
+    first, second = json.loads(json.dumps([equal.report(), differing.report()]))
     assert first["first_difference"] is None
     assert (second["answers"], second["equal_answers"]) == (2, 1)
     assert second["first_difference"]["prompt"] == 2
     assert second["first_difference"]["position"] == 2
-    [cost] = report["costs"]
+
+
+def test_the_cost_is_a_ratio_of_medians() -> None:
+    step = numerics.COST_NEW - 1
+    ours, fast = [Run(1.0 + 3 * step, 1.0, 1, ((1,),))] * 2, [Run(2.0 + step, 2.0, 1, ((1,),))] * 2
+    cost = cost_of(8, ours, fast)
     assert (cost["step_ratio"], cost["first_token_ratio"]) == (3.0, 0.5)
-    table = table_of(report)
-    assert table.row_count == 2
-    assert "1 of 2 variants differ" in str(table.caption)
-    assert "3.0 x fast" in str(table.caption)
-    assert [*table.columns[-1].cells] == ["", "2:2"]
 
 
-class FailingHost(NumericsHost):
+class FailingHost(Host):
     """Answers two groups, and then fails in the third."""
 
     def __init__(self) -> None:
-        self.has_activations = True
         self._left = 2
 
     def run(
@@ -173,41 +157,32 @@ class FailingHost(NumericsHost):
 
 def test_what_was_compared_before_a_failure_is_kept() -> None:
     prompts = tuple((1, 2, 3) for _ in range(16))
-    said = io.StringIO()
     with pytest.raises(Unfinished, match="the store holds too little") as raised:
-        compare_all(FailingHost(), prompts, 4, Progress(Console(file=said)))
+        compare_all(FailingHost(), prompts, 4, Progress(Console(file=io.StringIO())))
     [kept] = raised.value.results
-    assert (kept.variant, kept.answers) == (variants(has_activations=True)[0], 4)
-    assert "the first of 30 took" in said.getvalue()
+    assert (kept.variant, kept.answers) == (variants()[0], 4)
 
 
 def test_a_failure_is_reported_and_is_the_exit_code(
-    bundled_model: Path, monkeypatch: pytest.MonkeyPatch
+    bundled_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failed = replace(some_results(), error="warm: nothing was loaded", costs=[])
-    monkeypatch.setattr(runs, "run_all", lambda *_: failed)
-    ran = CliRunner().invoke(app, ["bench", "numerics", "--model", str(bundled_model), "--json"])
-    assert ran.exit_code == 1
-    assert isinstance(ran.exception, Internal)
-    report = json.loads(ran.stdout)
-    assert (report["equal"], report["error"]) == (False, failed.error)
-    assert len(report["variants"]) == 2
-    assert f"FAILED: {failed.error}" in str(table_of(report).caption)
+    failed = {"equal": False, "error": "warm: nothing was loaded"}
+    monkeypatch.setattr(numerics, "measure", lambda *_: failed)
+    assert main(["--model", str(bundled_model), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out).items() >= failed.items()
 
 
-def test_a_small_run_of_all_variants(tmp_path: Path) -> None:
+def test_a_small_run_of_all_variants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, output = write_tiny("llama-3", tmp_path / "tiny"), tmp_path / "out.json"
-    ran = CliRunner().invoke(
-        app,
-        [
-            *("bench", "numerics", "--model", str(folder), "--dtype", "float32"),
-            *("--prompts", "2", "--prompt", "96", "--new", "6", "--page-tokens", "16"),
-            *("--cost-shape", "none", "--threads", "1", "--json", "--output", str(output)),
-            *(() if compiler() is None else ("--cpu-kernels", ONE_ORDER)),
-        ],
-    )
-    assert ran.exit_code == 0, ran.output
-    report = json.loads(ran.stdout)
+    words = [
+        *("--model", str(folder), "--dtype", "float32"),
+        *("--prompts", "2", "--prompt", "96", "--new", "6", "--page-tokens", "16"),
+        *("--cost-shape", "none", "--threads", "1", "--json", "--output", str(output)),
+        *(() if compiler() is None else ("--cpu-kernels", ONE_ORDER)),
+    ]
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
     assert json.loads(output.read_text()) == report
     if compiler() is None:
         assert report["numerics"] in list(Numerics)
@@ -215,7 +190,7 @@ def test_a_small_run_of_all_variants(tmp_path: Path) -> None:
         assert report["equal"]
         assert report["numerics"] == Numerics.INVARIANT
     assert report["costs"] == []
-    names = [each.name for each in variants(has_activations=True)]
+    names = [each.name for each in variants()]
     assert [each["name"] for each in report["variants"]] == names
     for each in report["variants"]:
         assert each["answers"] == 2
@@ -224,15 +199,10 @@ def test_a_small_run_of_all_variants(tmp_path: Path) -> None:
 
 
 def test_prompts_that_do_not_fit_are_refused(bundled_model: Path) -> None:
-    ran = CliRunner().invoke(
-        app, ["bench", "numerics", "--model", str(bundled_model), "--prompt", "4090"]
-    )
-    assert ran.exit_code != 0
+    with pytest.raises(InvalidArgument, match="more than the context"):
+        main(["--model", str(bundled_model), "--prompt", "4090"])
 
 
 def test_a_prompt_of_too_few_pages_is_refused_at_once(bundled_model: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["bench", "numerics", "--model", str(bundled_model), "--prompt", "100"]
-    )
-    assert isinstance(result.exception, InvalidArgument)
-    assert "at least 6 pages of 64 tokens" in str(result.exception)
+    with pytest.raises(InvalidArgument, match="at least 6 pages of 64 tokens"):
+        main(["--model", str(bundled_model), "--prompt", "100"])

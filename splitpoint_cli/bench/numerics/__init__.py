@@ -1,1 +1,0 @@
-"""splitpoint bench numerics: one prompt's answer under everything that must not change it."""

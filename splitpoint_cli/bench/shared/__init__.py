@@ -1,1 +1,0 @@
-"""Parts that all benchmarks share: options, progress, endings, the machine, transformers."""

@@ -1,4 +1,0 @@
-"""Moved to `bench.engine`; callers follow."""
-
-from splitpoint_cli.bench.engine import *  # noqa: F403
-from splitpoint_cli.bench.harness import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""Moved to `bench.engine`; callers follow."""
-
-from splitpoint_cli.bench.engine import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""Moved to `bench.harness`; callers follow."""
-
-from splitpoint_cli.bench.harness import *  # noqa: F403
