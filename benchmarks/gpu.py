@@ -31,7 +31,6 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.gpu_claims import (
-    ATTENTION,
     GRAPHS,
     LLAMA,
     NEW_TOKENS,
@@ -96,10 +95,9 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
         dtype = ("--dtype", "float32" if is_tiny else "bfloat16", "--repeats", "1")
         return (*cli, "offload", "--shape", shape, *sizes, *dtype, *here, *more)
 
-    attention: tuple[str, ...] = (python, "-m", "benchmarks.gpu_attention", "--device", device)
     graphs: tuple[str, ...] = (python, "-m", "benchmarks.gpu_graphs", "--device", device)
     if is_tiny:
-        attention, graphs = (*attention, "--tiny"), (*graphs, "--tiny")
+        graphs = (*graphs, "--tiny")
     numerics: tuple[str, ...] = (python, "-m", "benchmarks.numerics", *here)
     numerics += ("--prompts", "2" if is_tiny else "8")
     numerics += ("--model", str(ROOT / "models" / "stdlib-llama"), "--repeats", "1")
@@ -139,7 +137,6 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
             220,
             30,
         ),
-        Part(ATTENTION, attention, 60, 20),
         Part(GRAPHS, graphs, 90, 45),
         # Triton compiles a kernel for each operation and kind of matrix.
         Part(NUMERICS, numerics, 150, 60),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-TESTS, RESTORE, ATTENTION, GRAPHS = "tests", "restore opt-6.7b", "attention", "graphs"
+TESTS, RESTORE, GRAPHS = "tests", "restore opt-6.7b", "graphs"
 NUMERICS = "numerics"
 SELECT_LLAMA, SELECT_OPT = "select llama-3.1-8b", "select opt-13b"
 OPT_LONG, OPT_SHORT, LLAMA = (
@@ -91,16 +91,6 @@ def claims_of(outcomes: Mapping[str, Outcome]) -> list[Claim]:
     llama = over_full_load(reports.get(LLAMA))
     # Never slower, with what a measurement cannot tell apart.
     claims.append(Claim(f"{LLAMA}: planned over full load", llama, 1.03))
-    report = reports.get(ATTENTION)
-    decode, prefill = ("decode", "spans", "products"), ("prefill", "ours", "sdpa with a mask")
-    for (part, ours, other), limit in ((decode, 0.7), (prefill, 0.5)):
-        for value, text in (("milliseconds", "time"), ("peak_bytes", "peak memory")):
-            name = f"{part} attention: {text} of {ours} over {other}"
-            claims.append(Claim(name, ratio_of(report, part, ours, other, value), limit))
-    name = "decode attention: time of flashinfer over spans"
-    claims.append(
-        Claim(name, ratio_of(report, "decode", "flashinfer", "spans", "milliseconds"), 1.1)
-    )
     claims += graph_claims(reports.get(GRAPHS)) + numerics_claims(reports.get(NUMERICS))
     return claims + [
         claim for name in (SELECT_LLAMA, SELECT_OPT) for claim in select_claims(name, reports)
@@ -161,17 +151,6 @@ def graph_claims(report: Mapping[str, Any] | None) -> list[Claim]:
         rows = f"batch {batch}" + (f", {drafts} drafts each" if drafts else "")
         claims.append(Claim(f"graphs, {rows}: time of a step over the eager twin's", ratio, limit))
     return claims
-
-
-def ratio_of(
-    report: Mapping[str, Any] | None, part: str, ours: str, other: str, value: str
-) -> float | None:
-    """Return a value of one way over that of another; None if either was not measured."""
-    ways = {} if report is None else report[part]
-    if value not in ways.get(ours, {}) or not ways.get(other, {}).get(value):
-        return None
-    ratio: float = ways[ours][value] / ways[other][value]
-    return round(ratio, 3)
 
 
 def over_full_load(report: Mapping[str, Any] | None) -> float | None:

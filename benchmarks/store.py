@@ -400,10 +400,7 @@ async def measure(
         "benchmark": "store",
         "workload": {
             "memory_bytes": memory_bytes,
-            **{
-                name: getattr(arguments, name)
-                for name in WORKLOAD
-            },
+            **{name: getattr(arguments, name) for name in WORKLOAD},
         },
         "mapping": mapping,
         "calls": calls,

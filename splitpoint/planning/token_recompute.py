@@ -20,8 +20,8 @@ from splitpoint.planning.split_costs import SplitCosts
 from splitpoint.shapes import ModelShape, chunks_of
 
 # The overhead of a copy that its lane pops by itself, as a share of that of a copy which is
-# handed to the lane. Not measured: the predictions of `benchmarks.restore_predictions` fit
-# best with it on two CPU cores.
+# handed to the lane. Not measured: predictions of restores
+# (docs/lab/log.md) fit best with it on two CPU cores.
 POPPED_COPY = 0.5
 
 

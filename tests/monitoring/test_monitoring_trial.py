@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from splitpoint.errors import DeadlineExceeded, Unavailable
-from tools.monitoring.dashboards import Query, dashboards, recording_rules
+from tools.monitoring.dashboards import dashboards, recording_rules
 from tools.monitoring.trial.answers import answers
-from tools.monitoring.trial.pictures import DRAWN, legend, picture_of
 from tools.monitoring.trial.processes import free_ports, running, worker_process
 from tools.monitoring.trial.prometheus import Series, Target, configuration_for, wait_until
 from tools.monitoring.trial.troubles import EXPECTED_ALERTS, wrong_alerts
@@ -64,31 +62,6 @@ def test_a_trouble_fires_once_and_pages_only_when_requests_fail() -> None:
         "SplitpointScrapeFailing (warning) fires 0 times, not once",
         "SplitpointScrapeFailing is critical, although requests are served",
     ]
-
-
-def test_legends_are_filled_in() -> None:
-    query = Query("A", "up", "worker {{worker}} {{direction}}")
-    assert legend(query, {"worker": "0", "direction": "in"}) == "worker 0 in"
-    assert legend(query, {"worker": "0"}) == "worker 0"
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_pictures_hold_the_panels_and_their_series(name: str) -> None:
-    (board,) = (board for board in dashboards() if board.name == name)
-    asked: list[str] = []
-
-    def ask(query: str) -> Sequence[Series]:
-        asked.append(query)
-        return [Series({"worker": "0"}, [(10.0, 1.0), (11.0, 3.0)])]
-
-    figure = picture_of(board, ask, 10.0, "seconds")
-    drawn = [axes.get_title(loc="left") for axes in figure.axes]
-    assert drawn == list(DRAWN[name])
-    assert all("$" not in query for query in asked)
-    for axes in figure.axes:
-        lines = [tuple(np.asarray(line.get_xdata()).tolist()) for line in axes.get_lines()]
-        assert lines or axes.collections
-        assert set(lines) <= {(0.0, 1.0)}
 
 
 def test_a_process_ends_with_its_context(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks.gpu import Part, parts_of, run_part, tests_outcome
 from benchmarks.gpu_claims import (
-    ATTENTION,
     GRAPHS,
     LLAMA,
     NUMERICS,
@@ -71,19 +70,6 @@ def test_claims_are_compared_with_what_was_measured() -> None:
         OPT_LONG: Outcome(1.0, offload_report(0.2, 0.5, 0.55)),
         OPT_SHORT: Outcome(1.0, offload_report(0.4, 0.5, 0.7)),
         LLAMA: Outcome(0.0, problem="skipped"),
-        ATTENTION: Outcome(
-            1.0,
-            {
-                "decode": {
-                    "products": {"milliseconds": 4.0, "peak_bytes": 100.0},
-                    "spans": {"milliseconds": 1.0, "peak_bytes": 80.0},
-                },
-                "prefill": {
-                    "ours": {"milliseconds": 1.0},
-                    "sdpa with a mask": {"milliseconds": 5.0},
-                },
-            },
-        ),
     }
     held = {claim.text: (claim.measured, claim.holds) for claim in claims_of(outcomes)}
     assert held["CUDA tests that fail"] == (1, False)
@@ -92,11 +78,6 @@ def test_claims_are_compared_with_what_was_measured() -> None:
     assert held[f"{OPT_LONG}: link efficiency at l = 0"] == (0.95, True)
     assert held[f"{OPT_SHORT}: pipelined over full load"] == (0.7, False)
     assert held[f"{LLAMA}: planned over full load"] == (None, None)
-    assert held["decode attention: time of spans over products"] == (0.25, True)
-    assert held["decode attention: peak memory of spans over products"] == (0.8, False)
-    assert held["decode attention: time of flashinfer over spans"] == (None, None)
-    assert held["prefill attention: time of ours over sdpa with a mask"] == (0.2, True)
-    assert held["prefill attention: peak memory of ours over sdpa with a mask"] == (None, None)
 
 
 def test_graphs_are_compared_with_their_twin() -> None:

@@ -24,14 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from splitpoint.errors import SplitpointError, Unavailable
-from splitpoint_cli.plots import new_figure, save
-from tools.monitoring.dashboards import ROOT, dashboards
-from tools.monitoring.trial.answers import Answer, Ask, answers
+from tools.monitoring.dashboards import ROOT
+from tools.monitoring.trial.answers import Answer, answers
 from tools.monitoring.trial.load import Load
-from tools.monitoring.trial.pictures import DRAWN, WINDOW, picture_of
 from tools.monitoring.trial.processes import worker_process
 from tools.monitoring.trial.prometheus import Series
-from tools.monitoring.trial.stack import LINK_RATE, Trial, trial
+from tools.monitoring.trial.stack import Trial, trial
 from tools.monitoring.trial.troubles import firing_in_trouble, wrong_alerts
 
 _STEP_SECONDS = 1.0
@@ -49,7 +47,7 @@ def main() -> None:
     _check_rules()
     with tempfile.TemporaryDirectory(prefix="sp-mon-") as name:
         try:
-            is_well = _try_on_a_stack(Path(name), arguments.seconds, arguments.pictures)
+            is_well = _try_on_a_stack(Path(name), arguments.seconds)
         except SplitpointError as error:
             for log in sorted(Path(name).glob("*.log")):
                 console.print(
@@ -62,9 +60,6 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.monitoring.trial", description=__doc__)
     parser.add_argument("--seconds", type=float, default=75.0, help="of load (default 75)")
-    parser.add_argument(
-        "--pictures", type=Path, metavar="DIR", help="draw main panels into DIR/monitoring-*.png"
-    )
     return parser.parse_args()
 
 
@@ -80,9 +75,7 @@ def _check_rules() -> None:
             sys.exit(f"failed: {' '.join(command)}")
 
 
-def _try_on_a_stack(folder: Path, seconds: float, pictures: Path | None) -> bool:
-    if pictures is not None:
-        new_figure(1, 1)  # raises now, and not after minutes, without matplotlib
+def _try_on_a_stack(folder: Path, seconds: float) -> bool:
     began = time.time()
     console.print("starting Redis, two workers, a store, a scheduler, a gateway, Prometheus ...")
     with trial(folder) as running:
@@ -100,8 +93,6 @@ def _try_on_a_stack(folder: Path, seconds: float, pictures: Path | None) -> bool
         found = list(answers(ask))
         unhealthy = running.prometheus.unhealthy_rules()
         targets = running.prometheus.targets()
-        if pictures is not None:
-            _draw(pictures, ask, loaded)
         console.print("the arena is filled, Redis killed, worker 0 frozen: waiting for alerts ...")
         firing = firing_in_trouble(running)
     _print(found)
@@ -135,20 +126,6 @@ async def _under_load(load: Load, running: Trial, seconds: float) -> None:
     await asyncio.sleep(seconds * 2 / 3)
     os.kill(worker_process(running.up.pid, "1"), signal.SIGKILL)
     await loading
-
-
-def _draw(folder: Path, ask: Ask, start: float) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    subtitle = (
-        f"seconds of load: two CPU workers, the bundled model, a link emulated at {LINK_RATE}/s; "
-        f"worker 1 is killed once. Drawn from the dashboards' queries (rates over {WINDOW}, "
-        "recorded ones over 1m); no screenshot of Grafana."
-    )
-    for dashboard in dashboards():
-        if dashboard.name in DRAWN:
-            path = folder / f"monitoring-{dashboard.name}.png"
-            save(picture_of(dashboard, ask, start, subtitle), path)
-            console.print(f"wrote {path}")
 
 
 def _print(found: Sequence[Answer]) -> None:
