@@ -15,7 +15,7 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,7 @@ from typing import Any, Generic, TypeVar
 
 from splitpoint.client import AsyncClient
 from splitpoint.errors import InvalidArgument
-from splitpoint_cli.bench.ending import run_until_signal
-from splitpoint_cli.bench.harness import Progress, commit, hardware
+from splitpoint_cli.bench.harness import commit, hardware
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import FILE_HELP, FLAG_HELP, hand_over
 from splitpoint_cli.stack.options import stack_options
@@ -215,24 +214,6 @@ def finish(
         output=arguments.output,
         indent=None,
     )
-
-
-def run_in_rounds(
-    doc: str | None,
-    measure: Callable[[int, str, Progress], Coroutine[Any, Any, Mapping[str, Any]]],
-    show: Callable[[Mapping[str, Any]], None],
-) -> int:
-    """Run `measure` with the rounds and the element type of the command line; return 0.
-
-    A signal ends it once its stack is stopped.
-    """
-    parser = parser_of(doc)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dtype", default="auto")
-    arguments = parser.parse_args()
-    result = run_until_signal(measure(arguments.rounds, arguments.dtype, Progress()))
-    finish(arguments, result, show)
-    return 0
 
 
 @asynccontextmanager

@@ -94,7 +94,7 @@ def measured_rate(size: int, seconds: float, transfer_seconds: float) -> float:
 
 
 # Write-back stores the end of the front, the loaded chunks are sealed and looked up. Measured by
-# `benchmarks.tier_ends` and `benchmarks.planner_tiers` on two CPU cores: 5 to 30 ms.
+# `benchmarks.planner_tiers` on two CPU cores: 5 to 30 ms.
 MEETING_SECONDS = 20e-3
 
 

@@ -1,18 +1,16 @@
-"""The summary of `benchmarks.planner_cases`, its continued runs, and its counting of quiet runs.
+"""The summary of `benchmarks.planner_cases`, and its counting of quiet runs.
 
 Quick: no case is run.
 """
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.harness import Timed, is_quiet, median_seconds, timed
-from benchmarks.planner_cases import KINDS, case_of, keep, resumed, summary
+from benchmarks.planner_cases import KINDS, case_of, summary
 
 
 def case(
@@ -48,25 +46,12 @@ def test_the_summary_counts_choices_and_errors_by_kind() -> None:
     assert found["quiet"]["cases"] == 3
 
 
-def test_a_run_goes_on_where_it_ended_and_refuses_other_cases(tmp_path: Path) -> None:
-    path = tmp_path / "cases.json"
-    arguments = argparse.Namespace(seed=3, threads=1)
-    assert resumed(path, arguments) == []
-    assert resumed(None, arguments) == []
-    cases = [case(4, 1.0, 1.0, 1.0)]
-    keep(path, arguments, cases)
-    assert resumed(path, arguments) == cases
-    assert [file.name for file in tmp_path.iterdir()] == ["cases.json"]
-    with pytest.raises(ValueError, match="another seed"):
-        resumed(path, argparse.Namespace(seed=4, threads=1))
-
-
 def test_cases_depend_on_seed_and_number_alone() -> None:
     for number in range(len(KINDS)):
         first, again = (case_of(number, 0, 1) for _ in range(2))
         other = case_of(number, 1, 1)
-        assert first.args == again.args
-        assert first.args != other.args
+        assert first == again
+        assert first != other
 
 
 def test_the_quieter_half_of_the_runs_counts() -> None:
