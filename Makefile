@@ -107,7 +107,7 @@ bench-streams: proto  ## 500 streams at once through scheduler and worker, besid
 	$(BIN)/python -m benchmarks.streams $(ARGS)
 
 bench-gateway: proto  ## the same streams by gRPC and by HTTP: what the gateway adds
-	$(BIN)/python -m benchmarks.gateway $(ARGS)
+	$(BIN)/python -m benchmarks.streams --gateway $(ARGS)
 
 chart: proto  ## Render the Helm chart for the tests (wants helm, or Go; see the tool)
 	$(BIN)/python -m tools.render_chart

@@ -260,7 +260,7 @@ class Contender:
 
         A disturbance of the machine hits other steps in each round, so it does not count.
         """
-        return sum(statistics.median(step) for step in zip(*self.steps, strict=True))
+        return float(sum(statistics.median(step) for step in zip(*self.steps, strict=True)))
 
     def report(self) -> dict[str, Any]:
         return {

@@ -116,24 +116,17 @@ class Server(Protocol):
 # -- what is sent, and when -------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RandomPrompts:
-    """Random tokens: `prefix_length` that all prompts share, then `input_length` of their own."""
+def random_samples(
+    count: int, own: int, output: int, model: Model, seed: int, *, prefix: int = 0
+) -> list[Sample]:
+    """Return prompts of `prefix` random tokens that all share, and then `own` more.
 
-    input_length: int
-    output_length: int
-    prefix_length: int = 0
-
-    def samples(self, count: int, model: Model, seed: int) -> list[Sample]:
-        """Draw `count` samples. Raises InvalidArgument if one exceeds the model's context."""
-        lengths = (self.prefix_length + self.input_length, self.output_length)
-        _check_lengths([lengths], model)
-        rng, ids = random.Random(seed), _plain_ids(model)
-        prefix = rng.choices(ids, k=self.prefix_length)
-        return [
-            Sample([*prefix, *rng.choices(ids, k=self.input_length)], self.output_length)
-            for _ in range(count)
-        ]
+    Raises InvalidArgument if they exceed the model's context.
+    """
+    _check_lengths([(prefix + own, output)], model)
+    rng, ids = random.Random(seed), _plain_ids(model)
+    shared = rng.choices(ids, k=prefix)
+    return [Sample([*shared, *rng.choices(ids, k=own)], output) for _ in range(count)]
 
 
 def trace_samples(trace: Trace, model: Model, seed: int) -> list[Sample]:
@@ -200,34 +193,6 @@ def due_seconds(rate: float, burstiness: float, count: int, seed: int) -> list[f
         now += rng.gammavariate(burstiness, 1 / (rate * burstiness))
         due.append(now)
     return [seconds * count / rate / now for seconds in due]
-
-
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """What is sent when. Both are drawn before the load begins, so that nothing delays them.
-
-    Attributes:
-        count: ignored for a trace, whose requests are all sent.
-        rate, burstiness: as in `due_seconds`; at an infinite rate a trace has its own times.
-    """
-
-    source: RandomPrompts | Trace
-    count: int = 0
-    seed: int = 0
-    rate: float = math.inf
-    burstiness: float = 1.0
-
-    def samples(self, model: Model) -> list[Sample]:
-        if isinstance(self.source, Trace):
-            return trace_samples(self.source, model, self.seed)
-        return self.source.samples(self.count, model, self.seed)
-
-    def due(self) -> list[float]:
-        if not isinstance(self.source, Trace):
-            return due_seconds(self.rate, self.burstiness, self.count, self.seed)
-        if self.rate == math.inf:
-            return [each.seconds for each in self.source.arrivals]
-        return due_seconds(self.rate, self.burstiness, len(self.source.arrivals), self.seed)
 
 
 # -- the load --------------------------------------------------------------------------
@@ -350,26 +315,20 @@ class Load:
         self.ended_count += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a run gave. `work`: what the server counted meanwhile; None: it has no counters."""
-
-    model: Model
-    records: list[Record]
-    work: dict[str, float] | None
-
-
 async def measured(
     connected: AbstractAsyncContextManager[Server],
-    requests: Requests,
+    draw: Callable[[Model], Sequence[Sample]],
+    due: Sequence[float],
     max_concurrency: int | None,
     progress: Progress,
-) -> Measured:
-    """Connect, send, and read what the server counted meanwhile."""
+) -> tuple[Model, list[Record], dict[str, float] | None]:
+    """Connect and send; return the model, the records, and what the server counted meanwhile.
+
+    `draw`: the requests. They are drawn before the load begins, so that nothing delays them.
+    """
     async with connected as server:
         model = await server.model()
-        samples, due = requests.samples(model), requests.due()
-        before = await server.counters()
+        samples, before = draw(model), await server.counters()
         load = Load(server, max_concurrency)
         telling = asyncio.create_task(_tell(load, len(samples), progress))
         # What exists by now is no garbage: looking through it would delay requests.
@@ -382,10 +341,8 @@ async def measured(
             telling.cancel()
         after = await server.counters()
     if before is None or after is None:
-        return Measured(model, records, None)
-    return Measured(
-        model, records, {name: count - before.get(name, 0) for name, count in after.items()}
-    )
+        return model, records, None
+    return model, records, {name: count - before.get(name, 0) for name, count in after.items()}
 
 
 async def _tell(load: Load, count: int, progress: Progress) -> None:
@@ -476,7 +433,7 @@ async def scheduler(
 class Gateway:
     """A gateway, by HTTP: streamed completions of token ids, as the scheduler gets them.
 
-    For `benchmarks.gateway`, which compares the two ways by the same clients.
+    For `benchmarks.streams --gateway`, which compares the two ways by the same clients.
     """
 
     def __init__(self, place: str, *, ignore_eos: bool) -> None:
@@ -655,31 +612,26 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def requests_of(arguments: argparse.Namespace) -> Requests:
-    """Return what the command line asks for. Raises InvalidArgument."""
-    source: RandomPrompts | Trace = RandomPrompts(
-        arguments.random_input_len, arguments.random_output_len, arguments.random_prefix_len
+def requests_of(
+    given: argparse.Namespace,
+) -> tuple[Callable[[Model], Sequence[Sample]], Sequence[float]]:
+    """Return what is sent, by the model, and when, in seconds. Raises InvalidArgument."""
+    count, seed = given.num_prompts, given.seed
+    due = due_seconds(given.request_rate, given.burstiness, count, seed)
+    if given.trace is None:
+        sizes = (count, given.random_input_len, given.random_output_len)
+        prefix = given.random_prefix_len
+        return lambda model: random_samples(*sizes, model, seed, prefix=prefix), due
+    trace = load_trace(given.trace, seed=seed, count=count, tenants=given.trace_tenants)
+    trace = scaled(
+        trace, rate=given.trace_rate, length=given.trace_input, output=given.trace_output
     )
-    if arguments.trace is not None:
-        trace = load_trace(
-            arguments.trace,
-            seed=arguments.seed,
-            count=arguments.num_prompts,
-            tenants=arguments.trace_tenants,
-        )
-        source = scaled(
-            trace,
-            rate=arguments.trace_rate,
-            length=arguments.trace_input,
-            output=arguments.trace_output,
-        )
-    return Requests(
-        source,
-        arguments.num_prompts,
-        arguments.seed,
-        arguments.request_rate,
-        arguments.burstiness,
-    )
+    count = len(trace.arrivals)
+    if given.request_rate == math.inf:
+        due = [each.seconds for each in trace.arrivals]
+    else:
+        due = due_seconds(given.request_rate, given.burstiness, count, seed)
+    return lambda model: trace_samples(trace, model, seed), due
 
 
 def connected_by(arguments: argparse.Namespace) -> AbstractAsyncContextManager[Server]:
@@ -700,22 +652,21 @@ def connected_by(arguments: argparse.Namespace) -> AbstractAsyncContextManager[S
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(words)
     try:
-        goals, requests = read_goals(arguments.goodput), requests_of(arguments)
-        requests.due()
-        found = run_until_signal(
-            measured(connected_by(arguments), requests, arguments.max_concurrency, Progress())
+        goals, (draw, due) = read_goals(arguments.goodput), requests_of(arguments)
+        model, records, work = run_until_signal(
+            measured(connected_by(arguments), draw, due, arguments.max_concurrency, Progress())
         )
     except SplitpointError as error:
         print(f"benchmarks.load: {error.message}", file=sys.stderr)
         return 2
     result = {
         "benchmark": "load",
-        "model_id": found.model.name,
-        "num_prompts": len(found.records),
+        "model_id": model.name,
+        "num_prompts": len(records),
         "request_rate": str(arguments.request_rate) if arguments.trace is None else "trace",
         "max_concurrency": arguments.max_concurrency,
         "seed": arguments.seed,
-        **results_of(found.records, goals, found.work),
+        **results_of(records, goals, work),
     }
     finish(arguments, result, show)
     return 0 if result["completed"] else 1

@@ -38,7 +38,6 @@ from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, Encoding, Numerics, chunks_of
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
-from splitpoint_cli.bench.our_worker import OurWorker
 from splitpoint_cli.bench.decode_report import Run
 from splitpoint_cli.bench.decode_report import Workload as DecodeWorkload
 from splitpoint_cli.bench.ending import ended_by_signals
@@ -50,6 +49,7 @@ from splitpoint_cli.bench.engine import (
 )
 from splitpoint_cli.bench.harness import MAX_BATCHED_TOKENS, Progress, built_in_shape, thread_count
 from splitpoint_cli.bench.local_store import LocalStore
+from splitpoint_cli.bench.our_worker import OurWorker
 from splitpoint_cli.bench.texts import Prompts, beginnings, held_back_files, random_prompts
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.choice import choose_device

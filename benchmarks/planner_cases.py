@@ -1,10 +1,10 @@
 """Quality of the planner's choices and predictions of restores, on random cases, each measured.
 
 Of four cases, three are of a multi-head model, whose splits are swept; one has grouped queries,
-where no split can pay. In each a worker's profile is measured and refitted by ten restores. Then the
-planner is asked, and its choice and every other contender are timed in turns, and the best of them
-once more in turns with the choice, so that the best of many noisy medians is not compared with a
-single one.
+where no split can pay. In each a worker's profile is measured and refitted by ten restores. Then
+the planner is asked, and its choice and every other contender are timed in turns, and the best of
+them once more in turns with the choice, so that the best of many noisy medians is not compared with
+a single one.
 
 A choice is near the best if it takes at most 5 % longer than the best that was measured.
 A prediction's error is its distance from the measured median, as a share of that median.

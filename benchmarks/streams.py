@@ -5,10 +5,15 @@ A real scheduler process, a real worker process with a double in place of its mo
 connected over TCP on this host. Each process's processor time is read around the load and divided
 by the tokens that came.
 
-    python -m benchmarks.streams [--streams N] [--tokens N] [--step-ms MS] [--rounds R]
+    python -m benchmarks.streams [--gateway] [--streams N] [--tokens N] [--step-ms MS] [--rounds R]
         [--json] [--output FILE]
 
 Exits with 1 if a round stays below the limit of 8,000 tokens a second.
+
+`--gateway` measures what a gateway adds to a stream: the same load by gRPC and by HTTP, through a
+real gateway process. Rounds by gRPC and by HTTP follow each other, so that both meet the same
+machine. Then it exits with 1 if the gateway adds more than 15 % to the median gap between tokens,
+or takes more than 60 us of a processor for a token.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -32,6 +37,8 @@ from splitpoint_cli.bench.harness import Progress, commit, hardware
 from splitpoint_cli.stack.child import LogLine, Service, ServiceCommand, child_environment
 
 LEAST_TOKENS_PER_SECOND = 8_000
+MOST_ADDED_SHARE = 0.15
+MOST_MICROSECONDS = 60.0
 PROMPT_TOKENS = 16
 WARM_UP_STREAMS = 8
 
@@ -179,30 +186,118 @@ def show(result: Mapping[str, Any]) -> None:
         print(f"  {_row(each)}")
 
 
-def run_benchmark(
-    doc: str | None,
-    measure: Callable[[argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]],
-    show: Callable[[Mapping[str, Any]], None],
-    *,
-    streams: int,
-    step_ms: float,
-) -> int:
-    """Measure as the command line says, show the result, and return the exit code.
+# -- what a gateway adds ----------------------------------------------------------------
 
-    `streams` and `step_ms` are defaults of options.
-    """
-    parser = parser_of(doc)
-    parser.add_argument("--streams", type=int, default=streams)
+
+@asynccontextmanager
+async def gateway_for(scheduler: str) -> AsyncIterator[tuple[str, int]]:
+    """Run a gateway; yield its address and its process."""
+    alive, own = os.pipe()
+    arguments = ("-m", "gateway_service", "--listen", "127.0.0.1:0", "--scheduler", scheduler)
+    command = ServiceCommand("gateway", arguments)
+    service = await Service.start(sys.executable, command, alive, show_line, lambda _: None)
+    try:
+        await service.ready()
+        yield service.address, service.process.pid
+    finally:
+        service.terminate()
+        await service.close()
+        os.close(alive)
+        os.close(own)
+
+
+async def measure_gateway(arguments: argparse.Namespace) -> dict[str, Any]:
+    progress = Progress()
+    rounds: dict[str, list[dict[str, Any]]] = {"grpc": [], "http": []}
+    async with (
+        running(arguments.step_ms) as (scheduler, pids),
+        gateway_for(scheduler) as (gateway, gateway_pid),
+    ):
+        pids["gateway"] = gateway_pid
+        ways = {
+            "grpc": ("--address", scheduler),
+            "http": ("--url", f"http://{gateway}"),
+        }
+        for way in ways.values():
+            await load(way, WARM_UP_STREAMS, arguments.tokens)
+        for number in range(arguments.rounds):
+            for name, way in ways.items():
+                before = {each: processor_seconds(pid) for each, pid in pids.items()}
+                result = await load(way, arguments.streams, arguments.tokens)
+                used = {each: processor_seconds(pid) - before[each] for each, pid in pids.items()}
+                rounds[name].append(round_of(result, used))
+                progress.say(f"round {number + 1} of {arguments.rounds}, {name}")
+    return {
+        "benchmark": "gateway",
+        "streams": arguments.streams,
+        "tokens_of_each": arguments.tokens,
+        "step_ms": arguments.step_ms,
+        **figures_of(rounds),
+        "rounds": rounds,
+        "commit": commit(),
+        "hardware": hardware(),
+    }
+
+
+def figures_of(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the medians over the rounds, and whether they keep the limits."""
+    gaps = {
+        name: statistics.median(each["median_itl_ms"] for each in found)
+        for name, found in rounds.items()
+    }
+    added = gaps["http"] / gaps["grpc"] - 1
+    microseconds = statistics.median(
+        each["microseconds_per_token"]["gateway"] for each in rounds["http"]
+    )
+    is_whole = not any(each["failed"] for found in rounds.values() for each in found)
+    return {
+        "median_itl_ms": gaps,
+        "added_share": added,
+        "most_added_share": MOST_ADDED_SHARE,
+        "gateway_microseconds_per_token": microseconds,
+        "most_microseconds_per_token": MOST_MICROSECONDS,
+        "is_enough": is_whole and added <= MOST_ADDED_SHARE and microseconds <= MOST_MICROSECONDS,
+    }
+
+
+def show_gateway(result: Mapping[str, Any]) -> None:
+    gaps = result["median_itl_ms"]
+    print(
+        f"{result['streams']} streams at once, a step each {result['step_ms']:g} ms, "
+        f"{result['hardware']}: median gap {gaps['grpc']:.2f} ms by gRPC, {gaps['http']:.2f} ms by "
+        f"HTTP ({result['added_share']:+.1%}; limit {result['most_added_share']:+.0%}); gateway "
+        f"{result['gateway_microseconds_per_token']:.0f} us of a processor per token (limit "
+        f"{result['most_microseconds_per_token']:.0f})"
+    )
+    for name, rounds in result["rounds"].items():
+        for each in rounds:
+            costs = ", ".join(
+                f"{process} {us:.0f}" for process, us in each["microseconds_per_token"].items()
+            )
+            print(
+                f"  {name}: {each['tokens_per_second']:,.0f} tokens/s, median gap "
+                f"{each['median_itl_ms']:.2f} ms, p99 {each['p99_itl_ms']:.2f} ms, us per token: "
+                f"{costs}"
+            )
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--gateway", action="store_true", help="by gRPC and by HTTP, in turn")
+    parser.add_argument("--streams", type=int, help="at once; default: 500, with --gateway 64")
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument(
-        "--step-ms", type=float, default=step_ms, help="of the double's engine step"
+        "--step-ms", type=float, help="of the double's engine step; default: 25, 20"
     )
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    result = run_until_signal(measure(arguments))
-    finish(arguments, result, show)
+    by_gateway = arguments.gateway
+    arguments.streams = arguments.streams or (64 if by_gateway else 500)
+    arguments.step_ms = arguments.step_ms or (20.0 if by_gateway else 25.0)
+    result = run_until_signal((measure_gateway if by_gateway else measure)(arguments))
+    finish(arguments, result, show_gateway if by_gateway else show)
     return 0 if result["is_enough"] else 1
 
 
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__, measure, show, streams=500, step_ms=25.0))
+    sys.exit(main())

@@ -22,12 +22,11 @@ from benchmarks.load import (
     Answer,
     Load,
     Model,
-    RandomPrompts,
     Record,
-    Requests,
     Sample,
     due_seconds,
     gateway,
+    random_samples,
     results_of,
     trace_samples,
 )
@@ -85,10 +84,12 @@ def test_goals_come_as_words_or_with_commas() -> None:
 
 
 def test_random_prompts_share_their_prefix_and_depend_on_the_seed_alone() -> None:
-    source = RandomPrompts(50, 10, prefix_length=7)
-    samples = Requests(source, 30, seed=3).samples(MODEL)
-    assert samples == Requests(source, 30, seed=3).samples(MODEL)
-    assert samples != Requests(source, 30, seed=4).samples(MODEL)
+    def draw(seed: int) -> list[Sample]:
+        return random_samples(30, 50, 10, MODEL, seed, prefix=7)
+
+    samples = draw(3)
+    assert samples == draw(3)
+    assert samples != draw(4)
     assert {tuple(each.prompt[:7]) for each in samples} == {tuple(samples[0].prompt[:7])}
     assert len({tuple(each.prompt[7:]) for each in samples}) == 30
     assert {(len(each.prompt), each.output_length) for each in samples} == {(57, 10)}
@@ -102,9 +103,7 @@ def test_equal_blocks_of_a_trace_are_equal_tokens() -> None:
         Arrival(2.0, 12, 7),
     )
     trace = Trace("t", arrivals, block_tokens=8)
-    requests = Requests(trace)
-    first, second, third = requests.samples(MODEL)
-    assert requests.due() == [0.0, 1.5, 2.0]
+    first, second, third = trace_samples(trace, MODEL, 0)
     assert first.prompt[:16] == second.prompt[:16]
     assert first.prompt[16:] != second.prompt[16:]
     assert [len(each.prompt) for each in (first, second, third)] == [20, 20, 12]

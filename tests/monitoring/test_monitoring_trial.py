@@ -11,10 +11,18 @@ import pytest
 
 from splitpoint.errors import DeadlineExceeded, Unavailable
 from tools.monitoring.dashboards import dashboards, recording_rules
-from tools.monitoring.trial.answers import answers
-from tools.monitoring.trial.processes import free_ports, running, worker_process
-from tools.monitoring.trial.prometheus import Series, Target, configuration_for, wait_until
-from tools.monitoring.trial.troubles import EXPECTED_ALERTS, wrong_alerts
+from tools.monitoring.trial import (
+    EXPECTED_ALERTS,
+    Series,
+    Target,
+    answers,
+    configuration_for,
+    free_ports,
+    running,
+    wait_until,
+    worker_process,
+    wrong_alerts,
+)
 
 TARGETS = [
     Target("kvstore", "127.0.0.1:1", {}),
