@@ -82,7 +82,7 @@ package-test: proto  ## Install the wheel with each extra into a clean environme
 lock: setup  ## Write requirements/*.lock again (needs uv); ARGS=--upgrade: with newer versions
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.lock $(ARGS)
 
-chaos: proto  ## The long fault runs, which `make test` leaves out
+chaos: proto  ## Long fault runs, and full counts of what `make test` does less of
 	SPLITPOINT_LONG=1 $(BIN)/python -m pytest -m "chaos or scaled" $(ARGS)
 
 check: proto  ## Format, lint, types, and the contract's style

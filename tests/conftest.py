@@ -88,7 +88,6 @@ def pytest_collection_finish() -> None:
     Each module of tests ends with one, which took 0.4 s over torch and transformers.
     """
     gc.enable()
-    gc.collect()
     gc.freeze()
     # Libraries see at the end of the process that nothing of theirs is left. Not before: pytest
     # ends with five collections.

@@ -366,6 +366,7 @@ class Image:
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
+        _show_command([sys.executable, "-m", order["module"], *order["arguments"]])
         sys.argv = [order["module"], *order["arguments"]]
         place, _, count = order["failpoint"].partition(":")
         if place:

@@ -103,10 +103,10 @@ def _ask(orders: Orders, options: Mapping[str, Any], environment: Mapping[str, s
         try:
             process_id, _ = orders.ask(
                 *given.values(),
-                command=[*map(os.fspath, options["args"][2:])],
+                command=[*map(os.fsdecode, options["args"][2:])],
                 numbers=[*given],
                 environment=environment,
-                folder=os.fspath(options["cwd"] or os.getcwd()),
+                folder=os.fsdecode(options["cwd"] or os.getcwd()),
                 is_session=bool(options["start_new_session"]),
                 group=-1 if group is None else group,
             )
