@@ -27,7 +27,7 @@ from splitpoint_cli.bench.harness import commit, hardware
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import FILE_HELP, FLAG_HELP, hand_over
 from splitpoint_cli.stack.options import stack_options
-from splitpoint_cli.stack.plan.stack import Stack, plan_stack
+from splitpoint_cli.stack.plan import Stack, plan_stack
 from splitpoint_cli.stack.runner import StackRunner
 
 T = TypeVar("T")

@@ -66,7 +66,7 @@ from splitpoint.v1 import (
 )
 from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.bench.harness import Progress, commit, hardware
-from splitpoint_cli.stack.plan.stack import Stack
+from splitpoint_cli.stack.plan import Stack
 
 NEAR_BEST = 1.10
 PREFIX_TOKENS = (700, 1700)

@@ -41,7 +41,7 @@ from splitpoint.transport.convert import layout_from_proto
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.bench.harness import Progress
-from splitpoint_cli.stack.plan.stack import Stack
+from splitpoint_cli.stack.plan import Stack
 
 PREFIX_TOKENS = 1000
 WARM_NEW_TOKENS, DEVICE_NEW_TOKENS = 100, 64

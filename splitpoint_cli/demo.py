@@ -30,7 +30,7 @@ from splitpoint_cli.request.observed import read_store
 from splitpoint_cli.stack.child import ServiceExited, ServiceNotReady
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.output import StackOutput, end_of
-from splitpoint_cli.stack.plan.stack import Stack, plan_stack
+from splitpoint_cli.stack.plan import Stack, plan_stack
 from splitpoint_cli.stack.runner import StackRunner
 
 # Exactness is promised in float32; in bfloat16 another batch shape may round

@@ -72,44 +72,14 @@ class EngineOptions(TypedDict, total=False):
 
 
 # The options behind EngineOptions, by the argument's name.
+_NAMES = {"page_tokens": store.CHUNK_TOKENS.field}
+_SERVED = {
+    option.field: option
+    for sections in (worker.SECTIONS, scheduler.SECTIONS, store.SECTIONS)
+    for option in all_options(sections)
+}
 DECLARED: dict[str, Option[Any]] = {
-    "page_tokens": store.CHUNK_TOKENS,
-    **{
-        option.field: option
-        for option in (
-            worker.DEVICE,
-            store.DTYPE,
-            store.WEIGHTS,
-            store.HOST_MEMORY,
-            worker.DEVICE_MEMORY,
-            store.ACTIVATIONS,
-            store.KV_ENCODING,
-            store.EVICTION,
-            store.ADMISSION,
-            store.HUGE_PAGES,
-            store.NUMA_NODE,
-            worker.PIN_LIMIT,
-            worker.THREADS,
-            worker.CPU_KERNELS,
-            worker.NUMERICS,
-            worker.MAX_BATCH,
-            worker.MAX_BATCHED_TOKENS,
-            worker.WEIGHT_OBJECTIVE,
-            worker.VERIFY_RATE,
-            worker.NO_DEVICE_PREFIX_CACHE,
-            worker.ENFORCE_EAGER,
-            worker.SERIAL,
-            worker.LINK_RATE,
-            worker.SPECULATIVE_CONFIG,
-            worker.DRAFT_MODEL,
-            worker.ARTIFACTS,
-            scheduler.CHAT_TEMPLATE,
-            scheduler.RESIDENCY,
-            scheduler.OBJECTIVE,
-            scheduler.ANSWER_CHARGE,
-            scheduler.POLICY,
-        )
-    },
+    name: _SERVED[_NAMES.get(name, name)] for name in EngineOptions.__annotations__
 }
 # Open requests for each place in the batch: the scheduler chooses among those that wait.
 _OPEN_FOR_EACH_PLACE = 4

@@ -327,7 +327,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         ),
         "page_tokens",
         "traces",
-        *("checks", "stack.options", "stack.child", "stack.plan", "stack"),
+        *("checks", "stack"),
         *("request", "chat", "batch", "top"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.ending", "bench.harness", "bench.texts", "bench.local_store", "bench.engine"),

@@ -30,9 +30,9 @@ from splitpoint_cli.checks import disk, gpu, memory, model, ports, redis, securi
 from splitpoint_cli.checks.finding import Check, Finding, Verdict, attempt, run_check
 from splitpoint_cli.doctor.command import DoctorOptions
 from splitpoint_cli.request.probe import obstacle_of
+from splitpoint_cli.stack.devices import choose_devices, visible_gpu_count
 from splitpoint_cli.stack.instance import running_process
-from splitpoint_cli.stack.plan.devices import choose_devices, visible_gpu_count
-from splitpoint_cli.stack.plan.places import arena_bytes, instance_of
+from splitpoint_cli.stack.places import arena_bytes, instance_of
 
 _ANSWER_SECONDS = 3.0
 # The first Linux with open file description locks.

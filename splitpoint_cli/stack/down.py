@@ -21,7 +21,7 @@ from splitpoint_cli.stack.instance import (
     running_process,
     running_stacks,
 )
-from splitpoint_cli.stack.plan.places import instance_of
+from splitpoint_cli.stack.places import instance_of
 
 _STOP_SECONDS = 90.0
 # Hosts that mean every address of this host, and its loopback device.

@@ -24,7 +24,7 @@ from splitpoint.observe.logs import LogFormat, json_line, level_of, message_of
 from splitpoint.progress import Progress
 from splitpoint_cli.output import code_name, err, out, print_error
 from splitpoint_cli.stack.child import LogLine, ServiceExited, ServiceNotReady, ServiceNotStarted
-from splitpoint_cli.stack.plan.stack import Stack
+from splitpoint_cli.stack.plan import Stack
 
 
 class LoadingBars:

@@ -19,8 +19,8 @@ from splitpoint.host.memory import memory_facts
 from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint_cli.checks import disk, memory, ports
 from splitpoint_cli.checks.finding import Finding, Places
-from splitpoint_cli.stack.plan.places import arena_bytes
-from splitpoint_cli.stack.plan.stack import Stack
+from splitpoint_cli.stack.places import arena_bytes
+from splitpoint_cli.stack.plan import Stack
 
 Say = Callable[[str, str], None]
 

@@ -24,12 +24,11 @@ from splitpoint_cli.stack.child import (
     ServiceNotStarted,
 )
 from splitpoint_cli.stack.instance import Held, exclusive, predecessors_gone
-from splitpoint_cli.stack.keeper import Keeper
+from splitpoint_cli.stack.keeper import Keeper, RestartLimits
 from splitpoint_cli.stack.notes import GatewayNote, forget_notes, write_gateway, write_given_up
 from splitpoint_cli.stack.output import end_of, output_of, print_summary
-from splitpoint_cli.stack.plan.stack import Stack
+from splitpoint_cli.stack.plan import Stack
 from splitpoint_cli.stack.preflight import check_machine, check_secret
-from splitpoint_cli.stack.restart_policy import RestartLimits
 from splitpoint_cli.stack.supervisor import Supervisor
 
 _SERVE_SECONDS = 60.0

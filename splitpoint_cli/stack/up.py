@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from splitpoint_cli.options import configurable
+from splitpoint_cli.stack.keeper import RestartLimits
 from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan.stack import plan_stack
+from splitpoint_cli.stack.plan import plan_stack
 from splitpoint_cli.stack.preflight import check_store_arguments
-from splitpoint_cli.stack.restart_policy import RestartLimits
 from splitpoint_cli.stack.runner import run_stack
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from splitpoint.observe.logs import LogFormat
 from splitpoint_cli.stack.child import ServiceCommand
+from splitpoint_cli.stack.keeper import RestartLimits
 from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan.stack import plan_stack
-from splitpoint_cli.stack.restart_policy import RestartLimits
+from splitpoint_cli.stack.plan import plan_stack
 from splitpoint_cli.stack.runner import run_stack
 
 FAKE = str(Path(__file__).parent / "fake_service.py")

@@ -29,7 +29,7 @@ from splitpoint.errors import InvalidArgument, NotFound, SplitpointError, Unavai
 from splitpoint_cli.checks.finding import Verdict
 from splitpoint_cli.checks.model import find_model
 from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan.stack import plan_stack
+from splitpoint_cli.stack.plan import plan_stack
 from splitpoint_offline.options import settings_of
 
 INSTANCE = instance_name("verdict")

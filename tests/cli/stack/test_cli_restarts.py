@@ -35,9 +35,8 @@ from splitpoint_cli.stack.instance import (
     predecessors_gone,
     running_process,
 )
-from splitpoint_cli.stack.keeper import Keeper
+from splitpoint_cli.stack.keeper import GiveUp, Keeper, RestartAfter, RestartLimits, RestartPolicy
 from splitpoint_cli.stack.notes import read_given_up
-from splitpoint_cli.stack.restart_policy import GiveUp, RestartAfter, RestartLimits, RestartPolicy
 
 
 def lives(log: Path, name: str) -> list[int]:

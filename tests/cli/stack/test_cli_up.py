@@ -15,9 +15,9 @@ from own_names import free_ports, instance_name
 from up_process import up_process, wait_until_up
 
 from splitpoint.config import arena_path, remove_tree, runtime_path
+from splitpoint_cli.stack.keeper import RestartLimits
 from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan.stack import plan_stack
-from splitpoint_cli.stack.restart_policy import RestartLimits
+from splitpoint_cli.stack.plan import plan_stack
 from splitpoint_cli.stack.runner import run_stack
 
 FAKE_STACK = str(Path(__file__).parents[1] / "fake_stack.py")

@@ -27,7 +27,7 @@ AMX, OTHER = ("avx512f", "amx_bf16"), ("avx512f",)
 # What `splitpoint up` gives its workers, decided in a process of its own as there.
 WORKERS = """
 from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan.stack import plan_stack
+from splitpoint_cli.stack.plan import plan_stack
 
 stack = plan_stack(StackOptions(device="cpu", workers=2, threads=2, listen="127.0.0.1:0"))
 print(*{worker.environment.get("GOMP_SPINCOUNT", "as it was") for worker in stack.workers})

@@ -12,10 +12,10 @@ from splitpoint.options.option import Option, Section, all_options
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.options import arguments_of, values_of
+from splitpoint_cli.stack.api_key import ApiKey
 from splitpoint_cli.stack.child import ServiceCommand
 from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan.api_key import ApiKey
-from splitpoint_cli.stack.plan.places import Places, socket_path, trace_path
+from splitpoint_cli.stack.places import Places, socket_path, trace_path
 
 # In addition to the grace of running requests; a worker also waits for write-back.
 _GATEWAY_STOP_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""What commands say of drafts: one request's, and a worker's. Under 1 s."""
+"""What `status` and `generate` print about drafts, selections and tenants. Under 1 s."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from splitpoint.client.answers import (
     Completion,
     FinishReason,
     SpeculationUsage,
+    TenantStatus,
     Usage,
     WorkerSpeculation,
 )
+from splitpoint.selection import SelectionMethod
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint_cli.request.generate import completion_json, summary
-from splitpoint_cli.request.status import speculation_text
+from splitpoint_cli.request.status import selection_text, speculation_text, tenant_lines
 
+METHODS = (SelectionMethod.COLUMNS, SelectionMethod.QUEST)
 DONE = Completion(
     token_ids=(1, 2),
     text="",
@@ -60,3 +63,31 @@ def test_a_worker_says_what_it_can_draft_by() -> None:
     )
     quiet = WorkerSpeculation(PLAIN, (DraftMethod.SUFFIX,))
     assert speculation_text(worker("0", speculation=quiet)) == "drafts by suffix; unasked off"
+
+
+def test_a_worker_says_what_it_selects_by_and_what_it_read() -> None:
+    told = telemetry(1.0, 500.0)
+    assert selection_text(worker("0", told, selection_methods=METHODS)) == (
+        "selects by columns, quest; 1,000 steps read 12.5% of the tokens"
+    )
+    for idle in (None, telemetry(1.0, 0.0)):
+        text = selection_text(worker("0", idle, selection_methods=METHODS))
+        assert text == "selects by columns, quest"
+
+
+def test_tenants_are_named_with_what_metrics_call_them() -> None:
+    tenants = [
+        TenantStatus("acme", "1a2b3c4d", 2.0, 3, 1, 75.25, 5.0 * (1 << 30)),
+        TenantStatus("", "unnamed", 1.0, 0, 0, 0.0, 0.0),
+    ]
+    assert list(tenant_lines(tenants)) == [
+        "tenant acme: 3 running, 1 waiting for 75.2 s at most, weight 2, has had 5 GiB x s; "
+        "metrics call it 1a2b3c4d",
+        "tenant (unnamed): 0 running, 0 waiting, weight 1, has had 0 B x s; metrics "
+        "call it unnamed",
+    ]
+
+
+def test_without_tenants_there_is_nothing_to_say() -> None:
+    assert list(tenant_lines([TenantStatus("", "unnamed", 1.0, 3, 0, 0.0, 1.0)])) == []
+    assert list(tenant_lines([])) == []

@@ -1,1 +1,0 @@
-"""One host's whole stack as data: its processes, their arguments and addresses."""
