@@ -15,9 +15,9 @@ from gateway_service.openai.answers import Answer, Job
 from gateway_service.openai.chat_completions import read_chat
 from gateway_service.openai.completions import CompletionJob, read_completion
 from gateway_service.openai.errors import error_answer
+from gateway_service.openai.fields import wrong
 from gateway_service.openai.responses import ResponseJob, read_response
 from gateway_service.openai.tools import CallingJob
-from gateway_service.openai.values import wrong
 from gateway_service.upstream import Models, Upstream
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.tries import INFERENCE

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from gateway_service.openai.fields import parsed
+from gateway_service.openai.json_body import parsed
 from splitpoint.errors import InvalidArgument
 
 # Longest line. The scheduler takes messages of 4 MiB; JSON may need some bytes for each of theirs.

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway_service.openai.answers import dumped, error_frame
 from gateway_service.openai.errors import ErrorAnswer, HttpError
-from gateway_service.openai.fields import parsed
+from gateway_service.openai.json_body import parsed
 from gateway_service.settings import Limits
 from splitpoint.config import format_size
 from splitpoint.errors import ResourceExhausted

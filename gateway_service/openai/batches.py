@@ -7,9 +7,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 from urllib.parse import parse_qsl
 
 from gateway_service.openai.answers import Seconds
-from gateway_service.openai.fields import Field, Table, Use
+from gateway_service.openai.fields import Field, Table, one_of, refused, text_of, wrong
 from gateway_service.openai.responses import METADATA
-from gateway_service.openai.values import one_of, text_of, wrong
 from splitpoint.errors import InvalidArgument
 
 _LEAST_SECONDS, MOST_SECONDS = 3600, 30 * 24 * 3600
@@ -31,7 +30,7 @@ BATCH_FIELDS = Table(
             is_required=True,
         ),
         Field("metadata", METADATA, "Is returned with the batch."),
-        Field("output_expires_after", None, "files are kept for 30 days", Use.REFUSED),
+        refused("output_expires_after", "files are kept for 30 days"),
     ]
 )
 

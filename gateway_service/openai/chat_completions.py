@@ -21,7 +21,7 @@ from gateway_service.openai.answers import (
     token_text,
     usage_of,
 )
-from gateway_service.openai.fields import Field, Table, Use
+from gateway_service.openai.fields import BOOLEAN, Field, Table, ignored, integer, refused, wrong
 from gateway_service.openai.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
 from gateway_service.openai.sampling import (
     MOST_LOGPROBS,
@@ -41,20 +41,10 @@ from gateway_service.openai.tools import (
     call_id,
     tool_use,
 )
-from gateway_service.openai.values import BOOLEAN, integer, wrong
 from gateway_service.plan_report import plan_report
 from gateway_service.tool_calls.splitter import CallStart, Piece, ToolCallParser, parse
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
-
-
-def _refused(name: str, help: str, *neutral: Any, is_extension: bool = False) -> Field:
-    return Field(name, None, help, Use.REFUSED, neutral=neutral, is_extension=is_extension)
-
-
-def _ignored(name: str, help: str) -> Field:
-    return Field(name, None, help, Use.IGNORED)
-
 
 CHAT_FIELDS = Table(
     [
@@ -76,22 +66,22 @@ CHAT_FIELDS = Table(
         TOOL_CHOICE,
         PARALLEL_TOOL_CALLS,
         *CHAT_PROMPT_FIELDS,
-        _ignored("prediction", "It could only change the speed."),
-        _refused("audio", "answers are text"),
-        _refused("function_call", "use tool_choice"),
-        _refused("functions", "use tools"),
-        _refused("modalities", "answers are text", ["text"]),
-        _refused("verbosity", "say it in a message", "medium"),
-        _refused("web_search_options", "there is no search"),
-        _refused(
+        ignored("prediction", "It could only change the speed."),
+        refused("audio", "answers are text"),
+        refused("function_call", "use tool_choice"),
+        refused("functions", "use tools"),
+        refused("modalities", "answers are text", ["text"]),
+        refused("verbosity", "say it in a message", "medium"),
+        refused("web_search_options", "there is no search"),
+        refused(
             "add_special_tokens",
             "a chat's special tokens come from its template",
             False,
             is_extension=True,
         ),
-        _refused("chat_template", "it is the model's", is_extension=True),
-        _refused("documents", "put them in a message", is_extension=True),
-        _refused("echo", "only the continuation is returned", False, is_extension=True),
+        refused("chat_template", "it is the model's", is_extension=True),
+        refused("documents", "put them in a message", is_extension=True),
+        refused("echo", "only the continuation is returned", False, is_extension=True),
     ]
 )
 

@@ -23,7 +23,19 @@ from gateway_service.openai.answers import (
     token_text,
     usage_of,
 )
-from gateway_service.openai.fields import Field, Table, Use
+from gateway_service.openai.fields import (
+    BOOLEAN,
+    TOKEN_IDS,
+    Field,
+    Kind,
+    Table,
+    extra,
+    integer,
+    read_text,
+    refused,
+    wrong,
+    wrong_type,
+)
 from gateway_service.openai.sampling import (
     MOST_CHOICES,
     MOST_LOGPROBS,
@@ -33,15 +45,6 @@ from gateway_service.openai.sampling import (
     constraint_names,
     form_of,
     generate_request,
-)
-from gateway_service.openai.values import (
-    BOOLEAN,
-    TOKEN_IDS,
-    Kind,
-    integer,
-    read_text,
-    wrong,
-    wrong_type,
 )
 from gateway_service.plan_report import plan_report
 from splitpoint.config import counted
@@ -100,6 +103,12 @@ PROMPT = Kind(
     },
 )
 
+ADD_SPECIAL_TOKENS = extra(
+    "add_special_tokens",
+    BOOLEAN,
+    "Put the model's special tokens around a text, as its tokenizer does.",
+    True,
+)
 COMPLETION_FIELDS = Table(
     [
         Field(
@@ -127,14 +136,8 @@ COMPLETION_FIELDS = Table(
             default=False,
         ),
         Field("best_of", integer(1, MOST_CHOICES), "As n, or absent: answers are not ranked."),
-        Field("suffix", None, "no model here fills gaps", Use.REFUSED, neutral=("",)),
-        Field(
-            "add_special_tokens",
-            BOOLEAN,
-            "Put the model's special tokens around a text, as its tokenizer does.",
-            default=True,
-            is_extension=True,
-        ),
+        refused("suffix", "no model here fills gaps", ""),
+        ADD_SPECIAL_TOKENS,
     ]
 )
 

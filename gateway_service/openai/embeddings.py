@@ -13,10 +13,18 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict
 
 from gateway_service.openai.answers import Answer, dumped
-from gateway_service.openai.completions import PROMPT, request_of
-from gateway_service.openai.fields import Field, Table, Use
+from gateway_service.openai.completions import ADD_SPECIAL_TOKENS, PROMPT, request_of
+from gateway_service.openai.fields import (
+    BOOLEAN,
+    Field,
+    Table,
+    extra,
+    ignored,
+    one_of,
+    refused,
+    text_of,
+)
 from gateway_service.openai.sampling import CACHE_SALT, PRIORITY, check_copies
-from gateway_service.openai.values import BOOLEAN, one_of, text_of
 from splitpoint.errors import Internal
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
@@ -64,27 +72,15 @@ EMBEDDING_FIELDS = Table(
             "base64: little-endian 32-bit floats.",
             default="float",
         ),
-        Field(
-            "dimensions",
-            None,
-            "the models are not trained for fewer",
-            Use.REFUSED,
-        ),
-        Field("user", None, "Tenants come from the key.", Use.IGNORED),
-        Field(
+        refused("dimensions", "the models are not trained for fewer"),
+        ignored("user", "Tenants come from the key."),
+        extra(
             "normalize",
             BOOLEAN,
             "Scale to length 1, as OpenAI's are; false: as the model computed it.",
-            default=True,
-            is_extension=True,
+            True,
         ),
-        Field(
-            "add_special_tokens",
-            BOOLEAN,
-            "Put the model's special tokens around a text, as its tokenizer does.",
-            default=True,
-            is_extension=True,
-        ),
+        ADD_SPECIAL_TOKENS,
         CACHE_SALT,
         PRIORITY,
     ]

@@ -1,20 +1,282 @@
-"""Tables of the fields that a body may have, and the reading of a body by one.
+"""The fields that a body may have: how each is checked, and its JSON schema.
 
-A field that a table lacks is refused, as OpenAI does; so is one that is not supported, unless its
-value is neutral. docs/gateway.md and the OpenAPI document are made of the same tables.
+Errors name the field as the client wrote it and the type of the value, never the value: it may be
+a prompt. Null counts as absent. A field that a table lacks is refused, as OpenAI does; so is one
+that is not supported, unless its value is neutral. docs/openai-api.md and the OpenAPI document are
+made of the same tables.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from gateway_service.openai.values import MOST_TOKENS, Kind, wrong
+from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
+
+# Takes the field's name and its value. Returns the value as the program uses it; raises
+# InvalidArgument.
+Read = Callable[[str, Any], Any]
+Schema = Mapping[str, Any]
+
+LARGEST_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of value: its check, and the JSON schema of what passes."""
+
+    read: Read
+    schema: Schema
+
+
+def wrong(name: str, message: str, *, reason: str = "INVALID_VALUE") -> InvalidArgument:
+    """Return the error of a field."""
+    return InvalidArgument(f"{name} {message}", field=name, reason=reason)
+
+
+def wrong_type(name: str, value: Any, wanted: str) -> InvalidArgument:
+    return wrong(name, f"must be {wanted}, not {_shown(value)}", reason="INVALID_TYPE")
+
+
+def _shown(value: Any) -> str:
+    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
+    names |= {list: "an array", dict: "an object"}
+    return names.get(type(value), "null")
+
+
+# -- scalars ----------------------------------------------------------------------------
+
+
+def integer(least: int, most: int = LARGEST_INT32) -> Kind:
+    """An integer, which JSON may also write as 3.0."""
+
+    def read(name: str, value: Any) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type(name, value, "an integer")
+        if not least <= value <= most:
+            raise wrong(name, f"must be from {least} to {most}")
+        return value
+
+    return Kind(read, {"type": "integer", "minimum": least, "maximum": most})
+
+
+def number(least: float, most: float = math.inf, *, above: bool = False) -> Kind:
+    """A finite number. `above`: greater than `least`, not equal to it."""
+    bounds = {"exclusiveMinimum" if above else "minimum": least}
+    words = f"{'above' if above else 'at least'} {least:g}"
+    if most < math.inf:
+        bounds["maximum"] = most
+        words += f" and at most {most:g}"
+
+    def read(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong_type(name, value, "a number")
+        try:
+            found = float(value)
+        except OverflowError:
+            found = math.inf
+        if not math.isfinite(found) or found > most or (found <= least if above else found < least):
+            raise wrong(name, f"must be a finite number {words}")
+        return found
+
+    return Kind(read, {"type": "number", **bounds})
+
+
+def _read_boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise wrong_type(name, value, "a boolean")
+    return value
+
+
+BOOLEAN = Kind(_read_boolean, {"type": "boolean"})
+
+
+def read_text(name: str, value: Any) -> str:
+    """Return a string that UTF-8 can encode: JSON can name half of a surrogate pair."""
+    if not isinstance(value, str):
+        raise wrong_type(name, value, "a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise wrong(
+            name, f"has half of a surrogate pair at character {error.start}", reason="INVALID_TEXT"
+        ) from None
+    return value
+
+
+TEXT = Kind(read_text, {"type": "string"})
+
+
+def text_of(*, least: int = 0, most: int | None = None) -> Kind:
+    """A string of this many bytes in UTF-8; its schema bounds the characters."""
+    schema: dict[str, Any] = {"type": "string"}
+    if least:
+        schema["minLength"] = least
+    if most is not None:
+        schema["maxLength"] = most
+
+    def read(name: str, value: Any) -> str:
+        found = read_text(name, value)
+        size = len(found.encode())
+        if size < least:
+            raise wrong(name, "must not be empty")
+        if most is not None and size > most:
+            raise wrong(name, f"has {counted(size, 'byte')} of UTF-8, at most {most:,}")
+        return found
+
+    return Kind(read, schema)
+
+
+def one_of(*choices: str) -> Kind:
+    """One of these strings."""
+
+    def read(name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise wrong_type(name, value, "a string")
+        if value not in choices:
+            raise wrong(name, f"must be one of {', '.join(choices)}")
+        return value
+
+    return Kind(read, {"type": "string", "enum": [*choices]})
+
+
+# -- arrays and objects --------------------------------------------------------------------
+
+
+def array(kind: Kind, *, least: int = 0, most: int | None = None) -> Kind:
+    """An array of values of one kind."""
+    schema: dict[str, Any] = {"type": "array", "items": kind.schema}
+    if least:
+        schema["minItems"] = least
+    if most is not None:
+        schema["maxItems"] = most
+
+    def read(name: str, value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise wrong_type(name, value, "an array")
+        if len(value) < least:
+            raise wrong(name, "must not be empty")
+        if most is not None and len(value) > most:
+            raise wrong(name, f"has {counted(len(value), 'entry', 'entries')}, at most {most:,}")
+        return [kind.read(f"{name}[{index}]", item) for index, item in enumerate(value)]
+
+    return Kind(read, schema)
+
+
+MOST_TOKENS = 1 << 19
+
+
+def _read_token_ids(name: str, value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise wrong_type(name, value, "an array of token ids")
+    if not value:
+        raise wrong(name, "must not be empty")
+    if len(value) > MOST_TOKENS:
+        raise wrong(name, f"has {counted(len(value), 'token id')}, at most {MOST_TOKENS:,}")
+    # No step of Python for each id. A boolean is an int, but has another type.
+    if {*map(type, value)} != {int}:
+        index = next(i for i, kind in enumerate(map(type, value)) if kind is not int)
+        raise wrong_type(f"{name}[{index}]", value[index], "a token id")
+    if min(value) < 0 or max(value) > LARGEST_INT32:
+        index = next(i for i, each in enumerate(value) if not 0 <= each <= LARGEST_INT32)
+        raise wrong(f"{name}[{index}]", f"must be from 0 to {LARGEST_INT32}")
+    return value
+
+
+TOKEN_IDS = Kind(
+    _read_token_ids,
+    {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INT32},
+        "minItems": 1,
+        "maxItems": MOST_TOKENS,
+    },
+)
+
+
+def text_or_texts(kind: Kind, *, most: int) -> Kind:
+    """A string, or an array of strings; read as a list."""
+    several = array(kind, most=most)
+
+    def read(name: str, value: Any) -> list[str]:
+        if isinstance(value, str):
+            return [kind.read(name, value)]
+        if not isinstance(value, list):
+            raise wrong_type(name, value, "a string or an array of strings")
+        found: list[str] = several.read(name, value)
+        return found
+
+    return Kind(read, {"anyOf": [kind.schema, several.schema]})
+
+
+def _read_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong_type(name, value, "an object")
+    return value
+
+
+def check_little(name: str, value: Any, most: int) -> None:
+    """Raise InvalidArgument if a JSON value has more than `most` values within it.
+
+    Before it is written as JSON again, which takes long for many of them.
+    """
+    count, left = 1, [value]
+    while left:
+        each = left.pop()
+        inner = [*each.values()] if isinstance(each, dict) else each
+        if not isinstance(inner, list):
+            continue
+        count += len(inner)
+        if count > most:
+            raise wrong(name, f"has more than {most:,} values", reason="TOO_MANY_VALUES")
+        left += inner
+
+
+_MOST_VALUES = 1 << 16
+
+
+def _read_any_object(name: str, value: Any) -> dict[str, Any]:
+    found = _read_object(name, value)
+    check_little(name, found, _MOST_VALUES)
+    return found
+
+
+OBJECT = Kind(_read_any_object, {"type": "object"})
+
+
+def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
+    given = _read_object(name, value)
+    if len(given) > _MOST_BIASES:
+        raise wrong(name, f"has {counted(len(given), 'entry', 'entries')}, at most {_MOST_BIASES}")
+    found = {}
+    for key, bias in given.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) > LARGEST_INT32:
+            raise wrong(name, "must have token ids as keys")
+        found[int(key)] = _BIAS.read(f"{name}.{key}", bias)
+    return found
+
+
+_MOST_BIASES = 1024
+_BIAS = number(-100, 100)
+# Token ids as keys, as text since JSON has no others.
+LOGIT_BIAS = Kind(
+    _read_logit_bias,
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": _BIAS.schema,
+        "maxProperties": _MOST_BIASES,
+    },
+)
+
+
+# -- fields of a body ----------------------------------------------------------------------
 
 
 class Use(Enum):
@@ -69,6 +331,20 @@ class Field:
         if self.default is not None:
             found["default"] = self.default
         return {**found, "description": self.help}
+
+
+def extra(name: str, kind: Kind, help: str, default: Any = None) -> Field:
+    """Return a field that OpenAI does not have."""
+    return Field(name, kind, help, default=default, is_extension=True)
+
+
+def ignored(name: str, help: str, *neutral: Any, is_extension: bool = False) -> Field:
+    return Field(name, None, help, Use.IGNORED, neutral=neutral, is_extension=is_extension)
+
+
+def refused(name: str, help: str, *neutral: Any, is_extension: bool = False) -> Field:
+    """Return a field that is refused. `help`: why, for errors, too."""
+    return Field(name, None, help, Use.REFUSED, neutral=neutral, is_extension=is_extension)
 
 
 class Table:
@@ -142,66 +418,3 @@ def _unknown(name: str) -> InvalidArgument:
 def nested(table: Table) -> Kind:
     """An object with the fields of another table; read as the values that were given."""
     return Kind(lambda name, value: table.read(value, name=name), table.schema)
-
-
-# -- JSON ------------------------------------------------------------------------------------
-
-
-# What a body may have at most: values, as many as the token ids of a prompt and some more; and
-# strings, keys, arrays and objects, which take many times as long to read as numbers. While a body
-# is read, no stream of the process goes on.
-_MOST_VALUES = MOST_TOKENS + 4096
-_MOST_PARTS = 1 << 17
-# A string to its end, or to that of the text. It matches at every quote: nothing is tried twice.
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-
-
-def parsed(text: bytes) -> Any:
-    """Return the JSON value of a body in UTF-8, as RFC 8259 has it. Raises InvalidArgument.
-
-    Not only for bodies of wrong JSON, but also for those with too many values. NaN, Infinity, a
-    byte order mark, UTF-16 and UTF-32, which Python would accept, are refused.
-    """
-    _check_counts(text)
-    try:
-        return json.loads(text.decode(), parse_constant=_refuse_constant)
-    except RecursionError:
-        raise _not_json("it is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise _not_json("it is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise _not_json(f"{error.msg} at character {error.pos}") from None
-    except ValueError:  # a constant, or an integer of more digits than Python reads
-        raise _not_json("it has a number that JSON cannot have, or one that is too long") from None
-
-
-def _check_counts(text: bytes) -> None:
-    """Raise InvalidArgument if a body has too many values. Counts bytes, since that is cheap."""
-    if len(text) < 2 * _MOST_PARTS:
-        return
-    if _is_little(text, text.count(b'"') // 2):
-        return
-    # The texts in it may be full of commas and brackets. Before they are taken out: each string
-    # has a quote that no backslash precedes.
-    if text.count(b'"') - text.count(b'\\"') <= 2 * _MOST_PARTS:
-        rest, strings = _STRING.subn(b"", text)
-        if _is_little(rest, strings):
-            return
-    raise InvalidArgument(
-        f"the body has too many values: at most {_MOST_VALUES:,}, and at most {_MOST_PARTS:,} "
-        "strings, keys, arrays and objects",
-        reason="TOO_MANY_VALUES",
-    )
-
-
-def _is_little(text: bytes, strings: int) -> bool:
-    parts = strings + text.count(b"[") + text.count(b"{")
-    return text.count(b",") < _MOST_VALUES and parts <= _MOST_PARTS
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(name)
-
-
-def _not_json(why: str) -> InvalidArgument:
-    return InvalidArgument(f"the body is not JSON: {why}", reason="INVALID_JSON")

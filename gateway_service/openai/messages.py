@@ -9,8 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gateway_service.openai.fields import Field
-from gateway_service.openai.values import BOOLEAN, OBJECT, Kind, read_text, wrong, wrong_type
+from gateway_service.openai.fields import BOOLEAN, OBJECT, Kind, extra, read_text, wrong, wrong_type
 from splitpoint.v1 import scheduler_pb2 as pb
 
 MOST_MESSAGES = 4096
@@ -158,25 +157,17 @@ MESSAGES = Kind(
 
 # How a chat becomes a prompt. The names are vLLM's.
 CHAT_PROMPT_FIELDS = (
-    Field(
+    extra(
         "chat_template_kwargs",
         OBJECT,
         "Further variables of the chat template, such as enable_thinking.",
-        is_extension=True,
     ),
-    Field(
-        "add_generation_prompt",
-        BOOLEAN,
-        "Begin an answer behind the last message.",
-        default=True,
-        is_extension=True,
-    ),
-    Field(
+    extra("add_generation_prompt", BOOLEAN, "Begin an answer behind the last message.", True),
+    extra(
         "continue_final_message",
         BOOLEAN,
         "Go on in the last message, which is the assistant's.",
-        default=False,
-        is_extension=True,
+        False,
     ),
 )
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway_service.openai.fields import Field, Table
+from gateway_service.openai.fields import Field, Kind, Table, read_text, wrong, wrong_type
 from gateway_service.openai.messages import MOST_MESSAGES, read_part
 from gateway_service.openai.response_answers import NamedTool, Tool
 from gateway_service.openai.tools import (
@@ -16,7 +16,6 @@ from gateway_service.openai.tools import (
     NamedFunction,
     tool_choice_kind,
 )
-from gateway_service.openai.values import Kind, read_text, wrong, wrong_type
 
 # Parts of a message's content by their type, and the field that has the text.
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

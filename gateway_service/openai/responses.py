@@ -8,7 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway_service.openai.answers import Answer
-from gateway_service.openai.fields import Field, Table, Use, nested
+from gateway_service.openai.fields import (
+    BOOLEAN,
+    TEXT,
+    Field,
+    Kind,
+    Table,
+    array,
+    ignored,
+    integer,
+    nested,
+    one_of,
+    read_text,
+    refused,
+    text_of,
+    wrong,
+    wrong_type,
+)
 from gateway_service.openai.messages import (
     CHAT_PROMPT_FIELDS,
     MOST_MESSAGES,
@@ -44,18 +60,6 @@ from gateway_service.openai.tools import (
     CallingJob,
     ToolUse,
     tool_use,
-)
-from gateway_service.openai.values import (
-    BOOLEAN,
-    TEXT,
-    Kind,
-    array,
-    integer,
-    one_of,
-    read_text,
-    text_of,
-    wrong,
-    wrong_type,
 )
 from splitpoint.errors import InvalidArgument
 from splitpoint.v1 import types_pb2
@@ -102,18 +106,10 @@ _FORMAT = Table(
 _TEXT = Table(
     [
         Field("format", nested(_FORMAT), "What the text must be."),
-        Field("verbosity", None, "say it in a message", Use.REFUSED, neutral=("medium",)),
+        refused("verbosity", "say it in a message", "medium"),
     ]
 )
-_STREAM_OPTIONS = Table([Field("include_obfuscation", None, "No padding is sent.", Use.IGNORED)])
-
-
-def _refused(name: str, help: str, *neutral: Any) -> Field:
-    return Field(name, None, help, Use.REFUSED, neutral=neutral)
-
-
-def _ignored(name: str, help: str, *neutral: Any) -> Field:
-    return Field(name, None, help, Use.IGNORED, neutral=neutral)
+_STREAM_OPTIONS = Table([ignored("include_obfuscation", "No padding is sent.")])
 
 
 RESPONSE_FIELDS = Table(
@@ -154,19 +150,13 @@ RESPONSE_FIELDS = Table(
         Field("metadata", METADATA, "Is returned with the answer."),
         Field("stream_options", nested(_STREAM_OPTIONS), "Has nothing to set."),
         CHAT_PROMPT_FIELDS[0],
-        _ignored("max_tool_calls", "There are no built-in tools."),
-        _ignored("reasoning", "See chat_template_kwargs, as the model's template says.", {}),
-        _refused("background", "answers are not stored: stay connected", False),
-        _refused("conversation", "use previous_response_id, or send the whole input"),
-        _refused("prompt", "there are no stored prompts"),
-        _refused("truncation", "inputs are not truncated", "disabled"),
-        Field(
-            "prompt_logprobs",
-            None,
-            "answers have no place for them",
-            Use.REFUSED,
-            is_extension=True,
-        ),
+        ignored("max_tool_calls", "There are no built-in tools."),
+        ignored("reasoning", "See chat_template_kwargs, as the model's template says.", {}),
+        refused("background", "answers are not stored: stay connected", False),
+        refused("conversation", "use previous_response_id, or send the whole input"),
+        refused("prompt", "there are no stored prompts"),
+        refused("truncation", "inputs are not truncated", "disabled"),
+        refused("prompt_logprobs", "answers have no place for them", is_extension=True),
     ]
 )
 

@@ -7,17 +7,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway_service.openai.answers import Form
-from gateway_service.openai.fields import Field, Table, Use, nested
-from gateway_service.openai.values import (
+from gateway_service.openai.fields import (
     BOOLEAN,
     LOGIT_BIAS,
     TEXT,
+    Field,
     Kind,
+    Table,
     array,
     check_little,
+    extra,
+    ignored,
     integer,
+    nested,
     number,
     one_of,
+    refused,
     text_of,
     text_or_texts,
     wrong,
@@ -65,22 +70,20 @@ _STRUCTURED_OUTPUTS = Table(
 STREAM_OPTIONS = Table(
     [
         Field("include_usage", BOOLEAN, "End with a chunk that has the usage.", default=False),
-        Field(
+        extra(
             "continuous_usage_stats",
             BOOLEAN,
             "With include_usage: give each chunk the usage of its choice so far.",
-            default=False,
-            is_extension=True,
+            False,
         ),
-        Field(
+        extra(
             "include_plan",
             BOOLEAN,
             "Give the final chunk the field `splitpoint`: the plan, its reason, and times. Not "
             "vLLM's.",
-            default=False,
-            is_extension=True,
+            False,
         ),
-        Field("include_obfuscation", None, "No padding is sent.", Use.IGNORED),
+        ignored("include_obfuscation", "No padding is sent."),
     ]
 )
 
@@ -136,34 +139,17 @@ def _read_response_format(name: str, value: Any) -> types_pb2.StructuredOutput |
     return types_pb2.StructuredOutput(json_schema=schema)
 
 
-def _extra(name: str, kind: Kind, help: str, default: Any = None) -> Field:
-    """Return a field that OpenAI does not have."""
-    return Field(name, kind, help, default=default, is_extension=True)
-
-
-def _ignored(name: str, help: str, *neutral: Any) -> Field:
-    return Field(name, None, help, Use.IGNORED, neutral=neutral)
-
-
-def _ignored_extra(name: str, help: str, *neutral: Any) -> Field:
-    return Field(name, None, help, Use.IGNORED, neutral=neutral, is_extension=True)
-
-
-def _refused_extra(name: str, help: str, *neutral: Any) -> Field:
-    return Field(name, None, help, Use.REFUSED, neutral=neutral, is_extension=True)
-
-
 # OpenAI's fields of every generating endpoint.
 _OPENAI = (
     Field("model", text_of(least=1), "Name of a served model.", is_required=True),
     Field("temperature", number(0), "0 is greedy.", default=1.0),
     Field("top_p", number(0, 1, above=True), "Mass of the tokens to sample from.", default=1.0),
     Field("stream", BOOLEAN, "Send tokens as server-sent events.", default=False),
-    _ignored("user", "Tenants come from the key."),
-    _ignored("prompt_cache_key", "Prefixes are always cached; see cache_salt."),
-    _ignored("prompt_cache_retention", "Prefixes are always cached."),
-    _ignored("safety_identifier", "Tenants come from the key."),
-    _ignored("service_tier", "This server has one tier; see priority.", "auto", "default"),
+    ignored("user", "Tenants come from the key."),
+    ignored("prompt_cache_key", "Prefixes are always cached; see cache_salt."),
+    ignored("prompt_cache_retention", "Prefixes are always cached."),
+    ignored("safety_identifier", "Tenants come from the key."),
+    ignored("service_tier", "This server has one tier; see priority.", "auto", "default"),
 )
 # Those that chat and completions have, but not the responses.
 _OPENAI_TEXT = (
@@ -183,16 +169,16 @@ _OPENAI_TEXT = (
         Kind(_read_response_format, _RESPONSE_FORMAT.schema),
         "Text, a JSON object, or what a JSON schema allows.",
     ),
-    _ignored("metadata", "Nothing is stored.", {}),
-    _ignored("store", "Nothing is stored.", False),
-    _ignored("reasoning_effort", "See chat_template_kwargs, as the model's template says.", "none"),
+    ignored("metadata", "Nothing is stored.", {}),
+    ignored("store", "Nothing is stored.", False),
+    ignored("reasoning_effort", "See chat_template_kwargs, as the model's template says.", "none"),
 )
-CACHE_SALT = _extra(
+CACHE_SALT = extra(
     "cache_salt",
     text_of(least=1, most=128),
     "Only requests of the tenant with the same salt share cached prefixes.",
 )
-PRIORITY = _extra(
+PRIORITY = extra(
     "priority",
     integer(-10, 10),
     "Among the tenant's requests; smaller ones start first, as in vLLM: the negative of "
@@ -201,70 +187,75 @@ PRIORITY = _extra(
 )
 # vLLM's, and one of ours.
 _EXTENSIONS = (
-    _extra("top_k", integer(-1), "Sample from the k likeliest tokens; 0 and -1: all.", 0),
-    _extra("min_p", number(0, 1), "Drop tokens below this share of the likeliest.", 0.0),
-    _extra("repetition_penalty", number(0.01, 100), "1 has no effect.", 1.0),
-    _extra("stop_token_ids", array(integer(0), most=64), "Tokens that end the answer."),
-    _extra("ignore_eos", BOOLEAN, "Go on after the end of the text.", False),
-    _extra("min_tokens", integer(0), "Fewest tokens before the answer may end.", 0),
+    extra("top_k", integer(-1), "Sample from the k likeliest tokens; 0 and -1: all.", 0),
+    extra("min_p", number(0, 1), "Drop tokens below this share of the likeliest.", 0.0),
+    extra("repetition_penalty", number(0.01, 100), "1 has no effect.", 1.0),
+    extra("stop_token_ids", array(integer(0), most=64), "Tokens that end the answer."),
+    extra("ignore_eos", BOOLEAN, "Go on after the end of the text.", False),
+    extra("min_tokens", integer(0), "Fewest tokens before the answer may end.", 0),
     CACHE_SALT,
     PRIORITY,
-    _extra(
+    extra(
         "structured_outputs",
         nested(_STRUCTURED_OUTPUTS),
         "What the text must match: one of json, regex, choice, grammar, json_object.",
     ),
-    _extra("guided_json", JSON_SCHEMA, "Former name of structured_outputs.json."),
-    _extra("guided_regex", _CONSTRAINT, "Former name of structured_outputs.regex."),
-    _extra("guided_choice", _ALTERNATIVES, "Former name of structured_outputs.choice."),
-    _extra("guided_grammar", _CONSTRAINT, "Former name of structured_outputs.grammar."),
-    _ignored_extra("guided_decoding_backend", "This server has one backend."),
-    _ignored_extra("include_reasoning", "Reasoning stays in the text.", True),
-    _ignored_extra("kv_transfer_params", "Prefixes are shared without them."),
-    _ignored_extra("mm_processor_kwargs", "The models read text."),
-    _ignored_extra("request_id", "The gateway names answers itself."),
-    _extra(
+    extra("guided_json", JSON_SCHEMA, "Former name of structured_outputs.json."),
+    extra("guided_regex", _CONSTRAINT, "Former name of structured_outputs.regex."),
+    extra("guided_choice", _ALTERNATIVES, "Former name of structured_outputs.choice."),
+    extra("guided_grammar", _CONSTRAINT, "Former name of structured_outputs.grammar."),
+    ignored("guided_decoding_backend", "This server has one backend.", is_extension=True),
+    ignored("include_reasoning", "Reasoning stays in the text.", True, is_extension=True),
+    ignored("kv_transfer_params", "Prefixes are shared without them.", is_extension=True),
+    ignored("mm_processor_kwargs", "The models read text.", is_extension=True),
+    ignored("request_id", "The gateway names answers itself.", is_extension=True),
+    extra(
         "include_plan",
         BOOLEAN,
         "Give an answer that is not streamed the field `splitpoint`; see stream_options. Not "
         "vLLM's.",
         False,
     ),
-    _extra("skip_special_tokens", BOOLEAN, "Leave special tokens out of the text.", True),
-    _extra(
+    extra("skip_special_tokens", BOOLEAN, "Leave special tokens out of the text.", True),
+    extra(
         "include_stop_str_in_output",
         BOOLEAN,
         "The text has the stop string or stop token that ended it.",
         False,
     ),
-    _extra(
+    extra(
         "truncate_prompt_tokens",
         integer(-1),
         "Keep only this many of the prompt's last tokens; -1: what leaves room for the answer.",
     ),
-    _extra(
+    extra(
         "allowed_token_ids",
         array(integer(0), least=1, most=_MOST_ALLOWED),
         "Only these tokens may be chosen; not with a constraint of the text.",
     ),
-    _extra(
+    extra(
         "bad_words",
         array(text_of(least=1, most=256), most=128),
         "Texts that the answer does not have.",
     ),
-    _ignored_extra("spaces_between_special_tokens", "Tokens are put together as they are.", True),
-    _refused_extra("logits_processors", "use logit_bias or structured_outputs", []),
-    _refused_extra("return_token_ids", "answers have texts", False),
-    _refused_extra("return_tokens_as_token_ids", "answers have texts", False),
-    _refused_extra("use_beam_search", "there is no beam search", False),
-    _refused_extra("length_penalty", "there is no beam search", 1, 1.0),
+    ignored(
+        "spaces_between_special_tokens",
+        "Tokens are put together as they are.",
+        True,
+        is_extension=True,
+    ),
+    refused("logits_processors", "use logit_bias or structured_outputs", [], is_extension=True),
+    refused("return_token_ids", "answers have texts", False, is_extension=True),
+    refused("return_tokens_as_token_ids", "answers have texts", False, is_extension=True),
+    refused("use_beam_search", "there is no beam search", False, is_extension=True),
+    refused("length_penalty", "there is no beam search", 1, 1.0, is_extension=True),
 )
 # The tables of endpoints begin with these.
 COMMON_FIELDS = (*_OPENAI, *_EXTENSIONS)
 TEXT_FIELDS = (
     *COMMON_FIELDS,
     *_OPENAI_TEXT,
-    _extra(
+    extra(
         "prompt_logprobs",
         integer(0, MOST_LOGPROBS),
         "Log-probabilities of the prompt's tokens, and of this many of the likeliest at each "

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
 from gateway_service.openai.answers import Seconds
-from gateway_service.openai.fields import Field, Table
+from gateway_service.openai.fields import BOOLEAN, TOKEN_IDS, Field, Table, text_of, wrong
 from gateway_service.openai.messages import CHAT_PROMPT_FIELDS, MESSAGES, chat_prompt
 from gateway_service.openai.tools import TOOLS
-from gateway_service.openai.values import BOOLEAN, TOKEN_IDS, text_of, wrong
 from splitpoint.v1 import scheduler_pb2 as pb
 
 

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway_service.openai.answers import Job
-from gateway_service.openai.fields import Field, Table, nested
-from gateway_service.openai.values import (
+from gateway_service.openai.fields import (
     BOOLEAN,
     OBJECT,
     TEXT,
+    Field,
     Kind,
+    Table,
     array,
+    nested,
     one_of,
     read_text,
     wrong,

@@ -11,7 +11,7 @@ import pytest
 
 from gateway_service.openai.chat_completions import read_chat
 from gateway_service.openai.completions import read_completion
-from gateway_service.openai.fields import parsed
+from gateway_service.openai.json_body import parsed
 from gateway_service.openai.tokens import read_detokenize
 from splitpoint.errors import InvalidArgument
 
