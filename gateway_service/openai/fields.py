@@ -250,30 +250,27 @@ def _read_any_object(name: str, value: Any) -> dict[str, Any]:
 OBJECT = Kind(_read_any_object, {"type": "object"})
 
 
-def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
-    given = _read_object(name, value)
-    if len(given) > _MOST_BIASES:
-        raise wrong(name, f"has {counted(len(given), 'entry', 'entries')}, at most {_MOST_BIASES}")
-    found = {}
-    for key, bias in given.items():
-        if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) > LARGEST_INT32:
-            raise wrong(name, "must have token ids as keys")
-        found[int(key)] = _BIAS.read(f"{name}.{key}", bias)
-    return found
+def by_token_id(kind: Kind, *, most: int) -> Kind:
+    """An object with token ids as keys, which are text since JSON has no others."""
 
+    def read(name: str, value: Any) -> dict[int, Any]:
+        given = _read_object(name, value)
+        if len(given) > most:
+            raise wrong(name, f"has {counted(len(given), 'entry', 'entries')}, at most {most}")
+        found = {}
+        for key, each in given.items():
+            if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) > LARGEST_INT32:
+                raise wrong(name, "must have token ids as keys")
+            found[int(key)] = kind.read(f"{name}.{key}", each)
+        return found
 
-_MOST_BIASES = 1024
-_BIAS = number(-100, 100)
-# Token ids as keys, as text since JSON has no others.
-LOGIT_BIAS = Kind(
-    _read_logit_bias,
-    {
+    schema = {
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-        "additionalProperties": _BIAS.schema,
-        "maxProperties": _MOST_BIASES,
-    },
-)
+        "additionalProperties": kind.schema,
+        "maxProperties": most,
+    }
+    return Kind(read, schema)
 
 
 # -- fields of a body ----------------------------------------------------------------------

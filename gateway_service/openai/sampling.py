@@ -6,15 +6,18 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from gateway_service.openai.answers import Form
 from gateway_service.openai.fields import (
     BOOLEAN,
-    LOGIT_BIAS,
+    LARGEST_INT32,
     TEXT,
     Field,
     Kind,
     Table,
     array,
+    by_token_id,
     check_little,
     extra,
     ignored,
@@ -27,12 +30,12 @@ from gateway_service.openai.fields import (
     text_or_texts,
     wrong,
 )
+from splitpoint import sampling
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 
 MOST_CHOICES = 128
-MOST_LOGPROBS = 20
-_MOST_STOPS = 16
+MOST_LOGPROBS = int(sampling.FIELDS["logprobs"].most)
 _MOST_CONSTRAINT_BYTES = 64 * 1024
 _MOST_ALTERNATIVES = 1024
 _MOST_ALLOWED = 1 << 18
@@ -139,11 +142,76 @@ def _read_response_format(name: str, value: Any) -> types_pb2.StructuredOutput |
     return types_pb2.StructuredOutput(json_schema=schema)
 
 
+# Fields of the shared table that bodies have under another name, or endpoints by themselves.
+_NOT_SAMPLED = {"max_tokens", "fills_context", "keeps_special_tokens", "logprobs"}
+# OpenAI has these; the other fields of the table are extensions, named as vLLM's.
+_OF_OPENAI = {
+    *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
+    "logit_bias",
+}
+# Chat and completions have these, but not the responses.
+_OF_TEXTS = {
+    *("seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "prompt_logprobs"),
+}
+# What OpenAI takes where a client says nothing; the scheduler is greedy.
+_DEFAULT_TEMPERATURE = 1.0
+# Where the table speaks of the command's options, which are repeated.
+_HELP = {
+    "top_k": "Sample from the k likeliest tokens; 0 and -1: all.",
+    "stop": "Texts that end the answer; they are not returned.",
+    "stop_token_ids": "Tokens that end the answer.",
+    "logit_bias": "Added to the logits of these token ids.",
+    "include_stop_str_in_output": "The text has the stop string or stop token that ended it.",
+    "allowed_token_ids": "Only these tokens may be chosen; not with a constraint of the text.",
+    "bad_words": "Texts that the answer does not have.",
+    "prompt_logprobs": "Log-probabilities of the prompt's tokens, and of this many of the likeliest"
+    " at each position; not with stream.",
+}
+_SAMPLED_TEXT = text_of(least=1, most=sampling.TEXT_BYTES_LIMIT)
+
+
+def _kind_of(name: str, field: sampling.Field) -> Kind:
+    """Return how a field of the shared table is read, by its type in SamplingParams."""
+    descriptor = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name]
+    kind, most = descriptor.cpp_type, field.most_entries
+    match name:
+        case "top_k":  # -1 is vLLM's
+            return integer(-1)
+        case "stop":
+            assert most is not None
+            return text_or_texts(_SAMPLED_TEXT, most=most)
+        case "logit_bias":
+            assert most is not None
+            return by_token_id(number(field.least, field.most), most=most)
+        case "allowed_token_ids":
+            return array(integer(0), least=1, most=_MOST_ALLOWED)
+    if descriptor.default_value == []:  # the oldest supported protobuf has no `is_repeated`
+        is_text = kind == FieldDescriptor.CPPTYPE_STRING
+        return array(_SAMPLED_TEXT if is_text else integer(0), most=most)
+    if kind == FieldDescriptor.CPPTYPE_BOOL:
+        return BOOLEAN
+    if kind == FieldDescriptor.CPPTYPE_DOUBLE:
+        return number(field.least, field.most, above=field.is_above)
+    largest = 2**63 - 1 if kind == FieldDescriptor.CPPTYPE_INT64 else LARGEST_INT32
+    return integer(int(max(field.least, -largest - 1)), int(min(field.most, largest)))
+
+
+def _sampled(name: str, field: sampling.Field) -> Field:
+    return Field(
+        name,
+        _kind_of(name, field),
+        _HELP.get(name, f"{field.help}."),
+        default=_DEFAULT_TEMPERATURE if name == "temperature" else field.default,
+        is_extension=name not in _OF_OPENAI,
+    )
+
+
+_SAMPLED = [
+    _sampled(name, field) for name, field in sampling.FIELDS.items() if name not in _NOT_SAMPLED
+]
 # OpenAI's fields of every generating endpoint.
 _OPENAI = (
     Field("model", text_of(least=1), "Name of a served model.", is_required=True),
-    Field("temperature", number(0), "0 is greedy.", default=1.0),
-    Field("top_p", number(0, 1, above=True), "Mass of the tokens to sample from.", default=1.0),
     Field("stream", BOOLEAN, "Send tokens as server-sent events.", default=False),
     ignored("user", "Tenants come from the key."),
     ignored("prompt_cache_key", "Prefixes are always cached; see cache_salt."),
@@ -154,16 +222,7 @@ _OPENAI = (
 # Those that chat and completions have, but not the responses.
 _OPENAI_TEXT = (
     Field("n", integer(1, MOST_CHOICES), "Number of answers to each prompt.", default=1),
-    Field("seed", integer(-(2**63), 2**63 - 1), "Makes sampling repeatable."),
     Field("stream_options", nested(STREAM_OPTIONS), "What a stream has besides tokens."),
-    Field(
-        "stop",
-        text_or_texts(text_of(least=1, most=256), most=_MOST_STOPS),
-        "Texts that end the answer; they are not returned.",
-    ),
-    Field("presence_penalty", number(-2, 2), "For tokens that occurred.", default=0.0),
-    Field("frequency_penalty", number(-2, 2), "For each occurrence of a token.", default=0.0),
-    Field("logit_bias", LOGIT_BIAS, "Added to the logits of these token ids."),
     Field(
         "response_format",
         Kind(_read_response_format, _RESPONSE_FORMAT.schema),
@@ -187,12 +246,6 @@ PRIORITY = extra(
 )
 # vLLM's, and one of ours.
 _EXTENSIONS = (
-    extra("top_k", integer(-1), "Sample from the k likeliest tokens; 0 and -1: all.", 0),
-    extra("min_p", number(0, 1), "Drop tokens below this share of the likeliest.", 0.0),
-    extra("repetition_penalty", number(0.01, 100), "1 has no effect.", 1.0),
-    extra("stop_token_ids", array(integer(0), most=64), "Tokens that end the answer."),
-    extra("ignore_eos", BOOLEAN, "Go on after the end of the text.", False),
-    extra("min_tokens", integer(0), "Fewest tokens before the answer may end.", 0),
     CACHE_SALT,
     PRIORITY,
     extra(
@@ -218,25 +271,9 @@ _EXTENSIONS = (
     ),
     extra("skip_special_tokens", BOOLEAN, "Leave special tokens out of the text.", True),
     extra(
-        "include_stop_str_in_output",
-        BOOLEAN,
-        "The text has the stop string or stop token that ended it.",
-        False,
-    ),
-    extra(
         "truncate_prompt_tokens",
         integer(-1),
         "Keep only this many of the prompt's last tokens; -1: what leaves room for the answer.",
-    ),
-    extra(
-        "allowed_token_ids",
-        array(integer(0), least=1, most=_MOST_ALLOWED),
-        "Only these tokens may be chosen; not with a constraint of the text.",
-    ),
-    extra(
-        "bad_words",
-        array(text_of(least=1, most=256), most=128),
-        "Texts that the answer does not have.",
     ),
     ignored(
         "spaces_between_special_tokens",
@@ -251,26 +288,16 @@ _EXTENSIONS = (
     refused("length_penalty", "there is no beam search", 1, 1.0, is_extension=True),
 )
 # The tables of endpoints begin with these.
-COMMON_FIELDS = (*_OPENAI, *_EXTENSIONS)
+COMMON_FIELDS = (
+    *_OPENAI,
+    *(field for field in _SAMPLED if field.name not in _OF_TEXTS),
+    *_EXTENSIONS,
+)
 TEXT_FIELDS = (
     *COMMON_FIELDS,
+    *(field for field in _SAMPLED if field.name in _OF_TEXTS),
     *_OPENAI_TEXT,
-    extra(
-        "prompt_logprobs",
-        integer(0, MOST_LOGPROBS),
-        "Log-probabilities of the prompt's tokens, and of this many of the likeliest at each "
-        "position; not with stream.",
-    ),
 )
-
-# Values that go into SamplingParams under their own name.
-_SAME_NAME = (
-    *("temperature", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("include_stop_str_in_output", "allowed_token_ids", "bad_words", "prompt_logprobs"),
-)
-# What OpenAI takes where a client says nothing; the scheduler is greedy.
-_DEFAULT_TEMPERATURE = 1.0
 
 
 def sampling_of(values: Mapping[str, Any]) -> types_pb2.SamplingParams:
@@ -280,16 +307,15 @@ def sampling_of(values: Mapping[str, Any]) -> types_pb2.SamplingParams:
     """
     if "prompt_logprobs" in values and values.get("stream", False):
         raise wrong("prompt_logprobs", "cannot come with stream")
-    given = {name: values[name] for name in _SAME_NAME if name in values}
+    given = {field.name: values[field.name] for field in _SAMPLED if field.name in values}
     given.setdefault("temperature", _DEFAULT_TEMPERATURE)
-    sampling = types_pb2.SamplingParams(**given)
-    if values.get("top_k", 0) > 0:
-        sampling.top_k = values["top_k"]
-    sampling.keeps_special_tokens = not values.get("skip_special_tokens", True)
+    found = types_pb2.SamplingParams(**given)
+    found.top_k = max(0, found.top_k)
+    found.keeps_special_tokens = not values.get("skip_special_tokens", True)
     constraint = structured_output_of(values)
     if constraint is not None:
-        sampling.structured_output.CopyFrom(constraint)
-    return sampling
+        found.structured_output.CopyFrom(constraint)
+    return found
 
 
 _FORMER_NAMES = {
