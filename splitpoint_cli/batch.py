@@ -193,10 +193,9 @@ def batch(
 
     A request that fails has its error as its answer.
     """
-    from gateway_service.batch.answers import AnswerFile
+    from gateway_service.batch.files import AnswerFile, Source
     from gateway_service.batch.jobs import URLS
     from gateway_service.batch.run import Batch, Order, unanswered
-    from gateway_service.batch.source import Source
 
     engine_options = options.engine_options()
     began = time.monotonic()

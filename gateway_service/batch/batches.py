@@ -18,11 +18,10 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from gateway_service.batch.answers import AnswerFile, fault_row
+from gateway_service.batch.files import AnswerFile, Source, fault_row
 from gateway_service.batch.folder import BATCH, FILE, Folder, Record, output_id
 from gateway_service.batch.jobs import Requests
 from gateway_service.batch.run import Batch, Order, Totals, unanswered
-from gateway_service.batch.source import Source
 from gateway_service.openai.batches import Batch as BatchObject
 from gateway_service.openai.batches import BatchError, RequestCounts
 from gateway_service.openai.errors import HttpError

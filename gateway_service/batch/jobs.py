@@ -9,8 +9,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from gateway_service.batch.files import Line
 from gateway_service.batch.order import prefix_key
-from gateway_service.batch.source import Line
 from gateway_service.openai.answers import Answer, Job
 from gateway_service.openai.chat_completions import read_chat
 from gateway_service.openai.completions import CompletionJob, read_completion

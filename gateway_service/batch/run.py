@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
-from gateway_service.batch.answers import AnswerFile, Earlier, fault_row, response_row
+from gateway_service.batch.files import AnswerFile, Earlier, Fault, Source, fault_row, response_row
 from gateway_service.batch.jobs import Outcome, Requests, refused
 from gateway_service.batch.order import PrefixOrder
-from gateway_service.batch.source import Fault, Source
 from splitpoint.client.tries import pause_after
 from splitpoint.errors import (
     InvalidArgument,

@@ -10,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from gateway_service.batch import source as source_module
-from gateway_service.batch.answers import AnswerFile, Earlier, fault_row, response_row
+from gateway_service.batch import files as files_module
+from gateway_service.batch.files import (
+    AnswerFile,
+    Earlier,
+    Fault,
+    Line,
+    Source,
+    fault_row,
+    response_row,
+)
 from gateway_service.batch.order import PrefixOrder, prefix_key
-from gateway_service.batch.source import Fault, Line, Source
 from splitpoint.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
 URL = "/v1/completions"
@@ -91,7 +98,7 @@ def test_lines_that_are_no_requests_are_faults(
 def test_a_line_that_is_too_long_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "MOST_LINE_BYTES", 200)
+    monkeypatch.setattr(files_module, "MOST_LINE_BYTES", 200)
     long = request("long", body={"prompt": "x" * 1000})
     with opened(tmp_path, request("a"), long, request("b"), long) as source:
         kinds = [type(source.read(position)) for position in range(4)]

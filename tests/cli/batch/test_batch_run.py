@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from gateway_service.batch.answers import AnswerFile
+from gateway_service.batch.files import AnswerFile, Line, Source
 from gateway_service.batch.jobs import Outcome
 from gateway_service.batch.order import prefix_key
 from gateway_service.batch.run import Batch, Order, Totals
-from gateway_service.batch.source import Line, Source
 from splitpoint.errors import (
     Internal,
     InvalidArgument,
