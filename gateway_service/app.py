@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from gateway_service.endpoints import batches, models, operations, page
+from gateway_service.endpoints import batches, page, simple
 from gateway_service.endpoints.endpoint import GENERATE, OTHER, Ended, Endpoint, Gateway, Handle
 from gateway_service.endpoints.generating import Generating, find_echoes, find_model, find_previous
 from gateway_service.http.exchange import Exchange
@@ -39,9 +39,9 @@ def routes_of(gateway: Gateway) -> list[Route]:
         route("/v1/completions", "POST", completions, generate),
         route("/v1/chat/completions", "POST", chat, generate),
         route("/v1/responses", "POST", responses, generate),
-        route("/v1/embeddings", "POST", models.embeddings, generate),
-        route("/v1/models", "GET", models.list_models, f"{_INFERENCE}/ListModels"),
-        route("/v1/models/{model:path}", "GET", models.get_model, get_model),
+        route("/v1/embeddings", "POST", simple.embeddings, generate),
+        route("/v1/models", "GET", simple.list_models, f"{_INFERENCE}/ListModels"),
+        route("/v1/models/{model:path}", "GET", simple.get_model, get_model),
         route("/v1/files", "POST", batches.create_file, generate),
         route("/v1/files", "GET", batches.list_files, generate),
         route("/v1/files/{file_id}", "GET", batches.get_file, generate),
@@ -51,16 +51,16 @@ def routes_of(gateway: Gateway) -> list[Route]:
         route("/v1/batches", "GET", batches.list_batches, generate),
         route("/v1/batches/{batch_id}", "GET", batches.get_batch, generate),
         route("/v1/batches/{batch_id}/cancel", "POST", batches.cancel_batch, generate),
-        route("/tokenize", "POST", models.tokenize, f"{_INFERENCE}/Tokenize"),
-        route("/detokenize", "POST", models.detokenize, f"{_INFERENCE}/Detokenize"),
+        route("/tokenize", "POST", simple.tokenize, f"{_INFERENCE}/Tokenize"),
+        route("/detokenize", "POST", simple.detokenize, f"{_INFERENCE}/Detokenize"),
         route("/", "GET", files, is_counted=False),
         route("/page/{name}", "GET", files, is_counted=False),
         route("/splitpoint/status", "GET", page.status, status),
-        route("/health", "GET", operations.health, is_counted=False),
-        route("/health/live", "GET", operations.live, is_counted=False),
-        route("/metrics", "GET", operations.metrics, status, is_counted=False),
-        route("/openapi.json", "GET", operations.openapi, is_counted=False),
-        route("/version", "GET", operations.version, is_counted=False),
+        route("/health", "GET", simple.health, is_counted=False),
+        route("/health/live", "GET", simple.live, is_counted=False),
+        route("/metrics", "GET", simple.metrics, status, is_counted=False),
+        route("/openapi.json", "GET", simple.openapi, is_counted=False),
+        route("/version", "GET", simple.version, is_counted=False),
     ]
 
 

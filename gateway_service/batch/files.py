@@ -7,7 +7,8 @@ The answers have one line for each request, in the order in which they end. A li
 call and then never touched. So a process that is killed at any byte leaves whole lines and at most
 one half, which the next run drops: its request is answered again. The first half of a line's id is
 a digest of its request, so that the next run notices an answer to another request with the same
-custom_id."""
+custom_id.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """/v1/responses: its fields, the request of a body, and the conversation that it leaves.
 
-The input becomes the messages of a chat, and its tools have the form of chat."""
+The input becomes the messages of a chat, and its tools have the form of chat.
+"""
 
 from __future__ import annotations
 

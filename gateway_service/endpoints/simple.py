@@ -1,12 +1,16 @@
-"""Endpoints that answer with facts of a model, in one piece.
+"""Endpoints that answer in one piece: facts of models, and what operators ask for.
 
-GET /v1/models and /v1/models/NAME, POST /tokenize and /detokenize, POST /v1/embeddings.
+GET /v1/models and /v1/models/NAME, POST /tokenize and /detokenize, POST /v1/embeddings;
+GET /health, /health/live, /version, /openapi.json and /metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
+
+from prometheus_client.exposition import choose_encoder
 
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.endpoints.generating import whole_answers
@@ -19,8 +23,10 @@ from gateway_service.openai.tokens import (
     read_detokenize,
     read_tokenize,
 )
+from gateway_service.openapi import Health, Version, document
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.tries import INFERENCE
+from splitpoint.errors import Unavailable
 from splitpoint.v1 import scheduler_pb2 as pb
 
 
@@ -70,3 +76,43 @@ async def embeddings(gateway: Gateway, exchange: Exchange, metadata: Metadata) -
             # Thousands of numbers each: streams go on in between.
             await asyncio.sleep(0)
         await exchange.respond_bytes(job.body(items, answers), b"application/json")
+
+
+async def health(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
+    """Answer 200 if requests can be served: a scheduler is there, with a ready worker."""
+    if gateway.is_leaving:
+        raise Unavailable("the gateway is stopping", reason="DRAINING")
+    if not await gateway.upstream.is_serving():
+        raise Unavailable("no scheduler serves", reason="NOT_SERVING")
+    await exchange.respond(Health(status="ok"))
+
+
+async def live(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
+    """Answer 200: the process works, whatever is behind it."""
+    await exchange.respond(Health(status="ok"))
+
+
+async def metrics(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
+    """Answer with this gateway's metrics, for Prometheus."""
+    encode, kind = choose_encoder(",".join(exchange.headers(b"accept")))
+    # In a thread, since sources are read on this loop.
+    body = await asyncio.to_thread(encode, gateway.meters.registry)
+    await exchange.respond_bytes(body, kind.encode())
+
+
+async def openapi(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
+    await exchange.respond(document(_version(), needs_key=gateway.access is not None))
+
+
+async def version(gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
+    await exchange.respond(Version(version=_version()))
+
+
+@functools.cache
+def _version() -> str:
+    import importlib.metadata  # takes long to load
+
+    try:
+        return importlib.metadata.version("splitpoint")
+    except importlib.metadata.PackageNotFoundError:  # run from a bare source tree
+        return "unknown"
