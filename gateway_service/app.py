@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway_service.endpoints import batches, page, simple
 from gateway_service.endpoints.endpoint import GENERATE, OTHER, Ended, Endpoint, Gateway, Handle
-from gateway_service.endpoints.generating import Generating, find_echoes, find_model, find_previous
+from gateway_service.endpoints.generating import Generating
 from gateway_service.http.exchange import Exchange
 from gateway_service.openai.chat_completions import CHAT_FIELDS, read_chat
 from gateway_service.openai.completions import COMPLETION_FIELDS, read_completion
@@ -32,9 +32,9 @@ def routes_of(gateway: Gateway) -> list[Route]:
 
     generate, get_model = GENERATE, f"{_INFERENCE}/GetModel"
     files, status = page.Page(), f"{_ADMIN}/GetSchedulerStatus"
-    completions = Generating("cmpl", COMPLETION_FIELDS, read_completion, find_echoes)
-    chat = Generating("chatcmpl", CHAT_FIELDS, read_chat, find_model)
-    responses = Generating("resp", RESPONSE_FIELDS, read_response, find_previous)
+    completions = Generating("cmpl", COMPLETION_FIELDS, read_completion)
+    chat = Generating("chatcmpl", CHAT_FIELDS, read_chat)
+    responses = Generating("resp", RESPONSE_FIELDS, read_response)
     return [
         route("/v1/completions", "POST", completions, generate),
         route("/v1/chat/completions", "POST", chat, generate),

@@ -17,6 +17,9 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
+from gateway_service.openai.answers import Job
+from gateway_service.openai.completions import CompletionJob
+from gateway_service.openai.tools import CallingJob
 from splitpoint.client.answers import drop_known
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.requests import check_size
@@ -220,6 +223,19 @@ class Upstream:
         for connection in self._connections:
             for channel in connection.schedulers.closing():
                 await channel.close()
+
+
+async def prepare(job: Job, upstream: Upstream, models: Models, metadata: Metadata) -> None:
+    """Give a job what it must know before its requests are sent. Raises what calls raise.
+
+    The texts of prompts that it echoes and that came as token ids, or the facts of its model.
+    """
+    if isinstance(job, CompletionJob):
+        for index, request in job.to_detokenize.items():
+            answer = await upstream.call(INFERENCE, "Detokenize", request, metadata)
+            job.detokenized(index, answer.text)
+    elif isinstance(job, CallingJob) and job.needs_model:
+        job.model_found(await models.get(job.model, metadata))
 
 
 class _Received:

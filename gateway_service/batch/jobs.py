@@ -13,12 +13,11 @@ from gateway_service.batch.files import Line
 from gateway_service.batch.order import prefix_key
 from gateway_service.openai.answers import Answer, Job
 from gateway_service.openai.chat_completions import read_chat
-from gateway_service.openai.completions import CompletionJob, read_completion
+from gateway_service.openai.completions import read_completion
 from gateway_service.openai.errors import error_answer
 from gateway_service.openai.fields import wrong
 from gateway_service.openai.responses import ResponseJob, read_response
-from gateway_service.openai.tools import CallingJob
-from gateway_service.upstream import Models, Upstream
+from gateway_service.upstream import Models, Upstream, prepare
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.tries import INFERENCE
 from splitpoint.errors import SplitpointError
@@ -72,12 +71,7 @@ class Requests:
     async def answer(self, line: Line) -> Outcome:
         """Return the answer to a request. Raises SplitpointError."""
         job = _job_of(line)
-        if isinstance(job, CompletionJob):
-            for index, request in job.to_detokenize.items():
-                told = await self._upstream.call(INFERENCE, "Detokenize", request, self._caller())
-                job.detokenized(index, told.text)
-        if isinstance(job, CallingJob) and job.needs_model:
-            job.model_found(await self._models.get(job.model, self._caller()))
+        await prepare(job, self._upstream, self._models, self._caller())
         answers = [Answer() for _ in job.requests]
         await run_all(
             self._generate(request, answer)

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
 
 from gateway_service.endpoints.endpoint import Gateway
 from gateway_service.http.exchange import Exchange
 from gateway_service.openai.answers import Answer, Job
-from gateway_service.openai.completions import CompletionJob
 from gateway_service.openai.errors import HttpError
 from gateway_service.openai.fields import Table
 from gateway_service.openai.responses import ResponseJob
-from gateway_service.openai.tools import CallingJob
-from gateway_service.upstream import Take
+from gateway_service.upstream import Take, prepare
 from splitpoint.client.caller_spans import Metadata
-from splitpoint.client.tries import INFERENCE
 from splitpoint.tasks import run_all
 from splitpoint.v1 import scheduler_pb2 as pb
 
-_Job = TypeVar("_Job", bound=Job)
 
-
-class Generating(Generic[_Job]):
+class Generating:
     """Answers by generation (`endpoint.Handle`).
 
     Args:
@@ -32,20 +26,17 @@ class Generating(Generic[_Job]):
         table: the fields of a body.
         read: returns the job of a body's JSON value, `request_id` and `created`. Raises
             InvalidArgument with the field as the client wrote it.
-        prepare: gives a job what it needs to know before its requests are sent.
     """
 
     def __init__(
         self,
         prefix: str,
         table: Table,
-        read: Callable[..., _Job],
-        prepare: Callable[[Gateway, Exchange, _Job, Metadata], Awaitable[None]],
+        read: Callable[..., Job],
     ) -> None:
         self._prefix = prefix
         self._table = table
         self._read = read
-        self._prepare = prepare
 
     async def __call__(self, gateway: Gateway, exchange: Exchange, metadata: Metadata) -> None:
         body = await exchange.json()
@@ -55,7 +46,9 @@ class Generating(Generic[_Job]):
         exchange.parameter_names = job.parameter_names
         exchange.ignored = self._table.ignored(body)
         async with exchange.while_connected():
-            await self._prepare(gateway, exchange, job, metadata)
+            if isinstance(job, ResponseJob):
+                _find_previous(gateway, exchange, job)
+            await prepare(job, gateway.upstream, gateway.models, metadata)
             if job.form.is_stream:
                 await _stream(gateway, exchange, job, metadata)
             else:
@@ -63,26 +56,7 @@ class Generating(Generic[_Job]):
                 await exchange.respond(job.result(answers))
 
 
-async def find_echoes(
-    gateway: Gateway, exchange: Exchange, job: CompletionJob, metadata: Metadata
-) -> None:
-    """Give a job the texts of its prompts, if it returns them and they are token ids."""
-    for index, request in job.to_detokenize.items():
-        answer = await gateway.upstream.call(INFERENCE, "Detokenize", request, metadata)
-        job.detokenized(index, answer.text)
-
-
-async def find_model(
-    gateway: Gateway, exchange: Exchange, job: CallingJob, metadata: Metadata
-) -> None:
-    """Give a job the facts of its model, if it needs them."""
-    if job.needs_model:
-        job.model_found(await gateway.models.get(job.model, metadata))
-
-
-async def find_previous(
-    gateway: Gateway, exchange: Exchange, job: ResponseJob, metadata: Metadata
-) -> None:
+def _find_previous(gateway: Gateway, exchange: Exchange, job: ResponseJob) -> None:
     """Give a job the conversation that it goes on with, and keep what it comes to.
 
     Raises HttpError (404) if there is no such conversation of the client's.
@@ -102,7 +76,6 @@ async def find_previous(
         job.keep = lambda conversation: responses.put(owner, job.id, conversation)
     else:
         job.repeated["store"] = False
-    await find_model(gateway, exchange, job, metadata)
 
 
 async def whole_answers(
