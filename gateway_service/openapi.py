@@ -312,17 +312,6 @@ def _open_get(name: str, summary: str, answer: dict[str, Any], *errors: int) -> 
 
 
 def _paths() -> dict[str, Any]:
-    model = _get(
-        "get_model", "One served model.", _answer("Model", "The model."), (*_WITHOUT_BODY, 404)
-    )
-    model["parameters"] = [
-        {
-            "name": "model",
-            "in": "path",
-            "required": True,
-            "schema": {"type": "string", "minLength": 1},
-        }
-    ]
     return {
         "/v1/chat/completions": _post(
             "create_chat_completion",
@@ -353,7 +342,9 @@ def _paths() -> dict[str, Any]:
         ),
         **_batch_paths(),
         "/v1/models": _get("list_models", "The served models.", _answer("Models", "All of them.")),
-        "/v1/models/{model}": model,
+        "/v1/models/{model}": _of_id(
+            "model", _get("get_model", "One served model.", _answer("Model", "The model."))
+        ),
         "/tokenize": _post(
             "tokenize", "The token ids of a text or a chat.", "TokenizeRequest", "Tokens"
         ),
@@ -416,17 +407,6 @@ def document(version: str, *, needs_key: bool) -> dict[str, Any]:
 # -- the documentation ---------------------------------------------------------------------
 
 
-_TABLES: dict[str, Table] = {
-    "chat": CHAT_FIELDS,
-    "completions": COMPLETION_FIELDS,
-    "responses": RESPONSE_FIELDS,
-    "embeddings": EMBEDDING_FIELDS,
-    "batches": BATCH_FIELDS,
-    "tokenize": TOKENIZE_FIELDS,
-    "detokenize": DETOKENIZE_FIELDS,
-}
-
-
 def _rows(table: Table) -> Iterator[str]:
     """Yield the lines of the table: what is read, then what is ignored and what is refused."""
     yield "| field | default | meaning |"
@@ -465,10 +445,10 @@ def _cell(text: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Return exit code 2 for an unknown name."""
-    if len(arguments) != 1 or arguments[0] not in _TABLES:
-        print(f"name one of {', '.join(_TABLES)}", file=sys.stderr)
+    if len(arguments) != 1 or arguments[0] not in _BODIES:
+        print(f"name one of {', '.join(_BODIES)}", file=sys.stderr)
         return 2
-    print("\n".join(_rows(_TABLES[arguments[0]])))
+    print("\n".join(_rows(_BODIES[arguments[0]])))
     return 0
 
 

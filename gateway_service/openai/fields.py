@@ -215,6 +215,11 @@ def text_or_texts(kind: Kind, *, most: int) -> Kind:
     return Kind(read, {"anyOf": [kind.schema, several.schema]})
 
 
+def object_schema(required: Iterable[str], **properties: Schema) -> Schema:
+    """Return the JSON schema of an object that may have further properties."""
+    return {"type": "object", "properties": properties, "required": [*required]}
+
+
 def _read_object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong_type(name, value, "an object")

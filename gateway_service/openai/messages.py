@@ -9,7 +9,18 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gateway_service.openai.fields import BOOLEAN, OBJECT, Kind, extra, read_text, wrong, wrong_type
+from gateway_service.openai.fields import (
+    BOOLEAN,
+    OBJECT,
+    TEXT,
+    Kind,
+    Schema,
+    extra,
+    object_schema,
+    read_text,
+    wrong,
+    wrong_type,
+)
 from splitpoint.v1 import scheduler_pb2 as pb
 
 MOST_MESSAGES = 4096
@@ -100,56 +111,41 @@ def read_part(name: str, value: Any, kinds: Mapping[str, str]) -> dict[str, str]
     return {"type": "text", "text": read_text(f"{name}.{field}", value.get(field))}
 
 
-_PART_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        {
-            "type": "object",
-            "properties": {"type": {"const": kind}, field: {"type": "string"}},
-            "required": ["type", field],
-        }
-        for kind, field in _TEXT_PARTS.items()
+def content_schema(kinds: Mapping[str, str]) -> list[Schema]:
+    """Return the alternatives of a content: a text, or parts. `kinds`: as of `read_part`."""
+    parts = [
+        object_schema(("type", field), type={"const": kind}, **{field: TEXT.schema})
+        for kind, field in kinds.items()
     ]
-}
-_CALL_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "id": {"type": ["string", "null"]},
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string"},
-                "arguments": {
-                    "type": ["string", "object"],
-                    "description": "A JSON object, usually as text.",
-                },
-            },
-            "required": ["name", "arguments"],
+    return [TEXT.schema, {"type": "array", "items": {"anyOf": parts}}]
+
+
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+_CALL_SCHEMA = object_schema(
+    ["function"],
+    id=_TEXT_OR_NULL,
+    type={"const": "function"},
+    function=object_schema(
+        ["name", "arguments"],
+        name=TEXT.schema,
+        arguments={
+            "type": ["string", "object"],
+            "description": "A JSON object, usually as text.",
         },
+    ),
+)
+_MESSAGE_SCHEMA = object_schema(
+    ["role"],
+    role={
+        "type": "string",
+        "minLength": 1,
+        "description": "system, developer, user, assistant, tool, or what the template knows.",
     },
-    "required": ["function"],
-}
-_MESSAGE_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "role": {
-            "type": "string",
-            "minLength": 1,
-            "description": "system, developer, user, assistant, tool, or what the template knows.",
-        },
-        "content": {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": _PART_SCHEMA},
-                {"type": "null"},
-            ]
-        },
-        "tool_calls": {"anyOf": [{"type": "array", "items": _CALL_SCHEMA}, {"type": "null"}]},
-        "tool_call_id": {"type": ["string", "null"]},
-        "name": {"type": ["string", "null"]},
-    },
-    "required": ["role"],
-}
+    content={"anyOf": [*content_schema(_TEXT_PARTS), {"type": "null"}]},
+    tool_calls={"anyOf": [{"type": "array", "items": _CALL_SCHEMA}, {"type": "null"}]},
+    tool_call_id=_TEXT_OR_NULL,
+    name=_TEXT_OR_NULL,
+)
 MESSAGES = Kind(
     _read_messages,
     {"type": "array", "items": _MESSAGE_SCHEMA, "minItems": 1, "maxItems": MOST_MESSAGES},

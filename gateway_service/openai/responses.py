@@ -16,11 +16,13 @@ from gateway_service.openai.fields import (
     TEXT,
     Field,
     Kind,
+    Schema,
     Table,
     array,
     ignored,
     integer,
     nested,
+    object_schema,
     one_of,
     read_text,
     refused,
@@ -33,6 +35,7 @@ from gateway_service.openai.messages import (
     MOST_MESSAGES,
     as_json,
     chat_prompt,
+    content_schema,
     read_part,
 )
 from gateway_service.openai.response_answers import (
@@ -162,50 +165,29 @@ def _arguments(name: str, value: Any) -> str:
     return text
 
 
-def _parts_schema(kinds: Mapping[str, str]) -> dict[str, Any]:
-    parts = [
-        {
-            "type": "object",
-            "properties": {"type": {"const": kind}, field: {"type": "string"}},
-            "required": ["type", field],
-        }
-        for kind, field in kinds.items()
-    ]
-    return {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": parts}}]}
+def _item_schema(kind: str, required: Sequence[str], **properties: Schema) -> Schema:
+    type_ = {"const": kind} if "type" in required else {"enum": [kind, None]}
+    return object_schema(required, type=type_, **properties)
 
 
-def _item_schema(kind: str, required: Sequence[str], **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {
-            "type": {"const": kind} if "type" in required else {"enum": [kind, None]},
-            **properties,
-        },
-        "required": [*required],
-    }
-
-
-_STRING = {"type": "string"}
 _ITEM_SCHEMA = {
     "anyOf": [
         _item_schema(
             "message",
             ("role", "content"),
             role={"type": "string", "enum": [*_ROLES]},
-            content=_parts_schema(_TEXT_PARTS),
+            content={"anyOf": content_schema(_TEXT_PARTS)},
         ),
         _item_schema(
             "function_call",
             ("type", "call_id", "name", "arguments"),
-            call_id=_STRING,
-            name=_STRING,
-            arguments=_STRING,
+            **dict.fromkeys(("call_id", "name", "arguments"), TEXT.schema),
         ),
         _item_schema(
             "function_call_output",
             ("type", "call_id", "output"),
-            call_id=_STRING,
-            output=_parts_schema(_OUTPUT_PARTS),
+            call_id=TEXT.schema,
+            output={"anyOf": content_schema(_OUTPUT_PARTS)},
         ),
     ]
 }
