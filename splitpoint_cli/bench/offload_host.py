@@ -77,7 +77,8 @@ class Way:
     selection: Selection = FULL
 
 
-WAY = Way()
+STREAMED = Way()
+ON_DEVICE = Way(residency=Residency.RESIDENT)
 
 
 class OffloadHost:
@@ -169,12 +170,12 @@ class OffloadHost:
 
     def prefill(self) -> None:
         """Compute and store every prompt."""
-        self.decode(1, Way(residency=Residency.RESIDENT))
+        self.decode(1, ON_DEVICE)
 
     def decode(
         self,
         new_tokens: int,
-        way: Way = WAY,
+        way: Way = STREAMED,
         *,
         prompts: Prompts | None = None,
         speculation: Speculation = PLAIN,
@@ -185,7 +186,7 @@ class OffloadHost:
         What `on_step` takes is no part of a step. Raises FailedPrecondition if a selection that
         reads less was not used.
         """
-        engine, names = self.admit(prompts or self.prompts, new_tokens, way, speculation)
+        engine, names = self._admit(prompts or self.prompts, new_tokens, way, speculation)
         tokens: dict[str, list[int]] = {name: [] for name in names}
         steps: list[Step] = []
         times: list[StepTimes] = []
@@ -229,12 +230,17 @@ class OffloadHost:
             accepted=accepted,
         )
 
-    def admit(
-        self,
-        prompts: Prompts,
-        new_tokens: int,
-        way: Way = WAY,
-        speculation: Speculation = PLAIN,
+    def engine(self, schedule: Schedule) -> Engine:
+        """Return the engine whose steps have this order; its staging exists from then on."""
+        if schedule not in self._engines:
+            self._engines[schedule] = self._make_engine(schedule)
+            self._engines[schedule].watch_costs(self.profile)
+        return self._engines[schedule]
+
+    # -- below ---------------------------------------------------------------------------
+
+    def _admit(
+        self, prompts: Prompts, new_tokens: int, way: Way, speculation: Speculation
     ) -> tuple[Engine, list[str]]:
         """Admit a request for each prompt; return the engine to step, and the requests' names."""
         engine = self.engine(way.schedule)
@@ -256,15 +262,6 @@ class OffloadHost:
             )
             engine.admit(admission, self.store.match(admission.key, prompt))
         return engine, names
-
-    # -- below ---------------------------------------------------------------------------
-
-    def engine(self, schedule: Schedule) -> Engine:
-        """Return the engine whose steps have this order; its staging exists from then on."""
-        if schedule not in self._engines:
-            self._engines[schedule] = self._make_engine(schedule)
-            self._engines[schedule].watch_costs(self.profile)
-        return self._engines[schedule]
 
     def _make_engine(self, schedule: Schedule) -> Engine:
         workload, cache = self._workload, self._cache

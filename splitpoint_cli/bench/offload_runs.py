@@ -24,7 +24,7 @@ from splitpoint.shapes import DataType, Encoding, ModelShape
 from splitpoint.speculation import PLAIN, Speculation
 from splitpoint_cli.bench.engine import make_model, use_worker_kernels
 from splitpoint_cli.bench.harness import CHUNK_TOKENS, Progress, importing_peer
-from splitpoint_cli.bench.offload_host import OffloadHost, Way
+from splitpoint_cli.bench.offload_host import ON_DEVICE, STREAMED, OffloadHost, Way
 from splitpoint_cli.bench.offload_report import (
     ANEW,
     COARSE,
@@ -68,8 +68,6 @@ DRAFT_WARM_UP_TOKENS = 8
 # Steps of a selection that build screens, and fill the rows.
 FIRST_STEPS = 2
 SELECT_WARM_UP_TOKENS = FIRST_STEPS + 3
-STREAMED = Way()
-ON_DEVICE = Way(residency=Residency.RESIDENT)
 
 
 # -- loading ------------------------------------------------------------------------------
