@@ -26,7 +26,7 @@ from splitpoint.extras import need
 from splitpoint.host.files import replace_file
 from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
 from splitpoint.shapes import ModelShape
-from splitpoint_cli.bench import harness as options
+from splitpoint_cli.bench import harness
 from splitpoint_cli.bench.harness import Progress, commit, hand_over_report, hardware, report_table
 from splitpoint_cli.models import parse_dtype
 from splitpoint_cli.output import AsJson, OutputFile, duration_text
@@ -150,7 +150,7 @@ def calibrate(
     loss: _Loss = TrainingLoss.KL,
     dtype: Annotated[str, typer.Option(help="Element type; auto: the checkpoint's.")] = "auto",
     device: Annotated[str, typer.Option(help="Where it runs.", metavar="auto|cpu|cuda")] = "auto",
-    seed: options.Seed = 0,
+    seed: harness.Seed = 0,
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:

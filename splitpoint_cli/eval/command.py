@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from splitpoint.extras import need_all
-from splitpoint_cli.bench import harness as options
+from splitpoint_cli.bench import harness
 from splitpoint_cli.bench.ending import ending_by_signals
 from splitpoint_cli.bench.harness import Progress, hand_over_report
 from splitpoint_cli.eval.report import report_of, table_of
@@ -106,8 +106,8 @@ def evaluate(
     union: _Union = "sum",
     kv_heads: _KvHeads = None,
     artifacts: _Artifacts = None,
-    threads: options.Threads = 0,
-    seed: options.Seed = 0,
+    threads: harness.Threads = 0,
+    seed: harness.Seed = 0,
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:
@@ -134,7 +134,7 @@ def evaluate(
         union=union,
         kv_heads=kv_heads,
         artifacts=artifacts,
-        threads=options.thread_count(threads),
+        threads=harness.thread_count(threads),
         seed=seed,
     )
     from splitpoint_cli.eval.runs import run_all

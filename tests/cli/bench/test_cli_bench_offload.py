@@ -1,4 +1,7 @@
-"""`splitpoint bench offload`: what is counted and reported, and small runs of the real thing."""
+"""`splitpoint bench offload`: what is counted and reported, and small runs of the real thing.
+
+In its three forms: loading in several orders, drafts (`--speculate`) and selections (`--select`).
+"""
 
 from __future__ import annotations
 
@@ -16,40 +19,64 @@ from rich.console import Console
 from tiny_models import write_tiny
 
 from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.costs.profile import Profile
-from splitpoint.errors import InvalidArgument
+from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
+from splitpoint.residency.selecting import SelectedStep
+from splitpoint.selection import Selection
 from splitpoint.shapes import DataType, ModelShape
+from splitpoint.speculation import DraftMethod
 from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.bench.limits import Peer
 from splitpoint_cli.bench.offload import offload
 from splitpoint_cli.bench.offload_costs import BatchCosts
 from splitpoint_cli.bench.offload_host import OffloadHost, Way
 from splitpoint_cli.bench.offload_report import (
+    ANEW,
     COARSE,
     ENCODED,
     FULL_LOAD,
     KVPR,
     PIPELINED,
+    PLAIN_STREAMING,
     RESIDENT,
+    SELECTED,
     SEQUENTIAL,
     Contender,
+    LengthResults,
     LinkChange,
     OffloadResults,
     OffloadSample,
     OffloadWorkload,
+    RowSums,
     Step,
+    drafts_report_of,
     report_of,
+    select_report_of,
     table_of,
 )
 from splitpoint_cli.bench.offload_runs import model_of, peer_of, run_all
+from splitpoint_cli.bench.pooled import PooledHeads, pooled_shape
+from splitpoint_cli.bench.texts import beginnings, held_back_files
 from worker_service.kernels.choice import in_use
 
 SHAPE = ModelShape("By hand", "opt", 4, 8, 2, 2, 4, 16, 128, 512, DataType.FLOAT32, False, True)
 PROFILE = Profile(1e6, 0.0, 1e6, 0.0, 1e6, step_compute_seconds=0.5)
 BOUND = (0.8, 0.7)
 WORKLOAD = OffloadWorkload("By hand", "float32", 2, 100, 4, None, 2, "cpu", 1, 0)
+SELECTING = replace(
+    WORKLOAD, link_rate=1000.0, select=Selection.parsed("columns:0.1"), lengths=(100,)
+)
+MULTI_HEAD = ModelShape("By hand", "llama", 1, 8, 4, 4, 2, 16, 128, 512, DataType.FLOAT32)
+FACTS = {
+    "layers": 4,
+    "query_heads": 4,
+    "kv_heads": 4,
+    "weights": "random",
+    "heads_are_averaged": False,
+}
 
 
 def run(seconds: Sequence[float], tokens: str, predicted: float | None = None) -> OffloadSample:
@@ -306,3 +333,223 @@ def test_a_small_run_ends_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "needs a GPU" in report["skipped"][0]
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(files["trace_file"].read_text())["traceEvents"]
+
+
+# -- drafts -----------------------------------------------------------------------------
+
+
+def draft_run(
+    seconds: float, pulls: int, link_bytes: int, drafted: int, accepted: int, *tokens: int
+) -> OffloadSample:
+    steps = (Step(seconds, link_bytes=link_bytes),)
+    return OffloadSample(steps, (tokens,), None, 8, pulls, drafted, accepted)
+
+
+def test_a_report_of_drafts_divides_by_tokens_and_compares_rounds() -> None:
+    plain = draft_run(8.0, 8, 8000, 0, 0, 1, 2, 3)
+    slow = draft_run(4.0, 4, 4000, 12, 4, 1, 2, 3)
+    fast = draft_run(2.0, 2, 2000, 8, 6, 1, 2, 4)
+    runs = {PLAIN_STREAMING: (plain, plain), "self": (slow, fast), RESIDENT: (plain, plain)}
+    report = drafts_report_of(replace(WORKLOAD, speculate=DraftMethod.SELF), runs, FACTS)
+    drafted = report["contenders"]["self"]
+    assert drafted["tokens_per_pull"] == 2.6667  # 16 in 6
+    assert drafted["link_bytes_per_token"] == 375
+    assert drafted["acceptance"] == 0.5
+    assert drafted["tokens_per_second"] == 3
+    assert drafted["agreeing_token_share"] == 0.8333
+    assert report["contenders"][PLAIN_STREAMING]["acceptance"] is None
+    assert report["ratios"] == {
+        "tokens_per_second_over_plain": 3.0,
+        "link_bytes_per_token_over_plain": 0.375,
+    }
+    assert json.loads(json.dumps(report)) == report
+    assert table_of(report).row_count == 3
+
+
+def test_heads_are_averaged_in_groups_of_neighbours() -> None:
+    class Source:
+        def get(self, name: str) -> torch.Tensor:
+            return torch.arange(8.0).repeat_interleave(2).view(8, 2)
+
+    pooled = PooledHeads(Source(), MULTI_HEAD, 2)
+    # Heads are rows 0-1, 2-3, 4-5 and 6-7.
+    found = pooled.get("model.layers.0.self_attn.k_proj.weight")
+    assert found[:, 0].tolist() == [1, 2, 5, 6]
+    assert len(pooled.get("model.layers.0.self_attn.q_proj.weight")) == 8
+    target = torch.empty(4, 2)
+    pooled.read_into("model.layers.0.self_attn.v_proj.weight", target)
+    assert torch.equal(target, found)
+    assert pooled_shape(MULTI_HEAD, 2).kv_head_count == 2
+    with pytest.raises(InvalidArgument):
+        pooled_shape(MULTI_HEAD, 3)
+
+
+def test_prompts_begin_where_files_begin(tmp_path: Path) -> None:
+    folder = resolve_model(None)
+    for name, count in (("a.py", 100), ("b.py", 1500), ("c.py", 1500)):
+        lines = (f"{name[0]}{number} = {number}\n" for number in range(count))
+        (tmp_path / name).write_text("".join(lines))
+    files = sorted(tmp_path.iterdir())
+    first, second, third, *_ = prompts = beginnings(files, folder, 4, 3000)
+    assert {len(each) for each in prompts} == {3000}
+    # The first file is too short; after each file's beginning come further pieces.
+    assert beginnings(files[1:], folder, 2, 3000) == (first, second)
+    assert third not in (first, second)
+    with pytest.raises(InvalidArgument, match="the text has"):
+        beginnings(files, folder, 40, 3000)
+    (tmp_path / "d.py").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        beginnings([tmp_path / "d.py"], folder, 1, 10)
+    assert {path.parent.name for path in held_back_files()} == {"asyncio", "unittest"}
+
+
+@pytest.mark.parametrize(("kv_heads", "select"), [(None, None), (2, None), (2, "columns:0.1,int8")])
+def test_a_small_run_of_drafts_gives_equal_texts_and_fewer_bytes(
+    kv_heads: int | None, select: str | None, tmp_path: Path
+) -> None:
+    found = tmp_path / "found.json"
+    offload(
+        speculate="self",
+        # By measurement there may be none on a busy machine.
+        draft_tokens=4,
+        kv_heads=kv_heads,
+        select=select,
+        batch=2,
+        prompt=512,
+        new=16,
+        repeats=1,
+        threads=1,
+        as_json=True,
+        output=found,
+    )
+    report = json.loads(found.read_text())
+    assert report["kernels"] == str(in_use())
+    drafted, plain = (report["contenders"][name] for name in ("self", PLAIN_STREAMING))
+    # Near ties may fall differently: several rows are other products than one.
+    assert drafted["agreeing_token_share"] > 0.6
+    # Those of the steps after the one in which the later sequence began.
+    assert 10 < drafted["tokens"] <= 2 * 15
+    assert plain["tokens_per_pull"] == 1
+    assert drafted["tokens_per_pull"] > 1
+    assert drafted["accepted"] == drafted["tokens"] - drafted["pulls"]
+    assert report["kv_heads"] == (kv_heads or 4)
+    assert report["heads_are_averaged"] is (kv_heads == 2)
+    assert report["select"] == (select and f"{select},verify")
+    # Of eight chunks the first and the newest four stay.
+    assert report["window_tokens"] == 256
+    assert report["ratios"]["link_bytes_per_token_over_plain"] < 0.5
+
+
+def test_a_selection_needs_self_drafts() -> None:
+    with pytest.raises(InvalidArgument, match="by self, not by suffix"):
+        offload(speculate="suffix", select="columns:0.1")
+
+
+def test_a_method_without_a_measurement_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="none of self"):
+        offload(speculate="oracle")
+
+
+# -- selections -------------------------------------------------------------------------
+
+
+def chosen_run(
+    seconds: float, size: int, rows: RowSums, overlap: float | None = None
+) -> OffloadSample:
+    steps = (Step(seconds, link_bytes=size),) * 2
+    return OffloadSample(steps, ((1, 2, 3),), rows=rows, expected_bytes=2 * size, overlap=overlap)
+
+
+def test_a_report_of_selections_compares_steps_and_says_what_differences_save() -> None:
+    """Ten rows of eight bytes are chosen in a step, and six of them were there."""
+    nothing = RowSums()
+    selected = RowSums(chosen=20, fetched=8, read=24, visible=200, link_bytes=64)
+    anew = RowSums(chosen=24, fetched=24, read=24, visible=200, link_bytes=192)
+    length = LengthResults(
+        100,
+        {
+            FULL_LOAD: (chosen_run(1.0, 800, nothing), chosen_run(2.0, 800, nothing)),
+            SELECTED: (chosen_run(0.2, 132, selected), chosen_run(0.4, 132, selected)),
+            ANEW: (chosen_run(0.3, 196, anew, 0.5), chosen_run(0.4, 196, anew, 0.7)),
+            RESIDENT: (chosen_run(0.1, 0, nothing), chosen_run(0.1, 0, nothing)),
+        },
+        SelectedStep(1.1, 0.3),
+    )
+    report = select_report_of(SELECTING, (length,), FACTS)
+    (found,) = report["results"]
+    assert found["contenders"][SELECTED]["step_over_full_load"] == 0.2
+    assert found["contenders"][SELECTED]["read_share"] == 0.12
+    assert found["contenders"][SELECTED]["fetched_share"] == 0.04
+    assert found["speed_up"] == 5
+    assert found["link_bytes_are_those_chosen"]
+    assert found["fetching_differences"] == {
+        "overlap": 0.6,
+        "saved_rows_share": 0.6,
+        "predicted_row_bytes_per_step": 32,
+        "row_bytes_per_step": 32,
+        "predicted_saved_seconds_per_step": 0.064,
+        "saved_seconds_per_step": 0.05,
+    }
+    assert json.loads(json.dumps(report)) == report
+    assert table_of(report).row_count == 4
+    # A GPU does not say which of the chosen rows crossed the link.
+    runs = {
+        name: tuple(replace(each, expected_bytes=None) for each in all_runs)
+        for name, all_runs in length.runs.items()
+    }
+    (found,) = select_report_of(SELECTING, (replace(length, runs=runs),), FACTS)["results"]
+    assert found["link_bytes_are_those_chosen"] is None
+
+
+def test_a_small_run_of_a_selection_counts_what_crosses_the_link(tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    offload(
+        shape="smollm2-135m",
+        layers=3,
+        kv_heads=3,
+        batch=1,
+        new=8,
+        link_rate="20MB/s",
+        threads=1,
+        repeats=1,
+        select="columns:0.1",
+        length=[300, 450],
+        output=output,
+    )
+    report = json.loads(output.read_text())
+    assert report["weights"] == "random"
+    assert [each["cached"] for each in report["results"]] == [300, 450]
+    for length in report["results"]:
+        assert length["link_bytes_are_those_chosen"]
+        contenders = length["contenders"]
+        # Two layers read everything, one a tenth, in whole pages.
+        ratio = (
+            contenders[SELECTED]["link_bytes_per_step"]
+            / contenders[FULL_LOAD]["link_bytes_per_step"]
+        )
+        assert 2 / 3 <= ratio < 0.75
+        assert contenders[RESIDENT]["link_bytes_per_step"] == 0
+        assert contenders[SELECTED]["fetched_share"] <= contenders[ANEW]["fetched_share"]
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="at least 6") as raised:
+        offload(select="columns:0.1", new=4)
+    assert raised.value.field == "new"
+    for text in ("columns:1", "columns:0.1,verify", "infinigen:0.1"):
+        with pytest.raises(InvalidArgument, match="is not measured here"):
+            offload(select=text)
+    with pytest.raises(InvalidArgument, match="has its own layers"):
+        offload(select="columns:0.1", layers=16)
+    with pytest.raises(FailedPrecondition, match="nothing was selected: rows and screens take"):
+        offload(
+            shape="smollm2-135m",
+            layers=3,
+            batch=1,
+            prompt=70,
+            new=8,
+            select="columns:0.5",
+            link_rate="20MB/s",
+            threads=1,
+            repeats=1,
+        )
