@@ -330,15 +330,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("checks", "stack"),
         *("request", "chat", "batch", "top"),
         *("arena", "security", "compose", "planning", "doctor"),
-        *("bench.ending", "bench.harness", "bench.texts", "bench.local_store", "bench.engine"),
-        *("bench.peer_child", "bench.peers", "bench.decode_report", "bench.our_worker"),
-        *("bench.offload_report", "bench.limits"),
-        *(
-            "bench",
-            "simulate",
-            "calibrate",
-            "eval",
-        ),
+        *("bench", "simulate", "calibrate", "eval"),
     ),
 }
 

@@ -565,10 +565,10 @@ _COLUMNS = (
     ),
     Column("link a token", lambda each: _size(each.get("link_bytes_per_token"))),
     Column("link a step", lambda each: _size(each.get("link_bytes_per_step"))),
-    Column("read", lambda each: text_of(each.get("read_share"), "{:.1%}".format)),
-    Column("accepted", lambda each: text_of(each.get("acceptance"), "{:.0%}".format)),
+    Column("read", lambda each: _percent(each.get("read_share"))),
+    Column("accepted", lambda each: _percent(each.get("acceptance"))),
     Column("memory", lambda each: _size(each.get("device_bytes"))),
-    Column("equal tokens", lambda each: text_of(each.get("agreeing_token_share"), "{:.1%}".format)),
+    Column("equal tokens", lambda each: _percent(each.get("agreeing_token_share"))),
 )
 
 
@@ -618,7 +618,8 @@ def _title(report: Mapping[str, Any]) -> str:
         heads = f", {report['query_heads']}/{report['kv_heads']} heads{averaged}"
         heads += f", {report['layers']} layers, {report['weights']} weights"
     cached = "" if report["lengths"] else f", prompt {report['prompt']}"
-    selects = f", {report['select']}" if report["select"] else ""
+    what = "drafts by " if report["speculate"] else ""
+    selects = f", {what}{report['select']}" if report["select"] else ""
     return (
         f"{report['shape']} {report['dtype']}{heads}: {counted(report['batch'], 'sequence')}"
         f"{cached}, {report['new']} new, cache on the host, {report['device']}{link}{selects}"
@@ -645,6 +646,10 @@ def _caption(report: Mapping[str, Any]) -> Iterable[str]:
         steps = report["link_change"]["steps_to_recover"]
         yield f"steps until predictions held again after the change: {steps}"
     yield from report.get("skipped", ())
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
 
 
 def _size(count: float | None) -> str:
