@@ -29,7 +29,7 @@ TEMPLATE = """{% for message in messages %}
 {% if message.role == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}
 {% endfor %}{% endif %}# {{ message.content }}
 {% endfor %}def total("""
-NEW_TOKENS = 300
+NEW_TOKENS = 120
 
 
 @pytest.fixture(scope="module")

@@ -180,7 +180,7 @@ async def test_a_slow_reader_holds_up_nobody(two: Fleet) -> None:
     await two.all_ready()
     rng = random.Random(SEED)
     async with AsyncClient(two.addresses[0]) as client, AsyncClient(two.addresses[0]) as other:
-        slow = client.generate(PROMPT, max_tokens=200, ignore_eos=True, logprobs=20)
+        slow = client.generate(PROMPT, max_tokens=120, ignore_eos=True, logprobs=20)
         read = [await anext(slow)]
         load = await Load.of(other, questions(rng, 4), SEED)
         for _ in range(2):
@@ -189,7 +189,7 @@ async def test_a_slow_reader_holds_up_nobody(two: Fleet) -> None:
             read.append(await anext(slow))
         whole = await slow.complete()
     assert load.finished == 8
-    assert len(whole.token_ids) == len(whole.logprobs) == 200
+    assert len(whole.token_ids) == len(whole.logprobs) == 120
 
 
 @pytest.mark.chaos
@@ -256,8 +256,7 @@ async def test_everything_at_once(events: int) -> None:
             await running.all_ready()
             early = dict(load.ended_early)
             load.permitted = ()
-            for question in load.truths:
-                await load.ask(client, question)
+            await asyncio.gather(*(load.ask(client, question) for question in load.truths))
         await running.store_is_clean()
     allowed = {"REQUEST_QUARANTINED", "TOO_MANY_MOVES", "NO_WORKER", "UNAVAILABLE"}
     assert set(early) <= allowed, early

@@ -20,6 +20,7 @@ from local_stack import (
     prompt_of,
     wait_for_workers,
 )
+from long_runs import scaled
 from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.client import AsyncClient
@@ -102,7 +103,8 @@ async def storm(stack: LocalStack, cases: list[Case], rng: random.Random, count:
             group.create_task(one(rng.choice(cases)))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.scaled
+@pytest.mark.parametrize("seed", range(scaled(1, chaos=3)))
 async def test_any_order_in_little_memory(
     folder: Path, tmp_path: Path, cases: list[Case], seed: int
 ) -> None:
