@@ -15,7 +15,7 @@ from scheduler_service.cluster.connection import ReadyWorker, WorkerConnection
 from scheduler_service.requests.counters import Limit
 from scheduler_service.requests.lifecycle import RequestManager
 from splitpoint.costs.first_token import kappa_crit
-from splitpoint.transport.convert import profile_to_proto
+from splitpoint.transport.convert import profile_to_proto, selection_numbers
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc
 
@@ -175,7 +175,8 @@ def _facts_of(worker: ReadyWorker) -> pb.WorkerStatus:
         numerics_reason=info.numerics_reason,
         numerics_digest=info.numerics_digest,
         speculation=info.speculation if info.HasField("speculation") else None,
-        selection_methods=[each.method for each in info.selections],
+        selection_methods=selection_numbers(facts.selections),
+        selection_method_names=list(facts.selections),
         cache_capacity_bytes=facts.cache_capacity_bytes,
         kvstore_address=facts.kvstore_address,
         profile=profile_to_proto(facts.profile),

@@ -42,7 +42,7 @@ from splitpoint.transport.convert import (
     draft_method_to_proto,
     encoding_to_proto,
     numerics_to_proto,
-    selection_method_to_proto,
+    selection_numbers,
     shape_to_proto,
     weight_format_to_proto,
 )
@@ -279,7 +279,8 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         methods = {method for facts in ready for method in facts.draft_methods}
         message.draft_methods.extend(draft_method_to_proto(each) for each in sorted(methods))
         selects_by = {method for facts in ready for method in facts.selections}
-        message.selection_methods.extend(map(selection_method_to_proto, sorted(selects_by)))
+        message.selection_methods.extend(selection_numbers(sorted(selects_by)))
+        message.selection_method_names.extend(sorted(selects_by))
         message.shape.name = message.name
         return message
 

@@ -9,62 +9,84 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 
 
+class Trait(Enum):
+    """What holds for a method of selection, where it does not hold for all."""
+
+    # Its scores approximate logits, which the alpha rule compares.
+    LOGITS = auto()
+    # It keeps int8 rows unless a selection says otherwise.
+    INT8 = auto()
+    # It needs artefacts of `splitpoint calibrate`.
+    CALIBRATED = auto()
+    # No worker can serve it: `splitpoint eval` measures it.
+    MEASURED = auto()
+    # It keeps nothing of a token.
+    KEEPS_NOTHING = auto()
+    # It keeps bounds of pages of keys, where others keep columns of each key.
+    KEEPS_BOUNDS = auto()
+
+
 class SelectionMethod(StrEnum):
-    """How the tokens that matter to a query are guessed before their K and V are fetched."""
+    """How the tokens that matter to a query are guessed before their K and V are fetched.
+
+    A new method needs a line here, and `MAKERS` of a module in worker_service/selection/.
+    """
+
+    traits: frozenset[Trait]
+
+    def __new__(cls, name: str, *traits: Trait) -> SelectionMethod:
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.traits = frozenset(traits)
+        return member
 
     # Every token is read: exact.
     FULL = "full"
     # Skewed partial keys (InfiniGen): the columns of `RoPE(k) A` with the largest sums.
-    INFINIGEN = "infinigen"
-    # A sparse projection of X and trained low-rank weights (MAPLE).
-    MAPLE = "maple"
+    INFINIGEN = "infinigen", Trait.LOGITS, Trait.CALIBRATED
+    # A sparse projection of X and trained low-rank weights (MAPLE). Its keys need X of every token.
+    MAPLE = "maple", Trait.LOGITS, Trait.INT8, Trait.CALIBRATED, Trait.MEASURED
     # The columns of keys after RoPE with the largest sums.
-    COLUMNS = "columns"
+    COLUMNS = "columns", Trait.LOGITS
     # The best bilinear approximation of q.k on calibration text, in closed form.
-    LOWRANK = "lowrank"
+    LOWRANK = "lowrank", Trait.LOGITS, Trait.CALIBRATED
     # Low-rank maps of q and k, trained on ranking.
-    RANKED = "ranked"
+    RANKED = "ranked", Trait.LOGITS, Trait.INT8, Trait.CALIBRATED
     # Upper bounds of q.k over pages of keys (Quest).
-    QUEST = "quest"
+    QUEST = "quest", Trait.KEEPS_BOUNDS
     # The first and the newest tokens (StreamingLLM).
-    WINDOW = "window"
+    WINDOW = "window", Trait.KEEPS_NOTHING
     # The tokens that were attended to most so far; evicted ones never return (H2O).
-    H2O = "h2o"
-    # The true logits, of whole keys: what the best screen would read. For measurements.
-    ORACLE = "oracle"
+    H2O = "h2o", Trait.MEASURED
+    # The true logits, of whole keys: what the best screen would read.
+    ORACLE = "oracle", Trait.LOGITS, Trait.MEASURED
 
     @property
     def has_logits(self) -> bool:
         """True if its scores approximate logits, which the alpha rule compares."""
-        return self in _WITH_LOGITS
+        return Trait.LOGITS in self.traits
 
     @property
     def is_int8(self) -> bool:
         """True if it keeps int8 rows unless a selection says otherwise."""
-        return self in _IN_INT8
+        return Trait.INT8 in self.traits
 
     @property
     def is_calibrated(self) -> bool:
         """True if it needs artefacts of `splitpoint calibrate`."""
-        return self in _CALIBRATED
+        return Trait.CALIBRATED in self.traits
 
 
-_WITH_LOGITS = frozenset(
-    map(SelectionMethod, ("infinigen", "maple", "columns", "lowrank", "ranked", "oracle"))
-)
-_IN_INT8 = frozenset(map(SelectionMethod, ("maple", "ranked")))
-_CALIBRATED = frozenset(map(SelectionMethod, ("infinigen", "maple", "lowrank", "ranked")))
-# MAPLE's keys need X of every token, and H2O evicts: no worker could serve either.
 SERVED_METHODS = tuple(
     method
     for method in SelectionMethod
-    if method not in map(SelectionMethod, ("full", "maple", "h2o", "oracle"))
+    if method is not SelectionMethod.FULL and Trait.MEASURED not in method.traits
 )
 
 

@@ -24,7 +24,7 @@ from splitpoint.transport.convert import (
     numerics_to_proto,
     profile_to_proto,
     schedule_to_proto,
-    selection_method_to_proto,
+    selection_method_fields,
     shape_to_proto,
     speculation_to_proto,
     weight_format_to_proto,
@@ -245,7 +245,7 @@ def _selections_message(screens: ScreenSource | None) -> list[types_pb2.Selectio
     if screens is None:
         return []
     return [
-        types_pb2.SelectionSupport(method=selection_method_to_proto(method), columns=columns)
+        types_pb2.SelectionSupport(**selection_method_fields(method), columns=columns)
         for method, columns in screens.columns.items()
     ]
 

@@ -30,7 +30,7 @@ from splitpoint.transport.convert import (
     numerics_from_proto,
     profile_from_proto,
     schedule_from_proto,
-    selection_method_from_proto,
+    selection_support_from_proto,
     shape_from_proto,
     speculation_from_proto,
     weight_format_from_proto,
@@ -310,9 +310,7 @@ class WorkerConnection:
             shares_pages=info.shares_pages,
             speculation=speculation_from_proto(info.speculation.defaults).over(Speculation()),
             draft_methods=frozenset(map(draft_method_from_proto, info.speculation.methods)),
-            selections={
-                selection_method_from_proto(each.method): each.columns for each in info.selections
-            },
+            selections=dict(map(selection_support_from_proto, info.selections)),
             has_structured_output=info.has_structured_output,
             numerics=numerics_from_proto(info.numerics),
             numerics_digest=info.numerics_digest,

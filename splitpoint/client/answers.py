@@ -448,18 +448,14 @@ def _model(message: scheduler_pb2.Model) -> Model:
         message,
         shape=convert.shape_from_proto(message.shape),
         draft_methods=_methods(message.draft_methods),
-        selection_methods=_selects_by(message.selection_methods),
+        selection_methods=convert.selection_methods(
+            message.selection_method_names, message.selection_methods
+        ),
     )
 
 
 def _methods(numbers: Iterable[types_pb2.DraftMethod]) -> tuple[DraftMethod, ...]:
     return tuple(convert.draft_method_from_proto(number) for number in numbers)
-
-
-def _selects_by(
-    numbers: Iterable[types_pb2.SelectionMethod],
-) -> tuple[SelectionMethod, ...]:
-    return tuple(convert.selection_method_from_proto(number) for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,7 +564,9 @@ def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
             else None,
             kappa_crit=entry.kappa_crit or None,
             speculation=_speculation(entry.speculation) if entry.HasField("speculation") else None,
-            selection_methods=_selects_by(entry.selection_methods),
+            selection_methods=convert.selection_methods(
+                entry.selection_method_names, entry.selection_methods
+            ),
         )
         for entry in message.workers
     )

@@ -414,7 +414,7 @@ def _selection(value: Any) -> types_pb2.SelectionParams:
         value = Selection.parsed(checked_text("select", value))
     check_served(value)  # what only `splitpoint eval` knows has no field
     fields = {each.name: getattr(value, each.name) for each in _SELECTION_FIELDS}
-    fields["method"] = convert.selection_method_to_proto(value.method)
+    fields |= convert.selection_method_fields(value.method)
     return filled(types_pb2.SelectionParams, fields)
 
 

@@ -29,7 +29,7 @@ from splitpoint.planning.restore_choice import NO_SPLIT
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import Scenario, SplitCosts
 from splitpoint.planning.split_search import best_pipeline_options
-from splitpoint.selection import Selection, SelectionMethod
+from splitpoint.selection import Selection, Trait
 from splitpoint.shapes import Encoding, ModelShape, chunks_of
 
 # Tokens of one page of Quest's bounds.
@@ -115,9 +115,9 @@ def pages_at_last(
 def kept_record(shape: ModelShape, selection: Selection) -> tuple[int, int]:
     """Return the bytes that a screen keeps of some tokens in one layer, and of how many tokens."""
     heads, item = shape.kv_head_count, shape.data_type.size
-    if selection.method is SelectionMethod.WINDOW:
+    if Trait.KEEPS_NOTHING in selection.method.traits:
         return 0, 1
-    if selection.method is SelectionMethod.QUEST:
+    if Trait.KEEPS_BOUNDS in selection.method.traits:
         return 2 * shape.kv_width * item, QUEST_TOKENS
     columns = selection.kept_columns(shape.head_dim)
     row = columns + SCALE_BYTES if selection.keeps_int8 else columns * item

@@ -7,6 +7,7 @@ between the two sides is given by the caller.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
@@ -72,6 +73,10 @@ class _Enumeration(Generic[_Member, _Number]):
             self._members[0] = unspecified
             self._numbers.setdefault(unspecified, numbers[prefix + "UNSPECIFIED"])
 
+    def __contains__(self, member: _Member) -> bool:
+        """Return True if the member has a number."""
+        return member in self._numbers
+
     def to_proto(self, member: _Member) -> _Number:
         return self._numbers[member]
 
@@ -118,8 +123,6 @@ weight_format_from_proto = _WEIGHT_FORMAT.from_proto
 numerics_to_proto, numerics_from_proto = _NUMERICS.to_proto, _NUMERICS.from_proto
 draft_method_to_proto = _DRAFT_METHOD.to_proto
 draft_method_from_proto = _DRAFT_METHOD.from_proto
-selection_method_to_proto = _SELECTION_METHOD.to_proto
-selection_method_from_proto = _SELECTION_METHOD.from_proto
 tier_to_proto, tier_from_proto = _TIER.to_proto, _TIER.from_proto
 
 
@@ -246,8 +249,9 @@ def selection_from_proto(params: pb.SelectionParams | None) -> Selection:
     """
     if params is None:
         return FULL
+    method = _selection_method(params.method, params.method_name)
     # Pools are measured only, and have no field.
-    selection = from_message(Selection, params, pool=None, policy=PoolPolicy.COUNTER)
+    selection = from_message(Selection, params, method=method, pool=None, policy=PoolPolicy.COUNTER)
     check_served(selection)
     return selection
 
@@ -256,7 +260,45 @@ def selection_to_proto(selection: Selection) -> pb.SelectionParams:
     """Return the message of a request. Raises InvalidArgument for a pool, which is not served."""
     if selection.pool is not None:
         check_served(selection)
-    return to_message(pb.SelectionParams, selection)
+    return to_message(pb.SelectionParams, selection, **selection_method_fields(selection.method))
+
+
+def selection_method_fields(method: SelectionMethod) -> dict[str, Any]:
+    """Return the fields of a message that name a method: by name, and by number if it has one."""
+    numbers = selection_numbers([method])
+    return {"method": numbers[0] if numbers else 0, "method_name": str(method)}
+
+
+def selection_numbers(methods: Iterable[SelectionMethod]) -> list[pb.SelectionMethod]:
+    """Return the numbers of those methods that have one."""
+    return [_SELECTION_METHOD.to_proto(each) for each in methods if each in _SELECTION_METHOD]
+
+
+def selection_methods(
+    names: Iterable[str], numbers: Iterable[pb.SelectionMethod]
+) -> tuple[SelectionMethod, ...]:
+    """Return the methods that a message lists by name, or, if it is older, by number."""
+    named = tuple(_selection_method(0, name) for name in names)
+    return named or tuple(map(_SELECTION_METHOD.from_proto, numbers))
+
+
+def selection_support_from_proto(message: pb.SelectionSupport) -> tuple[SelectionMethod, int]:
+    """Return a method that a worker can serve, and the columns of its artefacts."""
+    return _selection_method(message.method, message.method_name), message.columns
+
+
+def _selection_method(number: int, name: str) -> SelectionMethod:
+    """Return the method of a name, or of a number without one. Raises InvalidArgument."""
+    if not name:
+        return _SELECTION_METHOD.from_proto(number)
+    if name not in list(SelectionMethod):
+        raise InvalidArgument(f"unknown selection method {name!r}", field="selection.method_name")
+    method = SelectionMethod(name)
+    if number and _SELECTION_METHOD.from_proto(number) is not method:
+        raise InvalidArgument(
+            f"method {number} is not {name}: give one of them", field="selection.method_name"
+        )
+    return method
 
 
 def selection_usage_to_proto(usage: SelectionUsage) -> pb.SelectionUsage:

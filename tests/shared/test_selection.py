@@ -22,6 +22,8 @@ from splitpoint.selection import (
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint.transport.convert import (
     selection_from_proto,
+    selection_methods,
+    selection_support_from_proto,
     selection_to_proto,
     selection_usage_from_proto,
     selection_usage_to_proto,
@@ -146,10 +148,31 @@ def test_a_message_without_a_method_or_a_rule_is_refused() -> None:
             types_pb2.SelectionParams(method=types_pb2.SELECTION_METHOD_COLUMNS, ratio=0),
             "selection.ratio",
         ),
+        (types_pb2.SelectionParams(method_name="newest", ratio=0.1), "selection.method_name"),
+        (
+            types_pb2.SelectionParams(
+                method=types_pb2.SELECTION_METHOD_QUEST, method_name="columns", ratio=0.1
+            ),
+            "selection.method_name",
+        ),
     ):
         with pytest.raises(InvalidArgument) as caught:
             selection_from_proto(message)
         assert caught.value.field == field
+
+
+def test_a_method_is_known_by_its_name_or_by_its_number() -> None:
+    """Old clients and workers know numbers alone; new methods have no number."""
+    number, columns = types_pb2.SELECTION_METHOD_COLUMNS, Selection.parsed("columns:0.1")
+    sent = selection_to_proto(columns)
+    assert (sent.method, sent.method_name) == (number, "columns")
+    for fields in ({"method": number}, {"method_name": "columns"}):
+        assert selection_from_proto(types_pb2.SelectionParams(**fields, ratio=0.1)) == columns  # type: ignore[arg-type]
+        support = types_pb2.SelectionSupport(**fields, columns=7)  # type: ignore[arg-type]
+        assert selection_support_from_proto(support) == (SelectionMethod.COLUMNS, 7)
+    assert selection_methods([], [number]) == selection_methods(["columns"], [])
+    with pytest.raises(InvalidArgument, match="unknown selection method 'newest'"):
+        selection_from_proto(types_pb2.SelectionParams(method_name="newest", ratio=0.1))
 
 
 def test_what_only_eval_measures_is_not_served() -> None:

@@ -11,8 +11,11 @@ approximation of q.k on calibration text; `ranked` has maps that were trained on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from splitpoint.selection import Selection
 from worker_service.selection.kept_rows import KeptRows, Records
 from worker_service.selection.screen import AttentionShape, Guess, TokenRows, in_pieces, to_logits
 
@@ -126,3 +129,52 @@ class LowRankScreen:
     def scores(self, guess: Guess) -> torch.Tensor:
         queries = by_kv_head(guess.queries.float(), self._query_maps)
         return to_logits(self._kept.products(queries), self._shape)
+
+
+Factor = Callable[[str], torch.Tensor]
+
+
+def _columns(
+    selection: Selection, shape: AttentionShape, records: Records, factor: Factor
+) -> ColumnScreen:
+    columns = selection.kept_columns(shape.head_dim)
+    return ColumnScreen(shape, columns, int8=selection.keeps_int8, records=records)
+
+
+def _infinigen(
+    selection: Selection, shape: AttentionShape, records: Records, factor: Factor
+) -> ColumnScreen:
+    columns, skew = selection.kept_columns(shape.head_dim), factor("skew")
+    return ColumnScreen(shape, columns, int8=selection.keeps_int8, skew=skew, records=records)
+
+
+def _oracle(
+    selection: Selection, shape: AttentionShape, records: Records, factor: Factor
+) -> ColumnScreen:
+    # Only measured: it keeps whole keys, for which no page has room.
+    return ColumnScreen(shape, shape.head_dim, int8=selection.keeps_int8)
+
+
+def _lowrank(
+    selection: Selection, shape: AttentionShape, records: Records, factor: Factor
+) -> LowRankScreen:
+    # Columns are in the order of what they explain: the best of a rank are the first.
+    kept = selection.kept_columns(shape.head_dim)
+    maps = (factor(name)[..., :kept] for name in ("query_map", "key_map"))
+    return LowRankScreen(shape, *maps, int8=selection.keeps_int8, records=records)
+
+
+def _ranked(
+    selection: Selection, shape: AttentionShape, records: Records, factor: Factor
+) -> LowRankScreen:
+    maps = factor("query_map"), factor("key_map")
+    return LowRankScreen(shape, *maps, int8=selection.keeps_int8, records=records)
+
+
+MAKERS = {
+    "columns": _columns,
+    "infinigen": _infinigen,
+    "oracle": _oracle,
+    "lowrank": _lowrank,
+    "ranked": _ranked,
+}

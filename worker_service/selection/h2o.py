@@ -8,11 +8,13 @@ newest tokens, as in the paper.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from splitpoint.selection import Selection
 from worker_service.selection.choose import visible_tokens
+from worker_service.selection.kept_rows import Records
 from worker_service.selection.screen import (
     AttentionShape,
     Guess,
@@ -127,3 +129,15 @@ class HeavyHitterScreen:
         else:
             wanted = math.ceil((selection.ratio or 1.0) * visible - 1e-6)
         return max(wanted, min(visible, selection.sinks + selection.recent))
+
+
+def _make(
+    selection: Selection,
+    shape: AttentionShape,
+    records: Records,
+    factor: Callable[[str], torch.Tensor],
+) -> HeavyHitterScreen:
+    return HeavyHitterScreen(shape, selection)
+
+
+MAKERS = {"h2o": _make}

@@ -6,11 +6,13 @@ P is a sparse random matrix, W_Q and W_K are trained on a frozen model and quant
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from worker_service.selection.kept_rows import KeptRows
+from splitpoint.selection import Selection
+from worker_service.selection.kept_rows import KeptRows, Records
 from worker_service.selection.screen import (
     AttentionShape,
     Guess,
@@ -70,3 +72,22 @@ class MapleScreen:
 
     def scores(self, guess: Guess) -> torch.Tensor:
         return to_logits(self._kept.products(self._weights.queries(guess.inputs)), self._shape)
+
+
+Factor = Callable[[str], torch.Tensor]
+
+
+def maple_weights(factor: Factor) -> MapleWeights:
+    """Return a layer's factors, W_Q and W_K out of int8. Raises InvalidArgument."""
+    query, key = (factor(name).float() * factor(f"{name}_scale") for name in ("query", "key"))
+    return MapleWeights(factor("projection"), query, key)
+
+
+def _make(
+    selection: Selection, shape: AttentionShape, records: Records, factor: Factor
+) -> MapleScreen:
+    # Only measured, so its keys have memory of their own.
+    return MapleScreen(shape, maple_weights(factor), int8=selection.keeps_int8)
+
+
+MAKERS = {"maple": _make}

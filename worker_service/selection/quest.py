@@ -6,9 +6,12 @@ query, `sum_i max(q_i * low_i, q_i * high_i)`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from splitpoint.residency.selecting import QUEST_TOKENS
+from splitpoint.selection import Selection
 from worker_service.selection.kept_rows import Records
 from worker_service.selection.screen import (
     AttentionShape,
@@ -58,3 +61,15 @@ class QuestScreen:
             negative, self._bounds.field(0)
         )
         return to_logits(bounds, self._shape)
+
+
+def _make(
+    selection: Selection,
+    shape: AttentionShape,
+    records: Records,
+    factor: Callable[[str], torch.Tensor],
+) -> QuestScreen:
+    return QuestScreen(shape, records)
+
+
+MAKERS = {"quest": _make}

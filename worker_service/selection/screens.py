@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,13 +15,9 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.selection.artifacts import Artifacts, load
 from worker_service.selection.clusters import Centroids
-from worker_service.selection.columns import ColumnScreen, LowRankScreen
-from worker_service.selection.h2o import HeavyHitterScreen
 from worker_service.selection.kept_rows import Records
-from worker_service.selection.maple import MapleScreen, MapleWeights
-from worker_service.selection.quest import QuestScreen
+from worker_service.selection.maple import maple_weights
 from worker_service.selection.screen import AttentionShape, LayerScreen
-from worker_service.selection.window import WindowScreen
 
 
 class Screens:
@@ -75,8 +74,8 @@ class Screens:
         selection = self.selection
         if selection.is_full or index < selection.exact_layers:
             return None
-        shape = AttentionShape.of(self._config, index)
-        return _MAKERS[selection.method](self, index, shape, Records(blocks))
+        make, shape = _MAKERS[selection.method], AttentionShape.of(self._config, index)
+        return make(selection, shape, Records(blocks), partial(self._factor, index))
 
     def centroids(self, index: int) -> Centroids | None:
         """Return an empty estimate of what a layer does not read; None: there is none."""
@@ -85,42 +84,11 @@ class Screens:
             return None
         return Centroids(AttentionShape.of(self._config, index))
 
-    def _columns(
-        self, index: int, shape: AttentionShape, records: Records, skew: torch.Tensor | None = None
-    ) -> LayerScreen:
-        columns = self.selection.kept_columns(shape.head_dim)
-        int8 = self.selection.keeps_int8
-        return ColumnScreen(shape, columns, int8=int8, skew=skew, records=records)
-
-    def _oracle(self, index: int, shape: AttentionShape, records: Records) -> LayerScreen:
-        # Only measured: it keeps whole keys, for which no page has room.
-        return ColumnScreen(shape, shape.head_dim, int8=self.selection.keeps_int8)
-
-    def _infinigen(self, index: int, shape: AttentionShape, records: Records) -> LayerScreen:
-        return self._columns(index, shape, records, self._of(index, "skew"))
-
-    def _maple(self, index: int, shape: AttentionShape, records: Records) -> LayerScreen:
-        return MapleScreen(shape, self._maple_weights(index), int8=self.selection.keeps_int8)
-
-    def _ranked(self, index: int, shape: AttentionShape, records: Records) -> LayerScreen:
-        maps = (self._of(index, "query_map"), self._of(index, "key_map"))
-        return LowRankScreen(shape, *maps, int8=self.selection.keeps_int8, records=records)
-
-    def _low_rank(self, index: int, shape: AttentionShape, records: Records) -> LayerScreen:
-        # Columns are in the order of what they explain: the best of a rank are the first.
-        kept = self.selection.kept_columns(shape.head_dim)
-        maps = (self._of(index, name)[..., :kept] for name in ("query_map", "key_map"))
-        return LowRankScreen(shape, *maps, int8=self.selection.keeps_int8, records=records)
-
-    def _of(self, index: int, name: str) -> torch.Tensor:
+    def _factor(self, index: int, name: str) -> torch.Tensor:
+        """Return a layer's tensor of the artefacts. Raises InvalidArgument if there is none."""
         if self._artifacts is None:
             raise InvalidArgument(f"{self.selection.method} needs artefacts", field="artifacts")
         return self._artifacts.of_layer(index, name)
-
-    def _maple_weights(self, index: int) -> MapleWeights:
-        if self._artifacts is None:
-            raise InvalidArgument("maple needs artefacts", field="artifacts")
-        return maple_weights(self._artifacts, index)
 
     def _check(self, artifacts: Artifacts) -> None:
         """Raise InvalidArgument if the artefacts' shapes or rank are not those wanted."""
@@ -144,40 +112,38 @@ class Screens:
                 if (tensor := artifacts.tensors.get(f"layers.{index}.{name}")) is not None:
                     _check_sizes(tensor, sizes, f"{name} of layer {index}")
             if self.selection.method is SelectionMethod.MAPLE:
-                weights = maple_weights(artifacts, index)
+                weights = maple_weights(partial(artifacts.of_layer, index))
                 inner = weights.projection.shape[-1]
                 _check_sizes(weights.projection, (shape.hidden_size, inner), "the projection")
                 _check_sizes(weights.query, (inner, shape.query_head_count, rank), "the queries")
                 _check_sizes(weights.key, (inner, heads, rank), "the keys")
 
 
-_Maker = Callable[[Screens, int, AttentionShape, Records], LayerScreen]
-_MAKERS: dict[SelectionMethod, _Maker] = {
-    SelectionMethod.INFINIGEN: Screens._infinigen,
-    SelectionMethod.MAPLE: Screens._maple,
-    SelectionMethod.COLUMNS: Screens._columns,
-    SelectionMethod.LOWRANK: Screens._low_rank,
-    SelectionMethod.RANKED: Screens._ranked,
-    SelectionMethod.QUEST: lambda screens, index, shape, records: QuestScreen(shape, records),
-    SelectionMethod.WINDOW: lambda screens, index, shape, records: WindowScreen(shape),
-    SelectionMethod.H2O: lambda screens, index, shape, records: HeavyHitterScreen(
-        shape, screens.selection
-    ),
-    SelectionMethod.ORACLE: Screens._oracle,
-}
-if forgotten := {*SelectionMethod} - {SelectionMethod.FULL, *_MAKERS}:
-    raise RuntimeError(f"methods without a screen: {', '.join(sorted(forgotten))}")
+# Makes a screen of one layer of a sequence, from what the selection says, the layer's attention,
+# the memory for its records, and the layer's tensors of the artefacts by name.
+Maker = Callable[[Selection, AttentionShape, Records, Callable[[str], torch.Tensor]], LayerScreen]
 
 
-def maple_weights(artifacts: Artifacts, index: int) -> MapleWeights:
-    """Return a layer's factors, W_Q and W_K out of int8. Raises InvalidArgument."""
-    return MapleWeights(
-        artifacts.of_layer(index, "projection"),
-        *(
-            artifacts.of_layer(index, name).float() * artifacts.of_layer(index, f"{name}_scale")
-            for name in ("query", "key")
-        ),
-    )
+def _makers() -> dict[SelectionMethod, Maker]:
+    """Return what `MAKERS` of the modules beside this one make, by method.
+
+    Raises RuntimeError for a method that none or several of them make.
+    """
+    makers: dict[SelectionMethod, Maker] = {}
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.name == "screens":
+            continue
+        found = importlib.import_module(f"worker_service.selection.{module.name}")
+        made: Mapping[str, Maker] = getattr(found, "MAKERS", {})
+        for name, maker in made.items():
+            if makers.setdefault(SelectionMethod(name), maker) is not maker:
+                raise RuntimeError(f"several modules make screens of {name}")
+    if forgotten := {*SelectionMethod} - {SelectionMethod.FULL, *makers}:
+        raise RuntimeError(f"methods without a screen: {', '.join(sorted(forgotten))}")
+    return makers
+
+
+_MAKERS = _makers()
 
 
 def _rank_of(artifacts: Artifacts) -> int:

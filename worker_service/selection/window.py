@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from splitpoint.selection import Selection
+from worker_service.selection.kept_rows import Records
 from worker_service.selection.screen import AttentionShape, Guess, TokenRows
 
 
@@ -23,3 +27,15 @@ class WindowScreen:
     def scores(self, guess: Guess) -> torch.Tensor:
         positions = torch.arange(self._tokens, dtype=torch.float32, device=guess.queries.device)
         return positions.expand(len(guess.queries), self._query_heads, -1)
+
+
+def _make(
+    selection: Selection,
+    shape: AttentionShape,
+    records: Records,
+    factor: Callable[[str], torch.Tensor],
+) -> WindowScreen:
+    return WindowScreen(shape)
+
+
+MAKERS = {"window": _make}

@@ -19,7 +19,7 @@ from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.speculation import DraftMethod
 from splitpoint.transport.convert import (
     draft_method_to_proto,
-    selection_method_to_proto,
+    selection_method_fields,
     selection_to_proto,
 )
 from splitpoint.v1 import scheduler_pb2, types_pb2, worker_pb2
@@ -39,7 +39,7 @@ def selecting_worker(*methods: SelectionMethod, worker_id: str = "0") -> WorkerD
     """Return a worker that serves these methods and reads each step by selection if asked to."""
     worker = WorkerDouble(worker_id)
     worker.selections = [
-        types_pb2.SelectionSupport(method=selection_method_to_proto(method)) for method in methods
+        types_pb2.SelectionSupport(**selection_method_fields(method)) for method in methods
     ]
 
     def selected(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
