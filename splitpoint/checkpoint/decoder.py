@@ -10,23 +10,21 @@ It is the verdict of config.json alone; it needs no weights, no device and no to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from splitpoint.checkpoint.config import (
-    GEMMA_FAMILIES,
+    UNSUPPORTED_MODEL,
     boolean,
     model_name,
     positive,
     positive_integer,
     read_config,
     refuse,
-    shape_from_config,
     shown,
-    text_config,
     unsupported,
 )
 from splitpoint.checkpoint.rope_config import Rope, read_layered_ropes, read_rope
@@ -38,8 +36,29 @@ _DEFAULT_RMS_EPSILON = 1e-6
 _OPT_LAYER_NORM_EPSILON = 1e-5
 _SILU_NAMES = ("silu", "swish")
 _GELU_NAME = "gelu_pytorch_tanh"
+_GEMMA_FAMILIES = ("gemma2", "gemma3_text")
 # The window of a Gemma 3 with random weights.
 _GEMMA3_WINDOW = 1024
+# Keys that configs of Gemma 3 leave out, with the defaults of transformers' class.
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+}
+# Upper bounds, beyond the largest models: checked before any loop or allocation.
+_MOST = {
+    "num_hidden_layers": 1024,
+    "hidden_size": 1 << 17,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 4096,
+    "intermediate_size": 1 << 20,
+    "ffn_dim": 1 << 20,
+    "vocab_size": 1 << 22,
+    "max_position_embeddings": 1 << 26,
+}
 
 
 class Norm(Enum):
@@ -120,11 +139,7 @@ class DecoderConfig:
         shape = shape_from_config(config, name=name, data_type=data_type)
         _refuse_quantized(config)
         refuse(config, "is_encoder_decoder", allowed=(None, False))
-        if shape.family == "opt":
-            return _opt(config, shape)
-        if shape.family in GEMMA_FAMILIES:
-            return _gemma(config, shape)
-        return _rotary_family(config, shape)
+        return FAMILIES[shape.family](config, shape)
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> DecoderConfig:
@@ -162,7 +177,7 @@ def plain_config(shape: ModelShape) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "intermediate_size": shape.intermediate_size,
     }
-    if shape.family in GEMMA_FAMILIES:
+    if shape.family in _GEMMA_FAMILIES:
         config["query_pre_attn_scalar"] = shape.head_dim
     if shape.family == "gemma3_text":
         config["sliding_window"] = _GEMMA3_WINDOW
@@ -337,6 +352,94 @@ def _require_plain_heads(config: Mapping[str, Any], shape: ModelShape) -> None:
             f"{shape.query_head_count} times head_dim {shape.head_dim}",
             "num_attention_heads",
         )
+
+
+# What reads the config of each family that is served. A new one needs its reader here, and its row
+# in worker_service/checkpoint/names.py.
+FAMILIES: dict[str, Callable[[Mapping[str, Any], ModelShape], DecoderConfig]] = {
+    "opt": _opt,
+    "llama": _rotary_family,
+    "mistral": _rotary_family,
+    "qwen2": _rotary_family,
+    "qwen3": _rotary_family,
+    "gemma2": _gemma,
+    "gemma3_text": _gemma,
+}
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a `config.json` about the text decoder, with defaults of Gemma 3.
+
+    Only a Gemma 3 that also reads images has a `text_config`; other configs are returned
+    unchanged.
+    """
+    family = config.get("model_type")
+    if family == "gemma3":
+        text = config.get("text_config")
+        if not isinstance(text, dict):
+            raise InvalidArgument("config.json has no text_config", field="text_config")
+        whole = {key: value for key, value in config.items() if not key.endswith("_config")}
+        quantized = {"quantization_config": config.get("quantization_config")}
+        config = {**whole, **quantized, **text, "model_type": "gemma3_text"}
+    elif family != "gemma3_text":
+        return dict(config)
+    return {**_GEMMA3_DEFAULTS, **config}
+
+
+def shape_from_config(
+    config: Mapping[str, Any], *, name: str = "", data_type: DataType | None = None
+) -> ModelShape:
+    """Return the shape that a `config.json` describes.
+
+    Raises InvalidArgument for an architecture outside FAMILIES, a missing key, or a value
+    out of bounds.
+    """
+    config = text_config(config)
+    family = str(config.get("model_type", ""))
+    if family not in FAMILIES:
+        raise InvalidArgument(
+            f"model_type {shown(family)} is not supported (supported: {', '.join(FAMILIES)})",
+            field="model_type",
+            reason=UNSUPPORTED_MODEL,
+        )
+    try:
+        hidden = _integer(config, "hidden_size")
+        query_heads = _integer(config, "num_attention_heads")
+        is_opt = family == "opt"
+        stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+        return ModelShape(
+            name=name or str(config.get("_name_or_path") or family),
+            family=family,
+            layer_count=_integer(config, "num_hidden_layers"),
+            hidden_size=hidden,
+            query_head_count=query_heads,
+            kv_head_count=_integer(config, "num_key_value_heads", query_heads),
+            head_dim=_integer(config, "head_dim", hidden // query_heads),
+            intermediate_size=_integer(config, "ffn_dim" if is_opt else "intermediate_size"),
+            vocabulary_size=_integer(config, "vocab_size"),
+            context_length=_integer(config, "max_position_embeddings"),
+            data_type=data_type or DataType(str(stored).removeprefix("torch.")),
+            gated_mlp=not is_opt,
+            tied_embeddings=bool(
+                config.get("tie_word_embeddings", is_opt or family in _GEMMA_FAMILIES)
+            ),
+        )
+    except KeyError as error:
+        raise InvalidArgument(f"config.json has no {error.args[0]}", field="config") from error
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"config.json: {error}", field="config") from error
+
+
+def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a whole number within its bounds; the default if it is absent, null or 0."""
+    value = config[key] if default is None else config.get(key) or default
+    if type(value) is not int or not 1 <= value <= _MOST[key]:
+        shown = repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
+        raise InvalidArgument(
+            f"config.json: {key} must be a whole number from 1 to {_MOST[key]:,}, not {shown:.40}",
+            field="config",
+        )
+    return value
 
 
 @dataclass(frozen=True, slots=True)

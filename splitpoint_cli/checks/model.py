@@ -11,8 +11,8 @@ from pathlib import Path
 from splitpoint import config
 from splitpoint.chat.renderer import ChatRenderer
 from splitpoint.chat.source import read_template_file, read_templates
-from splitpoint.checkpoint.config import FAMILIES, UNSUPPORTED_MODEL, model_name
-from splitpoint.checkpoint.decoder import support_of
+from splitpoint.checkpoint.config import UNSUPPORTED_MODEL, model_name
+from splitpoint.checkpoint.decoder import FAMILIES, support_of
 from splitpoint.checkpoint.resolve import resolve_model, weight_files
 from splitpoint.checkpoint.tensors import read_header
 from splitpoint.config import counted, format_size

@@ -24,7 +24,8 @@ from benchmarks.kvpr_tables import (
     shape_of,
     tokens_per_second,
 )
-from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.config import read_config
+from splitpoint.checkpoint.decoder import shape_from_config
 from splitpoint.shapes import DataType
 from splitpoint_cli.bench.offload_report import FULL_LOAD, KVPR, PIPELINED
 

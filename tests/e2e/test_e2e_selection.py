@@ -13,7 +13,8 @@ import torch
 from fork_server import SECONDS
 from kept_fleet import KeptFleet, kept_fleet
 
-from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.config import read_config
+from splitpoint.checkpoint.decoder import shape_from_config
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import Client
 from splitpoint.client.answers import Completion, Tokens

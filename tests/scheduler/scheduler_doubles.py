@@ -29,7 +29,8 @@ from scheduler_service.requests.admission import AdmissionQueue
 from scheduler_service.requests.attempt import Attempt
 from scheduler_service.service import Scheduler
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.config import read_config
+from splitpoint.checkpoint.decoder import shape_from_config
 from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.costs.profile import Profile

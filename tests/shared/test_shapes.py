@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from splitpoint.checkpoint.config import shape_from_config
+from splitpoint.checkpoint.decoder import shape_from_config
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import (
     BUILT_IN_SHAPES,

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.config import read_config
+from splitpoint.checkpoint.decoder import shape_from_config
 from splitpoint.checkpoint.resolve import eos_token_ids, weight_files
 from splitpoint.checkpoint.text import Tokenizer
 

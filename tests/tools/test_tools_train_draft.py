@@ -15,7 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.config import read_config
+from splitpoint.checkpoint.decoder import shape_from_config
 from worker_service.speculation.model_draft import DraftModel
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.config import read_config
+from splitpoint.checkpoint.decoder import shape_from_config
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.keys import SALT_LIMIT, numerics_salt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from splitpoint.checkpoint.decoder import DecoderConfig, Norm
+from splitpoint.checkpoint.decoder import FAMILIES, DecoderConfig, Norm
 
 HEAD_NAME = "lm_head"
 
@@ -64,6 +64,8 @@ NAMES: dict[str, Names] = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
 }
+if forgotten := {*FAMILIES} - {*NAMES}:
+    raise RuntimeError(f"families without names of tensors: {', '.join(sorted(forgotten))}")
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 from tiny_models import write_tiny
 
-from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.config import read_config
+from splitpoint.checkpoint.decoder import shape_from_config
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument

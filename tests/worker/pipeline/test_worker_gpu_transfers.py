@@ -15,7 +15,8 @@ import torch
 from stored_prefix import StoredPrefix, stored_prefix
 from tiny_models import VOCABULARY, write_tiny
 
-from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.config import read_config
+from splitpoint.checkpoint.decoder import shape_from_config
 from splitpoint.costs.profile import Line
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane, Schedule

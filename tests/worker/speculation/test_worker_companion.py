@@ -13,7 +13,8 @@ import pytest
 import torch
 from engine_runner import CPU, admission, make_engine, run_all
 
-from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.config import read_config
+from splitpoint.checkpoint.decoder import shape_from_config
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.engine.sampling import Sampling

@@ -15,7 +15,8 @@ from engine_runner import CPU, admission
 from tiny_models import build_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.config import read_config
+from splitpoint.checkpoint.decoder import shape_from_config
 from splitpoint.errors import InvalidArgument, ResourceExhausted
 from worker_service.device.memory import CACHE_SHARE
 from worker_service.engine.sampling import Sampling
