@@ -167,8 +167,8 @@ def test_a_method_is_known_by_its_name_or_by_its_number() -> None:
     sent = selection_to_proto(columns)
     assert (sent.method, sent.method_name) == (number, "columns")
     for fields in ({"method": number}, {"method_name": "columns"}):
-        assert selection_from_proto(types_pb2.SelectionParams(**fields, ratio=0.1)) == columns  # type: ignore[arg-type]
-        support = types_pb2.SelectionSupport(**fields, columns=7)  # type: ignore[arg-type]
+        assert selection_from_proto(types_pb2.SelectionParams(**fields, ratio=0.1)) == columns
+        support = types_pb2.SelectionSupport(**fields, columns=7)
         assert selection_support_from_proto(support) == (SelectionMethod.COLUMNS, 7)
     assert selection_methods([], [number]) == selection_methods(["columns"], [])
     with pytest.raises(InvalidArgument, match="unknown selection method 'newest'"):
