@@ -413,8 +413,10 @@ def _selection(value: Any) -> types_pb2.SelectionParams:
     if not isinstance(value, Selection):
         value = Selection.parsed(checked_text("select", value))
     check_served(value)  # what only `splitpoint eval` knows has no field
-    fields = {each.name: getattr(value, each.name) for each in _SELECTION_FIELDS}
-    fields |= convert.selection_method_fields(value.method)
+    fields = convert.selection_method_fields(value.method)
+    for each in _SELECTION_FIELDS:
+        if each.name not in fields:
+            fields[each.name] = getattr(value, each.name)
     return filled(types_pb2.SelectionParams, fields)
 
 
