@@ -60,8 +60,7 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sequence import Admission
 from worker_service.engine.sequence import Sequence as EngineSequence
-from worker_service.kernels.choice import in_use, use
-from worker_service.kernels.gpu_order import adds_in_one_order, use_one_order
+from worker_service.kernels.choice import adds_in_one_order, in_use, use, use_one_order
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.model.decoder import Decoder

@@ -28,7 +28,7 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
-from worker_service.kernels.gpu_order import use_one_order
+from worker_service.kernels.choice import use_one_order
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.calibration import prefers_one_order, use_kernels
 

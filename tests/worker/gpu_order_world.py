@@ -13,8 +13,7 @@ import torch
 from one_sequence import Sequence, Shape
 
 from worker_service.kernels import tile_gemm
-from worker_service.kernels.choice import by_flags, in_use, use
-from worker_service.kernels.gpu_order import use_one_order
+from worker_service.kernels.choice import by_flags, in_use, use, use_one_order
 from worker_service.kernels.panel_gemm import Operation
 from worker_service.model.decoder import Decoder
 from worker_service.model.span_attention import load_kernels

@@ -47,7 +47,7 @@ from worker_service.engine.sampling import NonFiniteLogits
 from worker_service.engine.sequence import Admission, Sequence, Stage
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.graphs.support import EagerReason
-from worker_service.hardware.current import make_current
+from worker_service.hardware.streams import make_current
 from worker_service.kernels.units import limit_parts
 from worker_service.lanes.cost_watch import CostWatch, Observers
 from worker_service.lanes.lanes import Lanes

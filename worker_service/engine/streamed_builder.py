@@ -30,7 +30,7 @@ from worker_service.engine.streamed import (
     query_counts,
     transfer_of,
 )
-from worker_service.kernels.gpu_order import adds_in_one_order
+from worker_service.kernels.choice import adds_in_one_order
 from worker_service.kernels.units import UnitOrder, UnitView, may_wait, prefills_in_units
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.span_attention import SpanView

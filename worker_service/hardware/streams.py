@@ -1,4 +1,4 @@
-"""The CUDA streams that a process keeps: one for each purpose, and no two of them the same.
+"""The CUDA streams that a process keeps, one for each purpose; and the device of a thread.
 
 PyTorch hands out 32 streams of a GPU in turn, so every 33rd is the first one again. Copies on a
 stream that records a graph are recorded instead of executed, and two directions of the link on one
@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,3 +56,27 @@ def _all_of(device: torch.device, cuda: Any) -> Mapping[StreamUse, Any]:
     if len({stream.cuda_stream for stream in streams.values()}) < len(streams):
         raise RuntimeError(f"PyTorch gave one CUDA stream of {device} twice")
     return streams
+
+
+# -- the device of a thread -----------------------------------------------------------
+
+
+def make_current(device: torch.device, cuda: Any = torch.cuda) -> None:
+    """Make a GPU the current one of this thread; nothing for a CPU.
+
+    torch's operators go where their tensors are, but Triton launches on the thread's device.
+    `cuda` is torch.cuda, or in tests a double of it.
+    """
+    if device.type == "cuda":
+        cuda.set_device(device)
+
+
+def device_thread(device: torch.device, name: str, cuda: Any = torch.cuda) -> ThreadPoolExecutor:
+    """Return an executor of one thread, whose current device is this one.
+
+    A thread begins with GPU 0. Each `torch.cuda.stream` block of another GPU would end with
+    making GPU 0 current again, for which the driver makes a context of some 0.5 GB there.
+    """
+    return ThreadPoolExecutor(
+        1, thread_name_prefix=name, initializer=partial(make_current, device, cuda)
+    )

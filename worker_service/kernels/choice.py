@@ -1,7 +1,7 @@
-"""Which of a CPU's kernels this process uses: set once, before its model is loaded.
+"""Which kernels this process uses: set once, before its model is loaded.
 
-All workers of a host use the same, and so compute equal bits (profiling/calibration.py). GPUs
-know nothing of it.
+All workers of a host use the same of a CPU's kernels, and so compute equal bits
+(profiling/calibration.py). A GPU's kernels add in one order or are the fastest ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from splitpoint.host.processor import AMX_BF16
 from splitpoint.options.cpu_kernels import Decode, Layout, Prefill, named_kernels
 
 # The names are the option's: `up` checks them without torch.
-__all__ = ["Choice", "Decode", "Layout", "Prefill", "by_flags", "in_use", "use"]
+__all__ = [
+    "Choice",
+    "Decode",
+    "Layout",
+    "Prefill",
+    "adds_in_one_order",
+    "by_flags",
+    "in_use",
+    "use",
+    "use_one_order",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +80,22 @@ def in_use() -> Choice | None:
 def use(choice: Choice | None) -> None:
     """Use these kernels from now on; a model that is loaded keeps its layout."""
     _in_use[:] = [] if choice is None else [choice]
+
+
+# -- GPUs -----------------------------------------------------------------------------
+
+# Not empty if kernels add in one order, whatever is beside a row.
+_one_order: list[bool] = []
+
+
+def adds_in_one_order() -> bool:
+    """Return True if a row's bits must not depend on the other rows of its call."""
+    return bool(_one_order)
+
+
+def use_one_order(wanted: bool) -> None:
+    """Use kernels of one order from now on, or the fastest ones.
+
+    Plans and graphs that were made before keep their own.
+    """
+    _one_order[:] = [True] if wanted else []

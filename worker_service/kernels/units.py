@@ -19,8 +19,7 @@ import torch
 from splitpoint.shapes import chunks_of
 from worker_service.device.memory import ATTENTION_PARTS, UNIT_ROWS
 from worker_service.device.upload import Upload
-from worker_service.kernels.choice import Decode, Prefill, in_use
-from worker_service.kernels.gpu_order import adds_in_one_order
+from worker_service.kernels.choice import Decode, Prefill, adds_in_one_order, in_use
 from worker_service.kernels.paged_attention import grouped
 
 Numbers = npt.NDArray[np.int64]

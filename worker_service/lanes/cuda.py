@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from splitpoint.planning.schedule import Lane
-from worker_service.hardware.current import device_thread
-from worker_service.hardware.streams import StreamUse, stream_for
+from worker_service.hardware.streams import StreamUse, device_thread, stream_for
 from worker_service.lanes.groups import Group, Piece
 from worker_service.lanes.lanes import SIDE_LANES, Event, Lanes
 from worker_service.lanes.timeline import Span

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from worker_service.device.upload import Upload
-from worker_service.kernels.gpu_order import adds_in_one_order
+from worker_service.kernels.choice import adds_in_one_order
 from worker_service.kernels.paged_attention import Partial
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from splitpoint.checkpoint.decoder import Activation
 from worker_service.kernels import panel_gemm, tile_gemm
-from worker_service.kernels.choice import Layout
-from worker_service.kernels.gpu_order import adds_in_one_order
+from worker_service.kernels.choice import Layout, adds_in_one_order
 from worker_service.kernels.panel_gemm import Operation
 from worker_service.kernels.row_counts import blocks, row_counts
 

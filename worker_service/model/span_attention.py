@@ -1,7 +1,7 @@
 """Attention of a GPU that reads pages where they lie, by number: Triton kernels.
 
 The units of each decoding query are cut into spans, whatever else is in the batch, so a query's
-result does not depend on the others. With kernels of one order (kernels/gpu_order.py) each unit is
+result does not depend on the others. With kernels of one order (kernels/choice.py) each unit is
 a span, and the same compiled kernel prefills: as on a CPU (kernels/units.py), a row then has the
 same bits as a decoded token, a guess or a part of a prompt, and from pages of several planes.
 This module knows no plans and no requests. Not confirmed on a GPU yet.
@@ -22,7 +22,7 @@ from splitpoint.checkpoint.decoder import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.memory import UNIT_ROWS
 from worker_service.device.upload import Upload
-from worker_service.kernels.gpu_order import adds_in_one_order
+from worker_service.kernels.choice import adds_in_one_order
 from worker_service.kernels.paged_attention import Partial, PromptPages
 from worker_service.kernels.units import Numbers, UnitOrder, bounds, cut_units, units_per_page
 

@@ -34,7 +34,7 @@ from worker_service.device.memory import (
 from worker_service.device.pinning import CudaRegistrar
 from worker_service.engine.engine import Engine
 from worker_service.graphs.support import EagerReason, graph_bytes, graph_obstacle, graphs_of
-from worker_service.hardware.current import make_current
+from worker_service.hardware.streams import make_current
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Trace
 from worker_service.model.decoder import Decoder

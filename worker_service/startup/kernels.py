@@ -17,11 +17,10 @@ from splitpoint.options.cpu_kernels import with_panels
 from splitpoint.shapes import ArenaLayout, ModelShape, Numerics, WeightFormat
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.choice import describe_device
-from worker_service.hardware.current import make_current
+from worker_service.hardware.streams import make_current
 from worker_service.kernels import panel_gemm
-from worker_service.kernels.choice import Choice
+from worker_service.kernels.choice import Choice, use_one_order
 from worker_service.kernels.compiled import NoKernels
-from worker_service.kernels.gpu_order import use_one_order
 from worker_service.lanes.lanes import Lanes
 from worker_service.model.decoder import Decoder
 from worker_service.model.span_attention import Variant, try_kernels

@@ -25,8 +25,8 @@ from worker_service.device.choice import choose_device
 from worker_service.device.pinning import CudaRegistrar, Pinning
 from worker_service.device.populating import Populator
 from worker_service.engine.engine import Engine
-from worker_service.hardware.current import make_current
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
+from worker_service.hardware.streams import make_current
 from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.numerics.verdict import NOT_CHECKED, WorkerNumerics, check_wish

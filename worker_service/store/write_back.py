@@ -34,8 +34,7 @@ from worker_service.device.cache import DeviceCache
 from worker_service.device.copies import copy_runs, is_one_copy_a_run, sent
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.device.pinning import piece_slots
-from worker_service.hardware.current import device_thread
-from worker_service.hardware.streams import StreamUse, stream_for
+from worker_service.hardware.streams import StreamUse, device_thread, stream_for
 from worker_service.lanes.cpu import passed
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.spans import WriteBackSpans

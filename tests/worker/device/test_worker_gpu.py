@@ -19,8 +19,7 @@ from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.engine.messages import StepOutput, Stop
 from worker_service.engine.sampling import Sampling
 from worker_service.graphs.recorder import GraphRecorder
-from worker_service.hardware.current import make_current
-from worker_service.hardware.streams import StreamUse, stream_for
+from worker_service.hardware.streams import StreamUse, make_current, stream_for
 from worker_service.profiling.profiler import measure
 
 ROOT = Path(__file__).resolve().parents[3]

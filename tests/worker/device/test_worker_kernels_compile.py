@@ -75,7 +75,7 @@ assert not_specialized(gather_rows_by_index) == {"sources", "targets", "count", 
 """
 
 SPANS = """
-from worker_service.kernels.gpu_order import use_one_order
+from worker_service.kernels.choice import use_one_order
 from worker_service.device.memory import UNIT_ROWS
 from worker_service.model.span_attention import _block, _row_block, member_block
 from worker_service.model.span_kernel import attend_spans, merge_spans

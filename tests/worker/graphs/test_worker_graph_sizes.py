@@ -29,7 +29,7 @@ from worker_service.graphs.decode_graphs import (
     table_bytes,
 )
 from worker_service.graphs.recorder import GraphRecorder
-from worker_service.kernels.gpu_order import use_one_order
+from worker_service.kernels.choice import use_one_order
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.span_attention import SpanView
 

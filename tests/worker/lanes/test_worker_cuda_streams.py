@@ -12,8 +12,7 @@ from stream_double import POOLED_STREAMS, Stream, StreamDouble
 
 from splitpoint.planning.schedule import Lane
 from worker_service.device.pinning import probe_copies
-from worker_service.hardware.current import device_thread, make_current
-from worker_service.hardware.streams import StreamUse, stream_for
+from worker_service.hardware.streams import StreamUse, device_thread, make_current, stream_for
 from worker_service.lanes.cuda import StreamLanes
 from worker_service.lanes.groups import Group, Piece
 from worker_service.lanes.work import Work

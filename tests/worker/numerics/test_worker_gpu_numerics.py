@@ -17,7 +17,7 @@ from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.shapes import BUILT_IN_SHAPES, Numerics
 from splitpoint.transport.tls import PLAIN
 from worker_service.__main__ import options_from, parse_arguments
-from worker_service.kernels.gpu_order import adds_in_one_order, use_one_order
+from worker_service.kernels.choice import adds_in_one_order, use_one_order
 from worker_service.model.decoder import Decoder
 from worker_service.model.library_attention import library_of
 from worker_service.numerics.self_check import dependence
