@@ -298,7 +298,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "profiling",
             "numerics",
         ),
-        *("account", "streams", "prefixes", "runtime", "startup"),
+        *("counters", "streams", "prefixes", "runtime", "startup"),
     ),
     "scheduler_service": (
         *("limits", "worker_facts", "prefixes", "placement", "api"),

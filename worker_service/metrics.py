@@ -1,4 +1,4 @@
-"""A worker's metrics: its account, read at each scrape, and distributions.
+"""A worker's metrics: its counters, read at each scrape, and distributions.
 
 `splitpoint/observe/metrics.py` has the names and texts. The worker's monitor adds what only
 a driver knows.
@@ -12,7 +12,7 @@ from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.selection import SelectionUsage
-from worker_service.account import METHODS, Account, Predicted, Traffic, predictions
+from worker_service.counters import METHODS, Counters, Predicted, Traffic, predictions
 from worker_service.engine.messages import StepOutput
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.graphs.support import EagerReason
@@ -51,15 +51,15 @@ class WorkerMetrics:
             self._ratios[what].observe(measured / predicted)
 
     def readings(self) -> Iterator[Reading]:
-        worker, account = self._worker, self._worker.runtime.account
+        worker, counters = self._worker, self._worker.runtime.counters
         yield from _of_worker(worker)
-        yield from _of_steps(account)
-        yield from selection_readings(account.selected)
-        yield from _of_link(worker, account)
-        yield from _of_cache(account)
+        yield from _of_steps(counters)
+        yield from selection_readings(counters.selected)
+        yield from _of_link(worker, counters)
+        yield from _of_cache(counters)
         yield Reading(
             metrics.COMPUTE_BUSY_SECONDS,
-            account.compute_until_now(worker.engine.computing_seconds),
+            counters.compute_until_now(worker.engine.computing_seconds),
         )
         yield from worker.monitor.readings()
 
@@ -133,22 +133,22 @@ def graph_readings(
         yield Reading(metrics.WORKER_GRAPH_STEPS, graphs.counts.eager, ("eager",))
 
 
-def _of_steps(account: Account) -> Iterable[Reading]:
-    for kind, count in account.steps.items():
+def _of_steps(counters: Counters) -> Iterable[Reading]:
+    for kind, count in counters.steps.items():
         yield Reading(metrics.WORKER_STEPS, count, (kind.value,))
-    yield Reading(metrics.WORKER_SCHEDULED_TOKENS, account.prefilled_tokens, ("prefill",))
-    yield Reading(metrics.WORKER_SCHEDULED_TOKENS, account.decoded_tokens, ("decode",))
-    yield Reading(metrics.WORKER_GENERATED_TOKENS, account.generated_tokens)
-    yield Reading(metrics.WORKER_CHUNK_LOSSES, account.chunk_losses)
-    yield Reading(metrics.WORKER_PREEMPTIONS, account.preemptions)
-    yield Reading(metrics.WORKER_GRAMMARS, account.grammars)
-    yield Reading(metrics.WORKER_GRAMMAR_SECONDS, account.grammar_seconds)
-    for method, count in account.drafts.items():
+    yield Reading(metrics.WORKER_SCHEDULED_TOKENS, counters.prefilled_tokens, ("prefill",))
+    yield Reading(metrics.WORKER_SCHEDULED_TOKENS, counters.decoded_tokens, ("decode",))
+    yield Reading(metrics.WORKER_GENERATED_TOKENS, counters.generated_tokens)
+    yield Reading(metrics.WORKER_CHUNK_LOSSES, counters.chunk_losses)
+    yield Reading(metrics.WORKER_PREEMPTIONS, counters.preemptions)
+    yield Reading(metrics.WORKER_GRAMMARS, counters.grammars)
+    yield Reading(metrics.WORKER_GRAMMAR_SECONDS, counters.grammar_seconds)
+    for method, count in counters.drafts.items():
         labels = (method.value,)
         yield Reading(metrics.SPEC_DECODE_DRAFTS, count, labels)
-        yield Reading(metrics.SPEC_DECODE_DRAFT_TOKENS, account.drafted_tokens[method], labels)
-        yield Reading(metrics.SPEC_DECODE_ACCEPTED_TOKENS, account.accepted_tokens[method], labels)
-    for result, count in account.written.chunks.items():
+        yield Reading(metrics.SPEC_DECODE_DRAFT_TOKENS, counters.drafted_tokens[method], labels)
+        yield Reading(metrics.SPEC_DECODE_ACCEPTED_TOKENS, counters.accepted_tokens[method], labels)
+    for result, count in counters.written.chunks.items():
         yield Reading(metrics.WORKER_WRITE_BACK_CHUNKS, count, (result.value,))
 
 
@@ -162,14 +162,14 @@ def selection_readings(usage: SelectionUsage) -> Iterable[Reading]:
     yield Reading(metrics.SELECTION_LINK_BYTES, usage.link_bytes)
 
 
-def _of_link(worker: LoadedWorker, account: Account) -> Iterable[Reading]:
+def _of_link(worker: LoadedWorker, counters: Counters) -> Iterable[Reading]:
     profile, link = worker.profile, worker.engine.lanes.link
     for traffic in Traffic:
         labels = ("in", traffic.value)
-        yield Reading(metrics.LINK_BYTES, account.link_in_bytes[traffic], labels)
-    yield Reading(metrics.LINK_BYTES, account.written.bytes, ("out", "write_back"))
-    yield Reading(metrics.LINK_BUSY_SECONDS, account.link_in_seconds, ("in",))
-    yield Reading(metrics.LINK_BUSY_SECONDS, account.written.seconds, ("out",))
+        yield Reading(metrics.LINK_BYTES, counters.link_in_bytes[traffic], labels)
+    yield Reading(metrics.LINK_BYTES, counters.written.bytes, ("out", "write_back"))
+    yield Reading(metrics.LINK_BUSY_SECONDS, counters.link_in_seconds, ("in",))
+    yield Reading(metrics.LINK_BUSY_SECONDS, counters.written.seconds, ("out",))
     yield Reading(metrics.LINK_RATE, profile.link_bytes_per_second)
     if link is not None:
         yield Reading(metrics.LINK_CEILING, link.bytes_per_second)
@@ -177,17 +177,17 @@ def _of_link(worker: LoadedWorker, account: Account) -> Iterable[Reading]:
     yield Reading(metrics.PROFILE_FLOPS, profile.prefill_flops_per_second, ("prefill",))
 
 
-def _of_cache(account: Account) -> Iterable[Reading]:
-    yield Reading(metrics.RECOMPUTE_SECONDS, account.rebuild_seconds, ("activations",))
-    yield Reading(metrics.RECOMPUTE_SECONDS, account.prefill_seconds, ("tokens",))
-    for (residency, way), count in account.cache_tokens.items():
+def _of_cache(counters: Counters) -> Iterable[Reading]:
+    yield Reading(metrics.RECOMPUTE_SECONDS, counters.rebuild_seconds, ("activations",))
+    yield Reading(metrics.RECOMPUTE_SECONDS, counters.prefill_seconds, ("tokens",))
+    for (residency, way), count in counters.cache_tokens.items():
         yield Reading(metrics.CACHE_TOKENS, count, (residency.value, way.value))
-    yield Reading(metrics.WORKER_DEVICE_CACHED_TOKENS, account.device_tokens)
-    yield Reading(metrics.FETCHED_TOKENS, account.fetched.tokens)
-    yield Reading(metrics.FETCH_SECONDS, account.fetched.seconds)
-    for method, count in account.restores.items():
+    yield Reading(metrics.WORKER_DEVICE_CACHED_TOKENS, counters.device_tokens)
+    yield Reading(metrics.FETCHED_TOKENS, counters.fetched.tokens)
+    yield Reading(metrics.FETCH_SECONDS, counters.fetched.seconds)
+    for method, count in counters.restores.items():
         yield Reading(metrics.RESTORES, count, (method.value,))
     for what in Predicted:
-        predicted, measured = account.predicted_seconds[what], account.measured_seconds[what]
+        predicted, measured = counters.predicted_seconds[what], counters.measured_seconds[what]
         yield Reading(metrics.PREDICTED_SECONDS, predicted, (what.value,))
         yield Reading(metrics.MEASURED_SECONDS, measured, (what.value,))

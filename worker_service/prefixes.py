@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from splitpoint.errors import SplitpointError
 from splitpoint.observe import tracing
 from splitpoint.planning.plan import Residency, RestoreMethod
-from worker_service.account import Account
+from worker_service.counters import Counters
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Call, Lookup, Matched, RestoreEvent, Wake
 from worker_service.engine.sequence import Admission, Suspects
@@ -49,14 +49,16 @@ class RequestPrefixes:
         self,
         store: StoreClient,
         engine: Engine,
-        account: Account,
+        counters: Counters,
         on_rates: Callable[[], None],
     ) -> None:
         """`on_rates` is called when the rate of a tier or another store has changed."""
-        self.write_back = WriteBack(store, engine.cache, engine.post, engine.lanes, account.written)
+        self.write_back = WriteBack(
+            store, engine.cache, engine.post, engine.lanes, counters.written
+        )
         self.write_back.trace = engine.trace
         self.fetcher = PrefixFetcher(
-            store, engine.cache.layout, lambda rates: on_rates(), account.fetched
+            store, engine.cache.layout, lambda rates: on_rates(), counters.fetched
         )
         self._store = store
         self._engine = engine

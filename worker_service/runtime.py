@@ -23,7 +23,7 @@ from splitpoint.observe import tracing
 from splitpoint.observe.logs import for_request
 from splitpoint.planning.plan import Residency
 from splitpoint.structured.grammar import unavailable
-from worker_service.account import Account
+from worker_service.counters import Counters
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import (
     Call,
@@ -122,8 +122,8 @@ class Runtime:
     """One engine, its thread, its store. `start` before use, `stop` at the end.
 
     Attributes:
-        account: totals of what was done, with or without a Run stream.
-        observers: called with each output of the engine, after the account.
+        counters: totals of what was done, with or without a Run stream.
+        observers: called with each output of the engine, after the counters.
         streams: the open Run streams.
         live: requests from `admit` until their finish.
         failed: set when the engine's thread has failed.
@@ -141,7 +141,7 @@ class Runtime:
         self.grammars = grammars
         self.engine = engine
         self.store = store
-        self.account = Account()
+        self.counters = Counters()
         self.observers: list[Callable[[StepOutput], None]] = []
         self.streams = RunStreams(self.idle_output)
         self.live: set[SequenceKey] = set()
@@ -156,7 +156,7 @@ class Runtime:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         if store is not None:
-            self.prefixes = RequestPrefixes(store, engine, self.account, self._on_rates)
+            self.prefixes = RequestPrefixes(store, engine, self.counters, self._on_rates)
             if store.pinning is not None:
                 store.pinning.between_steps = self.calls.without_copies
 
@@ -306,7 +306,7 @@ class Runtime:
 
     def _on_output(self, output: StepOutput) -> None:
         """Count an output, pass its parts on, and report it."""
-        self.account.add(output)
+        self.counters.add(output)
         for observe in self.observers:
             observe(output)
         prefixes = self.prefixes
@@ -388,7 +388,7 @@ class Runtime:
             min_tokens=sampling.min_tokens,
         )
         matcher = await asyncio.wrap_future(compiling)
-        self.account.grammar_ready(time.perf_counter() - began)
+        self.counters.grammar_ready(time.perf_counter() - began)
         if matcher.error is not None:
             raise matcher.error
         return matcher

@@ -1,4 +1,4 @@
-"""The account as a message, which the scheduler gets about once a second.
+"""The counters as a message, which the scheduler gets about once a second.
 
 It is made when it is sent, so it is current however slow its reader is.
 """
@@ -6,7 +6,7 @@ It is made when it is sent, so it is current however slow its reader is.
 from __future__ import annotations
 
 from splitpoint.v1 import types_pb2
-from worker_service.account import Way
+from worker_service.counters import Way
 from worker_service.startup.worker import LoadedWorker
 
 # Seconds between two messages on a Run stream.
@@ -33,34 +33,34 @@ class Telemeter:
 
 def telemetry_of(worker: LoadedWorker) -> types_pb2.Telemetry:
     """Return the worker's present telemetry, without waking the engine."""
-    account, engine = worker.runtime.account, worker.engine
+    counters, engine = worker.runtime.counters, worker.engine
     link = engine.lanes.link
     telemetry = types_pb2.Telemetry(
-        uptime_seconds=account.uptime_seconds,
-        step_count=sum(account.steps.values()),
-        step_seconds=account.step_seconds,
-        prefilled_token_count=account.prefilled_tokens,
-        generated_token_count=account.generated_tokens,
-        scheduled_token_count=account.prefilled_tokens + account.decoded_tokens,
-        link_in_bytes=sum(account.link_in_bytes.values()),
-        link_out_bytes=account.written.bytes,
-        link_in_busy_seconds=account.link_in_seconds,
-        link_out_busy_seconds=account.written.seconds,
-        compute_busy_seconds=account.compute_until_now(engine.computing_seconds),
-        loaded_token_count=account.tokens_by(Way.LOADED),
-        rebuilt_token_count=account.tokens_by(Way.REBUILT),
-        recomputed_token_count=account.tokens_by(Way.RECOMPUTED),
-        split_tokens=account.split_tokens,
-        predicted_seconds=sum(account.predicted_seconds.values()),
-        measured_seconds=sum(account.measured_seconds.values()),
+        uptime_seconds=counters.uptime_seconds,
+        step_count=sum(counters.steps.values()),
+        step_seconds=counters.step_seconds,
+        prefilled_token_count=counters.prefilled_tokens,
+        generated_token_count=counters.generated_tokens,
+        scheduled_token_count=counters.prefilled_tokens + counters.decoded_tokens,
+        link_in_bytes=sum(counters.link_in_bytes.values()),
+        link_out_bytes=counters.written.bytes,
+        link_in_busy_seconds=counters.link_in_seconds,
+        link_out_busy_seconds=counters.written.seconds,
+        compute_busy_seconds=counters.compute_until_now(engine.computing_seconds),
+        loaded_token_count=counters.tokens_by(Way.LOADED),
+        rebuilt_token_count=counters.tokens_by(Way.REBUILT),
+        recomputed_token_count=counters.tokens_by(Way.RECOMPUTED),
+        split_tokens=counters.split_tokens,
+        predicted_seconds=sum(counters.predicted_seconds.values()),
+        measured_seconds=sum(counters.measured_seconds.values()),
         cache_used_bytes=engine.cache.used_bytes,
-        preemption_count=account.preemptions,
-        draft_count=sum(account.drafts.values()),
-        draft_token_count=sum(account.drafted_tokens.values()),
-        accepted_token_count=sum(account.accepted_tokens.values()),
-        selection_step_count=account.selected.step_count,
-        selection_visible_token_count=account.selected.visible_token_count,
-        selection_read_token_count=account.selected.read_token_count,
+        preemption_count=counters.preemptions,
+        draft_count=sum(counters.drafts.values()),
+        draft_token_count=sum(counters.drafted_tokens.values()),
+        accepted_token_count=sum(counters.accepted_tokens.values()),
+        selection_step_count=counters.selected.step_count,
+        selection_visible_token_count=counters.selected.visible_token_count,
+        selection_read_token_count=counters.selected.read_token_count,
         store_is_up=worker.store_is_up,
         redis_is_up=None if worker.redis_is_up is None else worker.redis_is_up(),
         link_ceiling_bytes_per_second=None if link is None else link.bytes_per_second,

@@ -55,7 +55,7 @@ async def _last_telling(stack: LocalStack) -> Telemetry:
     async with asyncio.timeout(60):
         while True:
             [status] = await stack.client.list_workers()
-            told, steps = status.telemetry, sum(worker.runtime.account.steps.values())
+            told, steps = status.telemetry, sum(worker.runtime.counters.steps.values())
             if worker.engine.is_idle and told is not None and told.step_count == steps:
                 return told
             await asyncio.sleep(0.1)

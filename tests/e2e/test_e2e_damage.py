@@ -117,7 +117,7 @@ async def test_damage_before_the_first_read_is_never_served(
         assert (await stack.store_stats()).damaged_chunk_count == len(READERS_SEE)
         words = READERS_SEE.count("commit word")
         assert verified(stack)[1] == len(READERS_SEE) - words
-        assert stack.workers[0].runtime.account.chunk_losses == len(READERS_SEE)
+        assert stack.workers[0].runtime.counters.chunk_losses == len(READERS_SEE)
 
 
 @pytest.mark.parametrize("residency", [Residency.RESIDENT, Residency.STREAMED])
@@ -224,7 +224,7 @@ async def test_an_idle_store_finds_what_nobody_reads(
                     await asyncio.sleep(0.05)
             assert (await check(stack, case)).usage.cached_tokens == 32, where
         assert (await stack.store_stats()).damaged_chunk_count == len(WHERE)
-        assert verified(stack)[1] == stack.workers[0].runtime.account.chunk_losses == 0
+        assert verified(stack)[1] == stack.workers[0].runtime.counters.chunk_losses == 0
         await stack.assert_clean()
 
 

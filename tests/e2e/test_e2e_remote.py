@@ -58,7 +58,7 @@ async def test_a_prefix_is_fetched_and_restored(hosts: tuple[Host, Host]) -> Non
     tokens, restore = await second.generate(PROMPT, **source(first))
     assert (tokens, restore.fetched_tokens) == (ANSWER, 0)
     assert (await first.stats()).remote_read_bytes == before
-    fetched = second.worker.runtime.account.fetched
+    fetched = second.worker.runtime.counters.fetched
     assert fetched.tokens == len(PROMPT)
     assert fetched.seconds > 0
     for each in hosts:

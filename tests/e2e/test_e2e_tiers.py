@@ -96,7 +96,7 @@ async def test_a_prefix_comes_back_from_disk_and_the_plan_says_so(
         why = dict(plan.reasons)
         assert why[ReasonKind.FETCH][:4] == (plan.fetched_tokens - 1, "disk", "", 2e9)
         assert why[ReasonKind.FETCHED][0] == plan.fetched_tokens
-        assert stack.workers[0].runtime.account.fetched.tokens == plan.fetched_tokens
+        assert stack.workers[0].runtime.counters.fetched.tokens == plan.fetched_tokens
         stats = (await stack.store_stats()).tiers[0]
         assert stats.read_chunk_count * CHUNK_TOKENS == plan.fetched_tokens
         await stack.assert_clean()

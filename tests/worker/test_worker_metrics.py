@@ -33,7 +33,7 @@ from splitpoint.observe.metrics import Kind, Metric, Needs, Service, metrics_of
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from worker_service.account import StepKind
+from worker_service.counters import StepKind
 from worker_service.engine.messages import Call, RestoreEvent, StepEvent, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.hardware.monitor import DeviceMonitor
@@ -155,7 +155,7 @@ async def test_a_scrape_tells_what_a_worker_and_its_store_did(folder: Path, tmp_
         assert (
             steps
             == after[metrics.WORKER_STEP_SECONDS]
-            == sum(worker.runtime.account.steps.values())
+            == sum(worker.runtime.counters.steps.values())
         )
         assert after[metrics.PREDICTION_RATIO, {"what": "restore"}] == 1
         assert after[metrics.WORKER_RUNNING] == 0
@@ -295,9 +295,9 @@ async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(
         # What comes by the stream has this salt, and finds its chunks.
         runtime.admit(replace(unheard, salt=numerics_salt(b"", worker.numerics.digest)))
         assert await runtime.wait_idle(30)
-        assert runtime.account.generated_tokens == 8
-        assert runtime.account.steps[StepKind.PREFILL] == 1
-        assert runtime.account.written.chunks[WriteResult.STORED] == 4
+        assert runtime.counters.generated_tokens == 8
+        assert runtime.counters.steps[StepKind.PREFILL] == 1
+        assert runtime.counters.written.chunks[WriteResult.STORED] == 4
 
         run = stub.Run()
         await run.initial_metadata()

@@ -22,7 +22,7 @@ from splitpoint.transport.convert import (
     speculation_to_proto,
 )
 from splitpoint.v1 import types_pb2, worker_pb2
-from worker_service.account import Account
+from worker_service.counters import Counters
 from worker_service.engine.messages import (
     DraftEvent,
     FinishEvent,
@@ -157,13 +157,13 @@ def test_a_step_and_the_end_say_what_was_selected() -> None:
     assert first.selection == selection_usage_to_proto(usage)
     assert not second.HasField("selection")
     assert response.finishes[0].selection_off_reason == "it is short"
-    account = Account()
-    account.add(output)
-    account.add(output)
-    assert account.selected == usage + usage
+    counters = Counters()
+    counters.add(output)
+    counters.add(output)
+    assert counters.selected == usage + usage
     read = {
         (reading.metric.name, *reading.labels): reading.value
-        for reading in selection_readings(account.selected)
+        for reading in selection_readings(counters.selected)
     }
     assert read["splitpoint_selection_tokens_total", "skipped"] == 2 * 81
     assert read["splitpoint_selection_link_bytes_total",] == 128
@@ -204,14 +204,14 @@ def test_a_piece_of_a_prefill_is_reported_although_it_gives_no_token() -> None:
 
 
 def test_the_account_counts_drafts_by_method() -> None:
-    account = Account()
+    counters = Counters()
     suffix, model = DraftMethod.SUFFIX, DraftMethod.MODEL
-    account.add(StepOutput(drafts=[DraftEvent(ONE, suffix, 3, 1), DraftEvent(TWO, model, 2, 2)]))
-    account.add(StepOutput(drafts=[DraftEvent(ONE, suffix, 4, 0)]))
-    assert (account.drafts[suffix], account.drafts[model]) == (2, 1)
-    assert (account.drafted_tokens[suffix], account.drafted_tokens[model]) == (7, 2)
-    assert (account.accepted_tokens[suffix], account.accepted_tokens[model]) == (1, 2)
-    assert account.drafts[DraftMethod.SELF] == 0, "shown from the start"
+    counters.add(StepOutput(drafts=[DraftEvent(ONE, suffix, 3, 1), DraftEvent(TWO, model, 2, 2)]))
+    counters.add(StepOutput(drafts=[DraftEvent(ONE, suffix, 4, 0)]))
+    assert (counters.drafts[suffix], counters.drafts[model]) == (2, 1)
+    assert (counters.drafted_tokens[suffix], counters.drafted_tokens[model]) == (7, 2)
+    assert (counters.accepted_tokens[suffix], counters.accepted_tokens[model]) == (1, 2)
+    assert counters.drafts[DraftMethod.SELF] == 0, "shown from the start"
 
 
 def test_log_probabilities_of_a_prompt_go_in_pieces() -> None:

@@ -79,7 +79,7 @@ METHODS: tuple[RestoreMethod, ...] = tuple(
 DRAFTERS = (DraftMethod.SELF, DraftMethod.SUFFIX, DraftMethod.MODEL)
 
 
-class Account:
+class Counters:
     """Totals in bytes, seconds and tokens. Every kind has an entry from the start.
 
     Attributes:

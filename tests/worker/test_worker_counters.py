@@ -1,4 +1,4 @@
-"""Test the account against known bytes, tokens and kinds of steps."""
+"""Test the counters against known bytes, tokens and kinds of steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from splitpoint.errors import FailedPrecondition
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.shapes import ArenaLayout
-from worker_service.account import Account, Predicted, StepKind, Traffic, Way
+from worker_service.counters import Counters, Predicted, StepKind, Traffic, Way
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
@@ -53,11 +53,11 @@ class Case:
             self.model, has_activations=True, lanes=lanes, staging_pages=48, cache_pages=80
         )
 
-    def account_of(self, engine: Engine) -> Account:
-        """Return an account that gets all further outputs of the engine."""
-        account = Account()
-        self.runner.after_step = account.add
-        return account
+    def counters_of(self, engine: Engine) -> Counters:
+        """Return counters that get all further outputs of the engine."""
+        counters = Counters()
+        self.runner.after_step = counters.add
+        return counters
 
     @property
     def kv_bytes(self) -> int:
@@ -73,7 +73,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    folder = tmp_path_factory.mktemp("account")
+    folder = tmp_path_factory.mktemp("counters")
     model = Decoder.load(write_tiny("llama", folder / "model"), CPU, torch.float32)
     layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK, has_activations=True)
     with store_runner(layout, folder, 200) as runner:
@@ -91,7 +91,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
 def test_a_restore_counts_the_bytes_that_it_copies(case: Case, kind: str, split: int) -> None:
     lanes = LANES[kind]()
     engine = case.engine(lanes)
-    account = case.account_of(engine)
+    counters = case.counters_of(engine)
     request = replace(admission("a", PROMPT, GREEDY), split_tokens=split)
     transcript = case.runner.run(engine, [request])
     lanes.close()
@@ -103,52 +103,52 @@ def test_a_restore_counts_the_bytes_that_it_copies(case: Case, kind: str, split:
     # rebuilt in part too. Layer 0's X comes from token ids.
     loaded_chunks = 3 - rebuilt // CHUNK if rebuilt < cached else 0
     sent_chunks = -(-rebuilt // CHUNK)
-    assert account.link_in_bytes == {
+    assert counters.link_in_bytes == {
         Traffic.KV: layers * loaded_chunks * case.kv_bytes,
         # And the X of the last chunk, which will be sealed anew with more tokens.
         Traffic.ACTIVATIONS: ((layers - 1) * sent_chunks + layers) * case.x_bytes,
         Traffic.WEIGHTS: 0,
     }
     method = RestoreMethod.of(rebuilt, cached)
-    assert account.restores == {**dict.fromkeys(account.restores, 0), method: 1}
+    assert counters.restores == {**dict.fromkeys(counters.restores, 0), method: 1}
     wanted = {
         (Residency.RESIDENT, Way.LOADED): cached - rebuilt,
         (Residency.RESIDENT, Way.REBUILT): rebuilt,
     }
-    assert {key: count for key, count in account.cache_tokens.items() if count} == {
+    assert {key: count for key, count in counters.cache_tokens.items() if count} == {
         key: count for key, count in wanted.items() if count
     }
-    assert account.split_tokens == rebuilt
-    assert (account.rebuild_seconds > 0) == (rebuilt > 0)
-    assert account.prefill_seconds == 0
+    assert counters.split_tokens == rebuilt
+    assert (counters.rebuild_seconds > 0) == (rebuilt > 0)
+    assert counters.prefill_seconds == 0
     if "emulated" in kind:
-        seconds = sum(account.link_in_bytes.values()) / 20e6
-        assert account.link_in_seconds == pytest.approx(seconds, rel=0.2)
+        seconds = sum(counters.link_in_bytes.values()) / 20e6
+        assert counters.link_in_seconds == pytest.approx(seconds, rel=0.2)
 
 
 @pytest.mark.parametrize("kind", LANES)
 def test_a_restore_from_both_ends_counts_each_token_once(case: Case, kind: str) -> None:
     lanes = LANES[kind]()
     engine = case.engine(lanes)
-    account = case.account_of(engine)
+    counters = case.counters_of(engine)
     request = replace(
         admission("a", LONG, GREEDY), method=RestoreMethod.TOKENS, recomputed_tokens=64
     )
     case.runner.run(engine, [request])
     lanes.close()
-    loaded = account.cache_tokens[Residency.RESIDENT, Way.LOADED]
-    recomputed = account.cache_tokens[Residency.RESIDENT, Way.RECOMPUTED]
+    loaded = counters.cache_tokens[Residency.RESIDENT, Way.LOADED]
+    recomputed = counters.cache_tokens[Residency.RESIDENT, Way.RECOMPUTED]
     assert loaded + recomputed == len(LONG) - 1
     assert recomputed % CHUNK == 0 or recomputed == len(LONG) - 1
     chunks = -(-loaded // CHUNK)
-    assert account.link_in_bytes[Traffic.KV] == case.model.shape.layer_count * chunks * (
+    assert counters.link_in_bytes[Traffic.KV] == case.model.shape.layer_count * chunks * (
         case.kv_bytes
     )
-    assert account.restores[RestoreMethod.TOKENS] == 1
-    assert (account.prefill_seconds > 0) == (recomputed > 0)
-    assert account.rebuild_seconds == 0
+    assert counters.restores[RestoreMethod.TOKENS] == 1
+    assert (counters.prefill_seconds > 0) == (recomputed > 0)
+    assert counters.rebuild_seconds == 0
     # It has no split.
-    assert account.split_tokens is None
+    assert counters.split_tokens is None
 
 
 def test_what_a_lost_restore_copied_has_crossed_the_link_all_the_same(
@@ -158,8 +158,8 @@ def test_what_a_lost_restore_copied_has_crossed_the_link_all_the_same(
         runner.run(case.engine(SerialLanes(CPU)), [admission("first", LONG, GREEDY)])
         lanes = SerialLanes(CPU)
         engine = case.engine(lanes)
-        account = Account()
-        runner.after_step = account.add
+        counters = Counters()
+        runner.after_step = counters.add
         lost: list[Lane] = []
 
         def lose(lane: Lane) -> None:
@@ -170,12 +170,12 @@ def test_what_a_lost_restore_copied_has_crossed_the_link_all_the_same(
         lanes.before = lose
         transcript = runner.run(engine, [admission("a", LONG, GREEDY)])
     assert transcript.finishes["a"].error is None
-    assert account.chunk_losses == 1
+    assert counters.chunk_losses == 1
     layers = case.model.shape.layer_count
     # Nine chunks that were of no use, and the three before the lost one once more.
-    assert account.link_in_bytes[Traffic.KV] == layers * (9 + 3) * case.kv_bytes
-    assert account.cache_tokens[Residency.RESIDENT, Way.LOADED] == 3 * CHUNK
-    assert sum(account.restores.values()) == 1
+    assert counters.link_in_bytes[Traffic.KV] == layers * (9 + 3) * case.kv_bytes
+    assert counters.cache_tokens[Residency.RESIDENT, Way.LOADED] == 3 * CHUNK
+    assert sum(counters.restores.values()) == 1
 
 
 # -- steps ------------------------------------------------------------------------------
@@ -184,11 +184,11 @@ def test_what_a_lost_restore_copied_has_crossed_the_link_all_the_same(
 def test_kinds_of_steps_and_their_tokens(case: Case) -> None:
     """Prefill a prompt in three pieces, and another beside the first one's decodes."""
     engine = make_engine(case.model, max_batched_tokens=16, shares_prefixes=False)
-    account = Account()
+    counters = Counters()
 
     def step() -> StepOutput:
         output = engine.step()
-        account.add(output)
+        counters.add(output)
         return output
 
     engine.admit(admission("a", PROMPT, GREEDY))
@@ -201,24 +201,24 @@ def test_kinds_of_steps_and_their_tokens(case: Case) -> None:
         step()
     assert step().is_empty
     # b's 16 and 4 tokens beside two of a's three decodes; then one of both, and two of b.
-    assert account.steps == {StepKind.PREFILL: 3, StepKind.MIXED: 2, StepKind.DECODE: 3}
-    assert account.prefilled_tokens == len(PROMPT) + 20
-    assert account.decoded_tokens == 3 + 3
-    assert account.generated_tokens == 4 + 4
-    assert account.step_seconds > 0
-    assert sum(account.link_in_bytes.values()) == 0
-    assert 0 < account.compute_seconds <= account.step_seconds
-    assert account.rebuild_seconds == account.prefill_seconds == 0
-    assert account.split_tokens is None
+    assert counters.steps == {StepKind.PREFILL: 3, StepKind.MIXED: 2, StepKind.DECODE: 3}
+    assert counters.prefilled_tokens == len(PROMPT) + 20
+    assert counters.decoded_tokens == 3 + 3
+    assert counters.generated_tokens == 4 + 4
+    assert counters.step_seconds > 0
+    assert sum(counters.link_in_bytes.values()) == 0
+    assert 0 < counters.compute_seconds <= counters.step_seconds
+    assert counters.rebuild_seconds == counters.prefill_seconds == 0
+    assert counters.split_tokens is None
 
 
 def test_reported_compute_never_decreases() -> None:
     """Count a step that has just ended and is for a moment neither under way nor added."""
-    account = Account()
-    assert account.compute_until_now(0.5) == 0.5
-    assert account.compute_until_now(0.0) == 0.5
-    account.add(StepOutput(work=LaneTotals(compute_seconds=0.75)))
-    assert account.compute_until_now(0.0) == 0.75
+    counters = Counters()
+    assert counters.compute_until_now(0.5) == 0.5
+    assert counters.compute_until_now(0.0) == 0.5
+    counters.add(StepOutput(work=LaneTotals(compute_seconds=0.75)))
+    assert counters.compute_until_now(0.0) == 0.75
 
 
 @pytest.mark.parametrize("kind", LANES)
@@ -230,19 +230,19 @@ def test_a_streamed_step_counts_what_it_reads_each_time(case: Case, kind: str, s
     case.runner.after_step = lambda _: None
     case.runner.admit(engine, request)
     case.runner.step(engine)  # brings the tail, and computes the first new token
-    account = case.account_of(engine)
+    counters = case.counters_of(engine)
     case.runner.step(engine)
     layers, stored = case.model.shape.layer_count, len(LONG) // CHUNK
     rebuilt = split // CHUNK
-    assert account.steps[StepKind.DECODE] == 1
-    assert account.link_in_bytes[Traffic.KV] == layers * (stored - rebuilt) * case.kv_bytes
-    assert account.link_in_bytes[Traffic.ACTIVATIONS] == (layers - 1) * rebuilt * case.x_bytes
-    assert account.cache_tokens[Residency.STREAMED, Way.LOADED] == stored * CHUNK - split
-    assert account.cache_tokens[Residency.STREAMED, Way.REBUILT] == split
-    assert account.cache_tokens[Residency.RESIDENT, Way.LOADED] == 0
-    assert account.split_tokens == split
-    assert account.compute_seconds > account.rebuild_seconds
-    assert (account.rebuild_seconds > 0) == (split > 0)
+    assert counters.steps[StepKind.DECODE] == 1
+    assert counters.link_in_bytes[Traffic.KV] == layers * (stored - rebuilt) * case.kv_bytes
+    assert counters.link_in_bytes[Traffic.ACTIVATIONS] == (layers - 1) * rebuilt * case.x_bytes
+    assert counters.cache_tokens[Residency.STREAMED, Way.LOADED] == stored * CHUNK - split
+    assert counters.cache_tokens[Residency.STREAMED, Way.REBUILT] == split
+    assert counters.cache_tokens[Residency.RESIDENT, Way.LOADED] == 0
+    assert counters.split_tokens == split
+    assert counters.compute_seconds > counters.rebuild_seconds
+    assert (counters.rebuild_seconds > 0) == (split > 0)
     while not engine.is_idle:
         case.runner.step(engine)
     lanes.close()
@@ -262,11 +262,11 @@ def test_of_a_streamed_prefix_the_restore_counts_what_stays(case: Case) -> None:
     assert events["a"].loaded_tokens == 3 * CHUNK + tail
     assert events["b"].loaded_tokens == tail
     assert events["c"].brought_tokens == 0
-    account = Account()
+    counters = Counters()
     for output in outputs:
-        account.add(output)
-    assert sum(account.restores.values()) == 2
-    assert account.cache_tokens[Residency.RESIDENT, Way.LOADED] == 3 * CHUNK + 2 * tail
+        counters.add(output)
+    assert sum(counters.restores.values()) == 2
+    assert counters.cache_tokens[Residency.RESIDENT, Way.LOADED] == 3 * CHUNK + 2 * tail
 
 
 def test_with_windows_tokens_are_those_of_the_layer_that_sees_most(
@@ -280,11 +280,11 @@ def test_with_windows_tokens_are_those_of_the_layer_that_sees_most(
         engine = case.engine(SerialLanes(CPU))
         runner.admit(engine, streamed("b", LONG, GREEDY))
         runner.step(engine)
-        account = case.account_of(engine)
+        counters = case.counters_of(engine)
         runner.step(engine)
-    assert account.cache_tokens[Residency.STREAMED, Way.LOADED] == 8 * CHUNK
+    assert counters.cache_tokens[Residency.STREAMED, Way.LOADED] == 8 * CHUNK
     # One layer reads all eight chunks, two layers two each.
-    assert account.link_in_bytes[Traffic.KV] == (8 + 2 * 2) * case.kv_bytes
+    assert counters.link_in_bytes[Traffic.KV] == (8 + 2 * 2) * case.kv_bytes
 
 
 @pytest.mark.parametrize("kind", ["serial", "overlapped"])
@@ -292,22 +292,22 @@ def test_weights_on_the_host_are_counted_by_each_step(tmp_path: Path, kind: str)
     folder = write_tiny("llama-3", tmp_path / "deep", num_hidden_layers=LAYERS)
     lanes = LANES[kind]()
     engine = small_engine(folder, lanes)
-    account = Account()
+    counters = Counters()
     engine.admit(admission("a", PROMPT[:3], GREEDY))
-    account.add(engine.step())
+    counters.add(engine.step())
     while not engine.is_idle:
-        account.add(engine.step())
+        counters.add(engine.step())
     # The first layers of the next step are on their way already: as many as have slots.
     lanes.finish()
-    account.add(engine.step())
-    steps, weights = sum(account.steps.values()), engine.model.layer_weights
+    counters.add(engine.step())
+    steps, weights = sum(counters.steps.values()), engine.model.layer_weights
     assert steps == 4
     assert weights is not None
-    assert account.link_in_bytes[Traffic.WEIGHTS] == (
+    assert counters.link_in_bytes[Traffic.WEIGHTS] == (
         steps * engine.model.host_weight_bytes() + weights.slot_bytes
     )
-    assert account.link_in_bytes[Traffic.KV] == 0
-    assert account.link_in_seconds > 0
+    assert counters.link_in_bytes[Traffic.KV] == 0
+    assert counters.link_in_seconds > 0
     lanes.close()
 
 
@@ -319,14 +319,14 @@ def test_predictions_are_compared_with_the_same_restores_and_steps(case: Case) -
     engine = case.engine(lanes)
     engine.watch_costs(measure(case.model, CPU, "cpu", lanes=lanes))
     # Copies that measured the link are no traffic.
-    account = case.account_of(engine)
+    counters = case.counters_of(engine)
     case.runner.run(engine, [])
-    assert sum(account.link_in_bytes.values()) == 0
+    assert sum(counters.link_in_bytes.values()) == 0
     outputs: list[StepOutput] = []
 
     def take(output: StepOutput) -> None:
         outputs.append(output)
-        account.add(output)
+        counters.add(output)
 
     case.runner.after_step = take
     case.runner.run(engine, [admission("a", LONG, GREEDY)])
@@ -341,11 +341,11 @@ def test_predictions_are_compared_with_the_same_restores_and_steps(case: Case) -
         if output.step is not None and output.step.times.predicted_seconds is not None
     ]
     assert len(steps) >= 6
-    assert account.predicted_seconds == {
+    assert counters.predicted_seconds == {
         Predicted.RESTORE: restore.predicted_restore_seconds,
         Predicted.STEP: pytest.approx(sum(times.predicted_seconds or 0 for times in steps)),
     }
-    assert account.measured_seconds == {
+    assert counters.measured_seconds == {
         Predicted.RESTORE: restore.restore_seconds,
         Predicted.STEP: pytest.approx(sum(times.seconds for times in steps)),
     }
@@ -370,9 +370,9 @@ def test_an_error_in_a_lane_leaves_its_copies_counted(case: Case) -> None:
     with pytest.raises(FailedPrecondition, match="bus"):
         engine.step()
     lanes.before = None
-    account = case.account_of(engine)
+    counters = case.counters_of(engine)
     case.runner.step(engine)
     layers, stored = case.model.shape.layer_count, len(LONG) // CHUNK
-    assert account.link_in_bytes[Traffic.KV] > layers * stored * case.kv_bytes
+    assert counters.link_in_bytes[Traffic.KV] > layers * stored * case.kv_bytes
     while not engine.is_idle:
         case.runner.step(engine)
