@@ -130,7 +130,7 @@ class Restorer:
                     self.stored.pages.values,
                     block_tokens=MAX_BATCHED_TOKENS,
                     expected_tokens=expected_tokens,
-                ).spans
+                )
         return spans
 
 

@@ -27,14 +27,6 @@ from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.pipeline.two_ends import TwoEnds
 
 
-@dataclass(frozen=True, slots=True)
-class BothEndsResult:
-    """The outcome of a restore from both ends: [0, recomputed_tokens) was computed."""
-
-    recomputed_tokens: int
-    spans: list[Span]
-
-
 def restore_from_both_ends(
     transfer: CacheTransfer,
     lanes: Lanes,
@@ -44,8 +36,8 @@ def restore_from_both_ends(
     *,
     block_tokens: int,
     expected_tokens: int,
-) -> BothEndsResult:
-    """Bring the whole prefix into cache pages alone, waiting for it.
+) -> list[Span]:
+    """Bring the whole prefix into cache pages alone, waiting for it; return the spans of the work.
 
     `keys[i]`, `values[i]` are layer i's `[pages, n_kv, chunk_tokens, d]`; see `TwoEnds`. Raises
     ChunkLost if a slot changed while it was read: the pages then hold nothing usable.
@@ -77,7 +69,7 @@ def restore_from_both_ends(
         raise run.group.error
     # A slot's generation only grows: one that is current now was current all the time.
     transfer.tensors.check_current(prefix.chunks[ends.first_loaded_chunk :])
-    return BothEndsResult(front.computed_tokens, lanes.count_spans(run.group.take_spans()))
+    return lanes.count_spans(run.group.take_spans())
 
 
 def _computed(lanes: Lanes, group: Group, work: Work) -> bool:

@@ -110,7 +110,7 @@ def _ways(
         yield split_at(tokens), True
 
     def from_both_ends() -> list[Span]:
-        met = restore_from_both_ends(
+        return restore_from_both_ends(
             transfer,
             lanes,
             prefix(0),
@@ -119,6 +119,5 @@ def _ways(
             block_tokens=engine.max_batched_tokens,
             expected_tokens=tokens,
         )
-        return met.spans
 
     yield from_both_ends, False
