@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from worker_service.selection.choose import visible_tokens
 from worker_service.selection.screen import (
     AttentionShape,
     Guess,
@@ -16,6 +15,7 @@ from worker_service.selection.screen import (
     grouped_products,
     to_logits,
 )
+from worker_service.selection.token_choice import visible_tokens
 
 # Share of the visible tokens whose recall is measured.
 TOP_SHARE = 0.1

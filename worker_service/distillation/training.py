@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from splitpoint.selection import TrainingLoss
-from worker_service.selection.choose import visible_tokens
 from worker_service.selection.screen import AttentionShape, TokenRows
+from worker_service.selection.token_choice import visible_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from worker_service.device.cache import DeviceCache
 from worker_service.device.upload import Upload
 from worker_service.engine.selected import SelectedStep
 from worker_service.engine.sequence import Segment, Sequence, device_pages
-from worker_service.engine.streamed import StreamedPrefill, StreamedStep, query_counts
 from worker_service.engine.streamed_builder import StreamedBuilder
+from worker_service.engine.streamed_step import StreamedPrefill, StreamedStep, query_counts
 from worker_service.graphs.decode_graphs import DecodeGraphs, GraphSlot
 from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan

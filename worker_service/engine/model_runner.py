@@ -23,7 +23,7 @@ from worker_service.engine.sampling import (
     accepted,
 )
 from worker_service.engine.sequence import Sequence
-from worker_service.engine.streamed import LostSequence
+from worker_service.engine.streamed_step import LostSequence
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Span

@@ -29,7 +29,7 @@ from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.executor import PIECE_BYTES, RestoreRun
 from worker_service.pipeline.gather import gatherer_of
-from worker_service.pipeline.restoring import Restoring, Wanted
+from worker_service.pipeline.restore_state import Restoring, Wanted
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.task_work import Prefix, Target
 from worker_service.pipeline.transfer import CacheTransfer, Part

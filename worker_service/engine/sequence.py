@@ -17,7 +17,7 @@ from worker_service.device.claims import Claim
 from worker_service.engine.sampling import Sampling
 from worker_service.fetching.results import FetchSource
 from worker_service.lanes.spans import RequestSpans
-from worker_service.pipeline.restoring import Restoring
+from worker_service.pipeline.restore_state import Restoring
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.pipeline.two_ends import TwoEnds
 from worker_service.retrieval.selector import EXACT, SelectionPlan

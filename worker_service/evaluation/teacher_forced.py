@@ -23,7 +23,6 @@ from worker_service.evaluation.counts import LayerCounts, SelectionCounts
 from worker_service.model.attention import PartialAttention
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
-from worker_service.selection.choose import Union, choose, visible_tokens
 from worker_service.selection.clusters import Centroids
 from worker_service.selection.guess import GuessFrom, GuessNorm, guess_of
 from worker_service.selection.pool import PROMPT_QUERIES, TokenPool
@@ -36,6 +35,7 @@ from worker_service.selection.screen import (
     to_logits,
 )
 from worker_service.selection.screens import Screens
+from worker_service.selection.token_choice import Union, choose, visible_tokens
 
 # Queries whose scores are in memory at once.
 BLOCK = 64

@@ -30,10 +30,10 @@ from worker_service.model.attention import PartialAttention
 from worker_service.model.forward import CarryOut, at_once
 from worker_service.retrieval.gather_rows import RowPlane, gather_rows
 from worker_service.retrieval.row_cache import RowCache
-from worker_service.selection.choose import choose_rows
 from worker_service.selection.clusters import ClusterSums, HeldRows
 from worker_service.selection.screen import AttentionShape, Guess, LayerScreen, TokenRows
 from worker_service.selection.screens import Screens
+from worker_service.selection.token_choice import choose_rows
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
 # The newest queries of a layer from which a screen learns its columns.

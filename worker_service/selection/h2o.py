@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 
 from splitpoint.selection import Selection
-from worker_service.selection.choose import visible_tokens
 from worker_service.selection.kept_rows import Records
 from worker_service.selection.screen import (
     AttentionShape,
@@ -22,6 +21,7 @@ from worker_service.selection.screen import (
     grouped_products,
     to_logits,
 )
+from worker_service.selection.token_choice import visible_tokens
 
 _FP32_BYTES = 4
 

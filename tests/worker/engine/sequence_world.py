@@ -40,7 +40,7 @@ from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.sampling import Choice, Sampling
 from worker_service.engine.selected import Reader
 from worker_service.engine.sequence import Admission, Segment, Sequence, Stage
-from worker_service.engine.streamed import LostSequence
+from worker_service.engine.streamed_step import LostSequence
 from worker_service.retrieval.selector import EXACT, SelectionPlan
 from worker_service.retrieval.sequence_reads import ReadCounts
 from worker_service.store.arena_tensors import StoredChunk

@@ -18,11 +18,11 @@ from worker_service.evaluation.counts import LayerCounts, SelectionCounts
 from worker_service.evaluation.teacher_forced import GuessRule, TeacherForced
 from worker_service.model.decoder import Decoder
 from worker_service.selection.artifacts import Artifacts
-from worker_service.selection.choose import choose
 from worker_service.selection.guess import GuessFrom, GuessNorm, guess_of
 from worker_service.selection.pool import TokenPool
 from worker_service.selection.screen import Guess, LayerScreen, TokenRows
 from worker_service.selection.screens import Screens
+from worker_service.selection.token_choice import choose
 
 CPU = torch.device("cpu")
 # More later tokens than one block of queries has.

@@ -21,8 +21,8 @@ from worker_service.device.upload import Upload
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.selected import SelectedStep
 from worker_service.engine.sequence import Sequence as Running
-from worker_service.engine.streamed import StreamedStep
 from worker_service.engine.streamed_builder import StreamedBuilder
+from worker_service.engine.streamed_step import StreamedStep
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.cuda import StreamLanes
 from worker_service.lanes.lanes import EmulatedLink, Event, Lanes, SerialLanes

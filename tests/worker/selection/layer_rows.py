@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from worker_service.selection.choose import visible_tokens
 from worker_service.selection.screen import AttentionShape, Guess, TokenRows
+from worker_service.selection.token_choice import visible_tokens
 
 HIDDEN = 24
 SHAPE = AttentionShape(query_heads=4, kv_heads=2, head_dim=16, scale=0.25, cap=None, window=None)

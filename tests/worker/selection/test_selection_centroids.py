@@ -11,9 +11,9 @@ from layer_rows import SHAPE, SHAPES, random_rows, true_logits, visible
 from splitpoint.residency.selecting import CLUSTER_TOKENS, SEGMENT_TOKENS
 from splitpoint.selection import Selection
 from worker_service.model.attention import PartialAttention
-from worker_service.selection.choose import choose
 from worker_service.selection.clusters import Centroids
 from worker_service.selection.screen import AttentionShape, TokenRows
+from worker_service.selection.token_choice import choose
 
 TOKENS, FIRST = 2 * SEGMENT_TOKENS + 60, 2 * SEGMENT_TOKENS + 40
 

@@ -10,7 +10,7 @@ import torch
 
 from splitpoint.residency.selecting import wanted_rows
 from splitpoint.selection import Selection
-from worker_service.selection.choose import Union, choose, choose_rows, visible_tokens
+from worker_service.selection.token_choice import Union, choose, choose_rows, visible_tokens
 
 CPU = torch.device("cpu")
 

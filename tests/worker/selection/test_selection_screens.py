@@ -27,7 +27,6 @@ from splitpoint.selection import Selection, SelectionMethod
 from worker_service.selection import kept_rows
 from worker_service.selection import screen as screens_of_one
 from worker_service.selection.artifacts import Artifacts, artifacts_path, encoded, load
-from worker_service.selection.choose import choose
 from worker_service.selection.columns import ColumnScreen, LowRankScreen
 from worker_service.selection.h2o import HeavyHitterScreen
 from worker_service.selection.kept_rows import KeptRows, Records, to_int8
@@ -41,6 +40,7 @@ from worker_service.selection.screen import (
     grouped_products,
 )
 from worker_service.selection.screens import Screens
+from worker_service.selection.token_choice import choose
 from worker_service.selection.window import WindowScreen
 
 CPU = torch.device("cpu")
