@@ -152,6 +152,9 @@ def restore_alone(
             if run.group.error is not None:
                 break
             computed += count
+            # As the restorer treats any restore: this one has no products, and waits for no slot.
+            run.contend(not run.is_contended)
+            assert run.compute() is None
         if isinstance(lanes, PacedLanes):
             lanes.leave(Lane.COMPUTE)
         with run.group.changed:
