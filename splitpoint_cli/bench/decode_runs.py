@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -45,32 +47,24 @@ from worker_service.model.layer import DecoderLayer
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 4
 
 
-class Contender(Protocol):
-    """Answers prompts."""
-
-    def run(self, prompts: Prompts, new_tokens: int) -> Run: ...
+# Answers prompts with this number of new tokens each.
+Answer = Callable[[Prompts, int], Run]
 
 
-class ChildPeer:
-    """A peer in a child process, with one of its settings."""
-
-    def __init__(self, process: PeerProcess, variant: str) -> None:
-        self._process = process
-        self._variant = variant
-
-    def run(self, prompts: Prompts, new_tokens: int) -> Run:
-        work = Work(self._variant, [list(prompt) for prompt in prompts], new_tokens)
-        timing = self._process.run(work)
-        return Run(
-            seconds=timing.seconds,
-            first_token_seconds=timing.first_token_seconds,
-            tokens_before=timing.tokens_before,
-            tokens=tuple(tuple(answer) for answer in timing.tokens),
-        )
+def ask_peer(process: PeerProcess, variant: str, prompts: Prompts, new_tokens: int) -> Run:
+    """Let a peer answer with one of its settings."""
+    timing = process.run(Work(variant, [list(prompt) for prompt in prompts], new_tokens))
+    return Run(
+        seconds=timing.seconds,
+        first_token_seconds=timing.first_token_seconds,
+        tokens_before=timing.tokens_before,
+        tokens=tuple(tuple(answer) for answer in timing.tokens),
+    )
 
 
+@dataclass(frozen=True, slots=True)
 class Contenders:
-    """All contenders over the same weights. Close it.
+    """All contenders over the same weights.
 
     Attributes:
         by_name: ours first, then ours with drafts.
@@ -79,65 +73,57 @@ class Contenders:
         models: ours, by the names of their plain contenders.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        shape: ModelShape,
-        peer_pythons: Sequence[Path],
-        progress: Progress,
-    ) -> None:
-        self.by_name: dict[str, Contender] = {}
-        self.peer_of: dict[str, str] = {}
-        self.versions: dict[str, str] = {}
-        self.models: dict[str, Decoder] = {}
-        self._end = ExitStack()
-        try:
-            with tempfile.TemporaryDirectory(prefix="splitpoint-bench-") as folder:
-                progress.say("writing a checkpoint for all contenders")
-                _write_model(workload, shape, Path(folder))
-                self._add_ours(Path(folder), workload)
-                for peer in workload.peers:
-                    progress.say(f"starting {peer}")
-                    self._add_child(peer, workload, Path(folder), peer_pythons)
-        except BaseException:
-            self.close()
-            raise
+    by_name: dict[str, Answer] = field(default_factory=dict)
+    peer_of: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    models: dict[str, Decoder] = field(default_factory=dict)
 
-    def close(self) -> None:
-        """End the children."""
-        self._end.close()
-
-    def _add_ours(self, checkpoint: Path, workload: Workload) -> None:
+    def add_ours(self, checkpoint: Path, workload: Workload) -> None:
         """Add plain decoding, and each draft method with the same weights."""
         model = load_decoder(checkpoint, workload)
         self.models[OURS] = model
         if workload.weights == WeightFormat.INT8.value:
             self.models[OURS_INT8] = load_decoder(checkpoint, workload, WeightFormat.INT8)
         for name, each in self.models.items():
-            self.by_name[name] = OurWorker(each, workload)
+            self.by_name[name] = OurWorker(each, workload).run
         for method in workload.speculate:
             worker = OurWorker(model, workload, DraftMethod(method), checkpoint)
-            self.by_name[f"{OURS} {method}"] = worker
+            self.by_name[f"{OURS} {method}"] = worker.run
 
-    def _add_child(
-        self, peer: str, workload: Workload, checkpoint: Path, peer_pythons: Sequence[Path]
-    ) -> None:
-        load = Load(
-            peer=peer,
-            checkpoint=str(checkpoint),
-            data_type=workload.dtype,
-            threads=workload.threads,
-            batch=workload.batch,
-            tokens=workload.prompt + workload.new,
-            device=str(choose_device(workload.device)),
-        )
-        process = start_peer(load, interpreters_of(peer_pythons))
-        self._end.callback(process.close)
+    def add_peer(self, peer: str, process: PeerProcess) -> None:
         self.versions[peer] = process.version
         for variant in process.variants:
             name = f"{peer} {variant}".strip()
-            self.by_name[name] = ChildPeer(process, variant)
+            self.by_name[name] = partial(ask_peer, process, variant)
             self.peer_of[name] = peer
+
+
+@contextmanager
+def started(
+    workload: Workload, shape: ModelShape, peer_pythons: Sequence[Path], progress: Progress
+) -> Iterator[Contenders]:
+    """Load our models and start the peers' children; end these afterwards."""
+    contenders = Contenders()
+    with ExitStack() as children:
+        with tempfile.TemporaryDirectory(prefix="splitpoint-bench-") as folder:
+            progress.say("writing a checkpoint for all contenders")
+            _write_model(workload, shape, Path(folder))
+            contenders.add_ours(Path(folder), workload)
+            for peer in workload.peers:
+                progress.say(f"starting {peer}")
+                load = Load(
+                    peer=peer,
+                    checkpoint=folder,
+                    data_type=workload.dtype,
+                    threads=workload.threads,
+                    batch=workload.batch,
+                    tokens=workload.prompt + workload.new,
+                    device=str(choose_device(workload.device)),
+                )
+                process = start_peer(load, interpreters_of(peer_pythons))
+                children.callback(process.close)
+                contenders.add_peer(peer, process)
+        yield contenders
 
 
 def run_all(
@@ -150,15 +136,12 @@ def run_all(
     """Return what all runs gave. The memory is read in every round, beside the contenders."""
     torch.set_num_threads(workload.threads)
     prompts = _prompts(workload, shape, text)
-    contenders = Contenders(workload, shape, peer_pythons, progress)
-    try:
+    with started(workload, shape, peer_pythons, progress) as contenders:
         runs, reads = _timed_runs(contenders, workload, prompts, progress)
         perplexities: dict[str, float] = {}
         if text is not None and len(contenders.models) > 1:
             for name in progress.track("perplexity", [*contenders.models]):
                 perplexities[name] = perplexity(contenders.models[name], prompts)
-    finally:
-        contenders.close()
     # K and V grow by a token in each step.
     mean_tokens = workload.prompt + workload.new / 2
     return Measured(
@@ -182,15 +165,15 @@ def _timed_runs(
     reads = MemoryReads(choose_device(workload.device))
     by_name = contenders.by_name
     short = tuple(prompt[:WARM_UP_PROMPT] for prompt in prompts)
-    for contender in progress.track("warming up", [*by_name.values()]):
-        contender.run(short, min(workload.new, WARM_UP_TOKENS))
+    for answer in progress.track("warming up", [*by_name.values()]):
+        answer(short, min(workload.new, WARM_UP_TOKENS))
     runs: dict[str, list[Run]] = {name: [] for name in by_name}
     slow: set[str] = set()
     for name in progress.rounds("timed runs", [*by_name, LIMIT], workload.repeats):
         if name == LIMIT:
             reads.measure()
         elif name not in slow:
-            runs[name].append(by_name[name].run(prompts, workload.new))
+            runs[name].append(by_name[name](prompts, workload.new))
             if all(len(each) == 1 for each in runs.values()):
                 slow = too_slow(runs, contenders.peer_of)
     return runs, reads

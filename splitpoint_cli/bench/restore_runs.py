@@ -61,8 +61,6 @@ SEARCH_RUNS = 3
 Run = Callable[[], list[Span]]
 # Each contender, by its result, which is filled by its runs.
 Contenders = Sequence[tuple[Result, Run]]
-# Seconds of all sequences at a split, as the planner expects them.
-Predicted = Callable[[int, PipelineOptions], float]
 
 
 class Restorer:
@@ -138,6 +136,7 @@ class Restorer:
 class Planned:
     """The planner's choices, from the measured profile."""
 
+    workload: RestoreWorkload
     costs: SplitCosts
     column: PipelineOptions
     pipelined: PipelineOptions
@@ -157,26 +156,18 @@ class Planned:
         if workload.tile:
             tile = min(workload.tile, staging // 2)
             pipelined = PipelineOptions(Schedule.PIPELINED, tile, staging // tile)
-        tokens = TokenRecompute(
-            shape,
-            profile,
-            costs,
-            cached,
-            CHUNK_TOKENS,
-            MAX_BATCHED_TOKENS,
-        )
+        tokens = TokenRecompute(shape, profile, costs, cached, CHUNK_TOKENS, MAX_BATCHED_TOKENS)
 
         def best(options: PipelineOptions) -> int:
             return best_split(costs, cached, options, quantum=CHUNK_TOKENS)
 
-        return cls(
-            costs,
-            column,
-            pipelined,
-            best(column),
-            best(pipelined),
-            tokens.estimate(),
-        )
+        splits = best(column), best(pipelined)
+        return cls(workload, costs, column, pipelined, *splits, tokens.estimate())
+
+    def seconds(self, split: int, options: PipelineOptions) -> float:
+        """Return the predicted seconds of all sequences at this split."""
+        cached = self.workload.prompt
+        return self.workload.batch * self.costs.seconds(split, cached, options)
 
 
 def run_all(
@@ -227,34 +218,29 @@ def _measure(
     workload: RestoreWorkload, restorer: Restorer, progress: Progress, trace: Trace | None
 ) -> RestoreResults:
     progress.say("measuring link and device alone")
-    stored, cached = restorer.stored, workload.prompt
+    stored = restorer.stored
     description = describe_device(stored.device)
     with held():
         at_start = measure(stored.model, stored.device, description, lanes=restorer.lanes)
     profile = _refitted(at_start, workload, restorer)
     planned = Planned.of(workload, profile)
     tile = planned.pipelined.tile_tokens
-    batch, costs = workload.batch, planned.costs
-
-    def predicted(split: int, options: PipelineOptions) -> float:
-        return batch * costs.seconds(split, cached, options)
-
     contenders: list[tuple[Result, Run]] = [
         (
-            Result(LOAD, split=0, predicted_seconds=predicted(0, planned.pipelined)),
+            Result(LOAD, split=0, predicted_seconds=planned.seconds(0, planned.pipelined)),
             lambda: restorer.split(0, Schedule.PIPELINED, tile),
         ),
         (Result(TOKENS), restorer.prefill),
         (
-            Result(BOTH_ENDS, predicted_seconds=batch * planned.meeting.seconds),
+            Result(BOTH_ENDS, predicted_seconds=workload.batch * planned.meeting.seconds),
             lambda: restorer.both_ends(planned.meeting.recomputed),
         ),
     ]
     sweep: list[SweepPoint] = []
     skipped: list[str] = []
     if stored.tensors.inputs:
-        sweep = _sweep(workload, restorer, planned, predicted, progress)
-        contenders += _split_contenders(workload, restorer, planned, predicted, sweep)
+        sweep = _sweep(restorer, planned, progress)
+        contenders += _split_contenders(restorer, planned, sweep)
     else:
         rho = stored.model.shape.rho
         skipped.append(f"splits: rho is {rho:g}, so activations are not stored and cannot pay")
@@ -306,11 +292,7 @@ def _observed(spans: Iterable[Span], *names: str) -> list[Observation]:
 
 
 def _split_contenders(
-    workload: RestoreWorkload,
-    restorer: Restorer,
-    planned: Planned,
-    predicted: Predicted,
-    sweep: Sequence[SweepPoint],
+    restorer: Restorer, planned: Planned, sweep: Sequence[SweepPoint]
 ) -> Contenders:
     """Return each schedule at the split that was best in the sweep."""
     tile = planned.pipelined.tile_tokens
@@ -319,27 +301,22 @@ def _split_contenders(
     def contender(
         name: str, split: int, size: int, options: PipelineOptions, *, serial: bool = False
     ) -> tuple[Result, Run]:
-        seconds = predicted(split, options)
+        seconds = planned.seconds(split, options)
         run = partial(restorer.split, split, options.schedule, size, serial=serial)
         return Result(name, split=split, tile=size, predicted_seconds=seconds), run
 
     in_turn = PipelineOptions(Schedule.SERIAL, tile)
     return [
-        contender(ACTIVATIONS, workload.prompt, tile, planned.pipelined),
+        contender(ACTIVATIONS, planned.workload.prompt, tile, planned.pipelined),
         contender(COLUMN, column, _whole(column), planned.column),
         contender(SERIAL, pipelined, tile, in_turn, serial=True),
         contender(PIPELINED, pipelined, tile, planned.pipelined),
     ]
 
 
-def _sweep(
-    workload: RestoreWorkload,
-    restorer: Restorer,
-    planned: Planned,
-    predicted: Predicted,
-    progress: Progress,
-) -> list[SweepPoint]:
+def _sweep(restorer: Restorer, planned: Planned, progress: Progress) -> list[SweepPoint]:
     """Measure time over the split for both schedules; without a sweep only near the best."""
+    workload = planned.workload
     points: list[tuple[int, PipelineOptions]] = []
     contenders: list[tuple[Result, Run]] = []
     for options, best in (
@@ -358,7 +335,7 @@ def _sweep(
     progress.say(f"sweep: {len(points)} splits and schedules")
     run_rounds(contenders, restorer.stored, rounds, progress)
     return [
-        SweepPoint(options.schedule.value, split, result.seconds, predicted(split, options))
+        SweepPoint(options.schedule.value, split, result.seconds, planned.seconds(split, options))
         for (split, options), (result, _) in zip(points, contenders, strict=True)
     ]
 

@@ -29,7 +29,7 @@ from splitpoint_cli.bench.decode_report import (
     table_of,
     too_slow,
 )
-from splitpoint_cli.bench.decode_runs import ChildPeer, perplexity
+from splitpoint_cli.bench.decode_runs import ask_peer, perplexity
 from splitpoint_cli.bench.limits import MemoryReads
 from splitpoint_cli.bench.our_worker import OurWorker, load_decoder
 from splitpoint_cli.bench.peer_child import Load
@@ -160,7 +160,7 @@ def test_all_contenders_give_the_same_tokens(tmp_path: Path) -> None:
     try:
         assert process.variants == ("dynamic sdpa", "dynamic eager", "static sdpa", "static eager")
         assert process.version.startswith("transformers ")
-        runs += [ChildPeer(process, each).run(prompts, 6) for each in process.variants]
+        runs += [ask_peer(process, each, prompts, 6) for each in process.variants]
     finally:
         process.close()
     assert len({each.tokens for each in runs}) == 1

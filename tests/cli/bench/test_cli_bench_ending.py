@@ -25,8 +25,8 @@ BENCH = ("-m", "splitpoint_cli", "bench")
 SMALL = ("--threads", "1", "--repeats", "100000", "--link-rate", "2GB")
 RESTORE = (*BENCH, "restore", "--layers", "2", "--prompt", "200", *SMALL)
 OFFLOAD = (*BENCH, "offload", "--batch", "1", "--prompt", "70", "--new", "4", *SMALL)
-STORE = (*BENCH, "store", "--memory", "12MiB", "--run-slots", "4", "--calls", "10000000")
-WARM_PREFIX = ("-m", "benchmarks.warm_prefix")
+STORE = ("-m", "benchmarks.store", "--memory", "12MiB", "--run-slots", "4", "--calls", "10000000")
+WARM_PREFIX = ("-m", "benchmarks.prefix", "warm")
 
 
 def heed_signals() -> None:
