@@ -20,7 +20,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -778,7 +778,7 @@ def workload_of(words: Sequence[str] | None) -> tuple[argparse.Namespace, Worklo
     add("--prompt", type=int, default=512, help="tokens of the longest prompt")
     add("--new", type=int, default=64, help="new tokens of each")
     add("--page-tokens", type=int, default=64, help="tokens of a page and chunk")
-    add("--cpu-kernels", default=AUTO, help="of the compared worker, which is invariant")
+    add("--cpu-kernels", dest="kernels", default=AUTO, help="of the compared, invariant worker")
     add("--fast-kernels", default=AUTO, help="kernels that its cost is a ratio to")
     add("--cost-shape", default="opt-125m", help=f"a built-in shape for the cost, or {NO_COST}")
     add("--repeats", type=int, default=5, help="timed runs for the cost")
@@ -786,12 +786,13 @@ def workload_of(words: Sequence[str] | None) -> tuple[argparse.Namespace, Worklo
     add("--threads", type=int, default=0, help="CPU threads; 0: one per core")
     add("--seed", type=int, default=0)
     arguments = parser.parse_args(words)
-    for kernels in (arguments.cpu_kernels, arguments.fast_kernels):
+    for kernels in (arguments.kernels, arguments.fast_kernels):
         check_cpu_kernels(kernels)
-    cost_shape = "" if arguments.cost_shape == NO_COST else arguments.cost_shape.lower()
-    if cost_shape:
-        built_in_shape(cost_shape)
+    arguments.cost_shape = arguments.cost_shape.lower().replace(NO_COST, "")
+    if arguments.cost_shape:
+        built_in_shape(arguments.cost_shape)
     folder = resolve_model(arguments.model, download=False)
+    arguments.model, arguments.threads = str(folder), thread_count(arguments.threads)
     prompt, new, page_tokens = arguments.prompt, arguments.new, arguments.page_tokens
     if prompt < LEAST_PAGES * page_tokens:
         raise InvalidArgument(
@@ -807,19 +808,7 @@ def workload_of(words: Sequence[str] | None) -> tuple[argparse.Namespace, Worklo
             field="prompt",
         )
     return arguments, Workload(
-        model=str(folder),
-        dtype=arguments.dtype,
-        prompts=arguments.prompts,
-        prompt=prompt,
-        new=new,
-        page_tokens=page_tokens,
-        kernels=arguments.cpu_kernels,
-        fast_kernels=arguments.fast_kernels,
-        cost_shape=cost_shape,
-        repeats=arguments.repeats,
-        device=arguments.device,
-        threads=thread_count(arguments.threads),
-        seed=arguments.seed,
+        **{each.name: getattr(arguments, each.name) for each in fields(Workload)}
     )
 
 

@@ -134,12 +134,6 @@ class Served:
                     return
                 await asyncio.sleep(0.02)
 
-    async def run(self, prompt: Sequence[int], way: Way) -> Timed[int]:
-        """Return the first token and its time, of a request that runs this way."""
-        return await self.first_token(
-            prompt, way.plan, way.used_tokens, meeting_tokens=way.meeting_tokens
-        )
-
     async def empty(self, prompt: Sequence[int]) -> None:
         """Leave nothing of a prompt on the device and in the arena."""
         for _ in range(FLUSHES):
@@ -147,34 +141,25 @@ class Served:
             await self.run(other, recompute(self.facts, len(other)))
         await self.empty_arena(prompt)
 
-    async def tokens_on_disk(self) -> int:
-        """Return how many tokens the tier holds."""
-        stats = await self._store.GetStats(kvstore_pb2.GetStatsRequest())
-        chunks: int = stats.tiers[0].chunk_count
-        return chunks * self.facts.chunk_tokens
-
     async def until_on_disk(self, tokens: int) -> None:
         """Wait until the tier holds this many tokens."""
         async with asyncio.timeout(SECONDS):
             while True:
-                if await self.tokens_on_disk() >= tokens:
+                stats = await self._store.GetStats(kvstore_pb2.GetStatsRequest())
+                if stats.tiers[0].chunk_count * self.facts.chunk_tokens >= tokens:
                     return
                 await asyncio.sleep(0.05)
 
-    async def first_token(
-        self, prompt: Sequence[int], plan: Plan, loaded: int, *, meeting_tokens: int = 0
-    ) -> Timed[int]:
-        """Return the first token and its time, of a request that runs by this plan.
-
-        `loaded`: tokens that come from the tier, less what is computed if both ends of them meet.
-        """
+    async def run(self, prompt: Sequence[int], way: Way) -> Timed[int]:
+        """Return the first token and its time, of a request that runs this way."""
+        loaded, meeting_tokens = way.used_tokens, way.meeting_tokens
         name = f"bench-{next(self._numbers)}"
         command = worker_pb2.AdmitCommand(
             request_id=name,
             attempt=1,
             prompt_token_ids=prompt,
             sampling=types_pb2.SamplingParams(max_tokens=1, ignore_eos=True),
-            plan=plan_to_proto(plan),
+            plan=plan_to_proto(way.plan),
         )
         if loaded:
             command.source_tier, command.source_cached_tokens = types_pb2.TIER_DISK, loaded
