@@ -206,10 +206,11 @@ def finish(
     result: Mapping[str, Any],
     show: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Write the result, commit and hardware to `--output`, then print it as JSON or `show` it."""
+    """Add commit and hardware to the result; write it to `--output`, and print or `show` it."""
+    report = {"commit": commit(), "hardware": hardware(), **result}
     hand_over(
-        {"commit": commit(), "hardware": hardware(), **result},
-        lambda: show(result),
+        report,
+        lambda: show(report),
         as_json=arguments.json,
         output=arguments.output,
         indent=None,

@@ -65,7 +65,7 @@ from splitpoint.v1 import (
     worker_pb2_grpc,
 )
 from splitpoint_cli.bench.ending import run_until_signal
-from splitpoint_cli.bench.harness import Progress, commit, hardware
+from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.stack.plan import Stack
 
 NEAR_BEST = 1.10
@@ -433,8 +433,6 @@ async def measure(first: int, cases: int, rounds: int, seed: int) -> dict[str, A
         "benchmark": "planner_tiers",
         "seed": seed,
         "rounds": rounds,
-        "commit": commit(),
-        "hardware": hardware(),
         "cases": results,
         "within_10_percent_of_best": sum(each <= NEAR_BEST for each in over),
         "worst_over_best": max(over),

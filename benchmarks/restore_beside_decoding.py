@@ -10,8 +10,6 @@ whole restore within one step as the engine once did, is measured beside.
 
 from __future__ import annotations
 
-import os
-import platform
 import random
 import statistics
 import sys
@@ -203,7 +201,6 @@ def measure(rounds: int, threads: int, progress: Progress) -> dict[str, object]:
         "threads": threads,
         "rounds": rounds,
         "seed": 0,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         **found,
     }
 

@@ -36,7 +36,7 @@ from splitpoint.options.scheduler import Policy
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.transport.access import Caller, Role
 from splitpoint_cli.bench.ending import run_until_signal
-from splitpoint_cli.bench.harness import Progress, commit, hardware
+from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.security.token import add_token
 from splitpoint_cli.traces.statistics import quantile
 
@@ -249,8 +249,6 @@ async def measure(
     ]
     return {
         "benchmark": "scheduling",
-        "commit": commit(),
-        "hardware": hardware(),
         "workers": WORKERS,
         "device_memory": DEVICE_MEMORY,
         "link_rate": LINK_RATE,

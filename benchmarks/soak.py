@@ -49,7 +49,7 @@ from splitpoint.client import AsyncClient
 from splitpoint.errors import SplitpointError
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint_cli.bench.ending import run_until_signal
-from splitpoint_cli.bench.harness import Progress, commit, hardware
+from splitpoint_cli.bench.harness import Progress
 
 CLIENTS = 6
 CLIENTS_OF_DOUBLE = 64
@@ -223,8 +223,6 @@ async def measure(arguments: argparse.Namespace) -> dict[str, object]:
         "is_flat": max(grown.values()) <= MOST_GROWTH
         and all(abs(after[name] - before[name]) <= MOST_DESCRIPTORS for name in before),
         "samples": [asdict(sample) for sample in samples],
-        "commit": commit(),
-        "hardware": hardware(),
         "seed": 0,
     }
 

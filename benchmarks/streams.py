@@ -33,7 +33,7 @@ from benchmarks.harness import finish, parser_of, processor_seconds
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import AsyncClient
 from splitpoint_cli.bench.ending import run_until_signal
-from splitpoint_cli.bench.harness import Progress, commit, hardware
+from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.stack.child import LogLine, Service, ServiceCommand, child_environment
 
 LEAST_TOKENS_PER_SECOND = 8_000
@@ -113,26 +113,37 @@ async def load(way: Sequence[str], streams: int, tokens: int) -> dict[str, Any]:
     return result
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+async def measured_rounds(
+    arguments: argparse.Namespace, ways: Mapping[str, Sequence[str]], pids: Mapping[str, int]
+) -> dict[str, list[dict[str, Any]]]:
+    """Load the stack in each way in turn; return the rounds of each."""
     progress = Progress()
-    rounds = []
-    async with running(arguments.step_ms) as (address, pids):
-        way = ("--address", address)
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    for way in ways.values():
         await load(way, WARM_UP_STREAMS, arguments.tokens)
-        for number in range(arguments.rounds):
-            before = {name: processor_seconds(pid) for name, pid in pids.items()}
+    for number in range(arguments.rounds):
+        for name, way in ways.items():
+            before = {each: processor_seconds(pid) for each, pid in pids.items()}
             own = os.times()
             result = await load(way, arguments.streams, arguments.tokens)
             spent = os.times()
-            used = {name: processor_seconds(pid) - before[name] for name, pid in pids.items()}
+            used = {each: processor_seconds(pid) - before[each] for each, pid in pids.items()}
             used["clients"] = (
                 spent.children_user
                 + spent.children_system
                 - own.children_user
                 - own.children_system
             )
-            rounds.append(round_of(result, used))
-            progress.say(f"round {number + 1} of {arguments.rounds}: {_row(rounds[-1])}")
+            rounds[name].append(round_of(result, used))
+            row = _row(rounds[name][-1])
+            progress.say(f"round {number + 1} of {arguments.rounds}, {name}: {row}")
+    return rounds
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    async with running(arguments.step_ms) as (address, pids):
+        ways = {"grpc": ("--address", address)}
+        rounds = (await measured_rounds(arguments, ways, pids))["grpc"]
     return {
         "benchmark": "streams",
         "streams": arguments.streams,
@@ -143,8 +154,6 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": statistics.median(each["tokens_per_second"] for each in rounds),
         "is_enough": all(each["tokens_per_second"] >= LEAST_TOKENS_PER_SECOND for each in rounds),
         "rounds": rounds,
-        "commit": commit(),
-        "hardware": hardware(),
     }
 
 
@@ -169,8 +178,8 @@ def _row(each: Mapping[str, Any]) -> str:
     costs = ", ".join(f"{name} {us:.0f}" for name, us in each["microseconds_per_token"].items())
     return (
         f"{each['tokens_per_second']:,.0f} tokens/s, {each['completed']} streams whole, "
-        f"{each['failed']} failed; p99 gap {each['p99_itl_ms']:.0f} ms; us of a processor per "
-        f"token: {costs}"
+        f"{each['failed']} failed; median gap {each['median_itl_ms']:.2f} ms, p99 gap "
+        f"{each['p99_itl_ms']:.0f} ms; us of a processor per token: {costs}"
     )
 
 
@@ -207,26 +216,12 @@ async def gateway_for(scheduler: str) -> AsyncIterator[tuple[str, int]]:
 
 
 async def measure_gateway(arguments: argparse.Namespace) -> dict[str, Any]:
-    progress = Progress()
-    rounds: dict[str, list[dict[str, Any]]] = {"grpc": [], "http": []}
     async with (
         running(arguments.step_ms) as (scheduler, pids),
         gateway_for(scheduler) as (gateway, gateway_pid),
     ):
-        pids["gateway"] = gateway_pid
-        ways = {
-            "grpc": ("--address", scheduler),
-            "http": ("--url", f"http://{gateway}"),
-        }
-        for way in ways.values():
-            await load(way, WARM_UP_STREAMS, arguments.tokens)
-        for number in range(arguments.rounds):
-            for name, way in ways.items():
-                before = {each: processor_seconds(pid) for each, pid in pids.items()}
-                result = await load(way, arguments.streams, arguments.tokens)
-                used = {each: processor_seconds(pid) - before[each] for each, pid in pids.items()}
-                rounds[name].append(round_of(result, used))
-                progress.say(f"round {number + 1} of {arguments.rounds}, {name}")
+        ways = {"grpc": ("--address", scheduler), "http": ("--url", f"http://{gateway}")}
+        rounds = await measured_rounds(arguments, ways, {**pids, "gateway": gateway_pid})
     return {
         "benchmark": "gateway",
         "streams": arguments.streams,
@@ -234,8 +229,6 @@ async def measure_gateway(arguments: argparse.Namespace) -> dict[str, Any]:
         "step_ms": arguments.step_ms,
         **figures_of(rounds),
         "rounds": rounds,
-        "commit": commit(),
-        "hardware": hardware(),
     }
 
 
@@ -271,14 +264,7 @@ def show_gateway(result: Mapping[str, Any]) -> None:
     )
     for name, rounds in result["rounds"].items():
         for each in rounds:
-            costs = ", ".join(
-                f"{process} {us:.0f}" for process, us in each["microseconds_per_token"].items()
-            )
-            print(
-                f"  {name}: {each['tokens_per_second']:,.0f} tokens/s, median gap "
-                f"{each['median_itl_ms']:.2f} ms, p99 {each['p99_itl_ms']:.2f} ms, us per token: "
-                f"{costs}"
-            )
+            print(f"  {name}: {_row(each)}")
 
 
 def main() -> int:
