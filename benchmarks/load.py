@@ -40,9 +40,8 @@ from splitpoint.transport.tls import PLAIN, Identity, client_identity
 from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.bench.harness import LINE_SECONDS, Progress
 from splitpoint_cli.simulate.measures import distribution, read_goals
-from splitpoint_cli.traces.arrival import Trace, scaled
+from splitpoint_cli.traces.arrival import Arrival, Trace, scaled
 from splitpoint_cli.traces.formats import load_trace
-from splitpoint_cli.traces.prompts import prompt_of
 from splitpoint_cli.traces.statistics import quantile
 
 # Low ids are often special: the end of a text, padding.
@@ -127,6 +126,27 @@ def random_samples(
     rng, ids = random.Random(seed), _plain_ids(model)
     shared = rng.choices(ids, k=prefix)
     return [Sample([*shared, *rng.choices(ids, k=own)], output) for _ in range(count)]
+
+
+def prompt_of(
+    arrival: Arrival, index: int, *, block_tokens: int, least: int, most: int, seed: int = 0
+) -> list[int]:
+    """Return a prompt of `arrival.input_length` token ids, each in [least, most].
+
+    Equal hash ids give equal blocks. What no hash id names is the request's own: it depends on
+    `index`, its place in the trace.
+    """
+
+    def drawn(seed: str, count: int) -> list[int]:
+        rng = random.Random(seed)
+        return [rng.randint(least, most) for _ in range(count)]
+
+    tokens: list[int] = []
+    for block in arrival.hash_ids:
+        tokens += drawn(f"{seed} block {block}", block_tokens)
+    missing = arrival.input_length - len(tokens)
+    tokens += drawn(f"{seed} request {index}", missing)
+    return tokens[: arrival.input_length]
 
 
 def trace_samples(trace: Trace, model: Model, seed: int) -> list[Sample]:

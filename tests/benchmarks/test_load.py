@@ -26,6 +26,7 @@ from benchmarks.load import (
     Sample,
     due_seconds,
     gateway,
+    prompt_of,
     random_samples,
     results_of,
     trace_samples,
@@ -110,6 +111,22 @@ def test_equal_blocks_of_a_trace_are_equal_tokens() -> None:
     assert (first.tenant, first.priority, first.output_length) == ("a", 2, 5)
     with pytest.raises(InvalidArgument, match="request 1 has 20 prompt tokens"):
         trace_samples(trace, Model("tiny", 256, 24), 0)
+
+
+def test_prompts_share_the_blocks_that_the_trace_shares() -> None:
+    one = Arrival(0.0, 20, 1, (7, 8, 9))
+    two = Arrival(1.0, 18, 1, (7, 8, 4))
+    prompts = [
+        prompt_of(each, index, block_tokens=8, least=3, most=90)
+        for index, each in enumerate((one, two))
+    ]
+    assert [len(prompt) for prompt in prompts] == [20, 18]
+    assert prompts[0][:16] == prompts[1][:16]
+    assert prompts[0][16:18] != prompts[1][16:]
+    assert all(3 <= token <= 90 for prompt in prompts for token in prompt)
+    alone = Arrival(0.0, 20, 1)
+    own = [prompt_of(alone, index, block_tokens=8, least=3, most=90) for index in (0, 1)]
+    assert own[0] != own[1]
 
 
 # -- the load --------------------------------------------------------------------------

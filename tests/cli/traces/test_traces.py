@@ -11,7 +11,6 @@ from splitpoint.errors import InvalidArgument
 from splitpoint_cli.traces.arrival import Arrival, Trace, limited, scaled
 from splitpoint_cli.traces.formats import load_trace, read_trace, write_trace
 from splitpoint_cli.traces.generators import PUBLISHED, generate
-from splitpoint_cli.traces.prompts import prompt_of
 from splitpoint_cli.traces.statistics import describe, quantile, seen_share
 
 # (requests, requests/s, gap CV, input mean p50 p90 p99, output mean p50 p90, share of blocks seen)
@@ -171,22 +170,6 @@ def test_neither_a_file_nor_a_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidArgument, match="cannot be read"):
         read_trace(tmp_path / "binary.jsonl")
-
-
-def test_prompts_share_the_blocks_that_the_trace_shares() -> None:
-    one = Arrival(0.0, 20, 1, (7, 8, 9))
-    two = Arrival(1.0, 18, 1, (7, 8, 4))
-    prompts = [
-        prompt_of(each, index, block_tokens=8, least=3, most=90)
-        for index, each in enumerate((one, two))
-    ]
-    assert [len(prompt) for prompt in prompts] == [20, 18]
-    assert prompts[0][:16] == prompts[1][:16]
-    assert prompts[0][16:18] != prompts[1][16:]
-    assert all(3 <= token <= 90 for prompt in prompts for token in prompt)
-    alone = Arrival(0.0, 20, 1)
-    own = [prompt_of(alone, index, block_tokens=8, least=3, most=90) for index in (0, 1)]
-    assert own[0] != own[1]
 
 
 def test_quantiles_are_between_neighbours() -> None:
