@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.selection import UNUSED
@@ -95,9 +95,8 @@ class Counters:
         predicted_seconds, measured_seconds: seconds of work that was predicted.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._started = clock()
+    def __init__(self) -> None:
+        self._started = time.monotonic()
         self.steps = dict.fromkeys(StepKind, 0)
         self.step_seconds = 0.0
         self.prefilled_tokens = 0
@@ -128,7 +127,7 @@ class Counters:
 
     @property
     def uptime_seconds(self) -> float:
-        return self._clock() - self._started
+        return time.monotonic() - self._started
 
     def compute_until_now(self, under_way: float) -> float:
         """Return compute seconds with those of the step under way; the result never decreases.

@@ -97,7 +97,6 @@ def choose_rows(
     newest: int = 0,
     alpha: float | None = None,
     block_tokens: int = 1,
-    union: Union = Union.SUM,
 ) -> ChosenRows:
     """Return up to `most` tokens that each KV head reads for one query that sees all of them.
 
@@ -111,7 +110,7 @@ def choose_rows(
         alpha: as in `Selection`: fewer tokens are wanted where few are near the largest score.
     """
     first, newest = max(0, min(first, tokens)), max(0, min(newest, tokens))
-    weights = _joined(scores, kv_heads, union)[0]
+    weights = _joined(scores, kv_heads, Union.SUM)[0]
     if block_tokens > 1:
         weights = weights.repeat_interleave(block_tokens, -1)[:, :tokens]
     if first or newest:
