@@ -8,12 +8,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway_service.openai.answers import Answer
-from gateway_service.openai.chat_completions import CHAT_FIELDS, ChatJob, read_chat
+from gateway_service.openai.chat_completions import ChatJob, read_chat
 from splitpoint.errors import InvalidArgument
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
@@ -142,77 +141,6 @@ def test_a_client_may_ask_for_special_tokens_itself() -> None:
     job = job_of(tools=[ADD], skip_special_tokens=False)
     job.model_found(pb.Model(tool_call_format="llama3_json"))
     assert job.requests[0].sampling.keeps_special_tokens
-
-
-def nested(depth: int) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for _ in range(depth):
-        value = {"properties": {"a": value}}
-    return value
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages"),
-    ({"messages": "Hi"}, "messages"),
-    ({"messages": [{"content": "a"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0].type",
-    ),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "a", "name": "\ud800"}]}, "messages[0].name"),
-    ({"messages": [{"role": "user", "content": "a", "x": "\ud800"}]}, "messages"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
-        "messages[0].tool_calls[0].function",
-    ),
-    ({"functions": []}, "functions"),
-    ({"modalities": ["text", "audio"]}, "modalities"),
-    ({"chat_template": "x"}, "chat_template"),
-    ({"nonsense": 1}, "nonsense"),
-    ({"chat_template_kwargs": nested(2000)}, "chat_template_kwargs"),
-    (
-        {
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": nested(2000)}}],
-            "tool_choice": "required",
-        },
-        "tools",
-    ),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": 2}, "logprobs"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"tools": [ADD, ADD]}, "tools"),
-    ({"tools": [{"type": "custom"}]}, "tools[0].type"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": [ADD], "tool_choice": "some"}, "tool_choice"),
-    (
-        {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "no"}}},
-        "tool_choice",
-    ),
-    ({"tools": [ADD], "response_format": {"type": "json_object"}}, "tool_choice"),
-    (
-        {"continue_final_message": True, "add_generation_prompt": True},
-        "continue_final_message",
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "parameter"), WRONG)
-def test_wrong_bodies_name_their_field(fields: dict[str, Any], parameter: str) -> None:
-    with pytest.raises(InvalidArgument) as raised:
-        job_of(**fields)
-    assert raised.value.field == parameter
-
-
-def test_the_schema_of_bodies_is_one() -> None:
-    jsonschema.Draft202012Validator.check_schema(CHAT_FIELDS.schema)
-    validator = jsonschema.Draft202012Validator(CHAT_FIELDS.schema)
-    assert validator.is_valid(body(tools=[ADD], tool_choice="required", stop=["a"], n=2))
-    assert not validator.is_valid(body(messages=[]))
-    assert not validator.is_valid(body(nonsense=1))
 
 
 # -- answers -----------------------------------------------------------------------------------

@@ -320,33 +320,6 @@ def test_prompt_logprobs_are_objects_by_token(client: openai.OpenAI) -> None:
             assert {type(each["decoded_token"]) for each in position.values()} == {str}
 
 
-@pytest.mark.parametrize(
-    ("is_chat", "fields", "parameter"),
-    [
-        (False, {"prompt_logprobs": 21}, "prompt_logprobs"),
-        (False, {"prompt_logprobs": -2}, "prompt_logprobs"),
-        (False, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        (False, {"max_tokens": 0}, "max_tokens"),
-        (False, {"max_tokens": -1, "echo": True}, "max_tokens"),
-        (True, {"prompt_logprobs": 21}, "prompt_logprobs"),
-        (True, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        (True, {"echo": True}, "echo"),
-    ],
-)
-def test_prompt_logprobs_that_cannot_be(
-    client: openai.OpenAI, is_chat: bool, fields: dict[str, Any], parameter: str
-) -> None:
-    body: dict[str, Any] = {"model": MODEL, "extra_body": fields}
-    create: Any = client.completions.create
-    body["prompt"] = "import os"
-    if is_chat:
-        create = client.chat.completions.create
-        body["messages"] = [user(body.pop("prompt"))]
-    with pytest.raises(openai.BadRequestError) as refused:
-        create(**body)
-    assert refused.value.param == parameter
-
-
 def test_embeddings_that_cannot_be(client: openai.OpenAI) -> None:
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         ("a", {"dimensions": 8}, "dimensions"),

@@ -10,7 +10,11 @@ import pytest
 
 from gateway_service.app import routes_of
 from gateway_service.endpoints.endpoint import Gateway
+from gateway_service.openai.chat_completions import CHAT_FIELDS
+from gateway_service.openai.fields import Table
+from gateway_service.openai.responses import RESPONSE_FIELDS
 from gateway_service.openapi import document
+from splitpoint.sampling import FIELDS
 
 # The page for people, and its files.
 _NO_API = {"/", "/page/{name}"}
@@ -74,3 +78,39 @@ def test_keys_are_demanded_where_they_are_checked() -> None:
     assert found["security"] == [{"bearer": []}]
     assert found["paths"]["/health"]["get"]["security"] == []
     assert {} in document("1", needs_key=False)["security"]
+
+
+@pytest.mark.parametrize(
+    ("table", "body", "wrong"),
+    [
+        (
+            CHAT_FIELDS,
+            {
+                "model": "m",
+                "messages": [{"role": "user", "content": "Hi"}],
+                "tools": [{"type": "function", "function": {"name": "stop"}}],
+                "tool_choice": "required",
+                "stop": ["a"],
+                "n": 2,
+            },
+            [{"messages": []}, {"nonsense": 1}],
+        ),
+        (
+            RESPONSE_FIELDS,
+            {"model": "m", "input": [{"role": "user", "content": "a"}]},
+            [{"input": []}],
+        ),
+    ],
+)
+def test_schemas_of_bodies_tell_right_from_wrong(
+    table: Table, body: dict[str, Any], wrong: list[dict[str, Any]]
+) -> None:
+    validator = jsonschema.Draft202012Validator(table.schema)
+    assert validator.is_valid(body)
+    assert not any(validator.is_valid({**body, **fields}) for fields in wrong)
+
+
+def test_every_sampling_field_is_one_of_every_chat() -> None:
+    """A field that is added to the shared table is served without a change here."""
+    elsewhere = {"fills_context", "keeps_special_tokens"}
+    assert {*FIELDS} - elsewhere <= {*CHAT_FIELDS.fields}

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from gateway_service.openai.answers import Answer
-from gateway_service.openai.responses import RESPONSE_FIELDS, ResponseJob, read_response
-from splitpoint.errors import InvalidArgument
+from gateway_service.openai.responses import ResponseJob, read_response
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 
@@ -85,51 +83,6 @@ def test_formats_and_forced_calls_constrain_the_text() -> None:
     assert request.sampling.structured_output.json_object
     [request] = job_of(tools=[ADD], tool_choice={"type": "function", "name": "add"}).requests
     assert json.loads(request.sampling.structured_output.json_schema) == ADD["parameters"]
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"input": ""}, "input"),
-    ({"input": []}, "input"),
-    ({"input": [7]}, "input[0]"),
-    ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
-    ({"input": [{"type": "reasoning", "id": "r"}]}, "input[0].type"),
-    ({"input": [{"type": ["message"], "role": "user", "content": "a"}]}, "input[0].type"),
-    (
-        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        "input[0].content[0].type",
-    ),
-    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-    (
-        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1"}]},
-        "input[0].arguments",
-    ),
-    ({"previous_response_id": ""}, "previous_response_id"),
-    ({"background": True}, "background"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-    ({"include": ["file_search_call.results"]}, "include[0]"),
-    ({"top_logprobs": 1}, "top_logprobs"),
-    ({"top_logprobs": 1, "include": ["reasoning.encrypted_content"]}, "top_logprobs"),
-    ({"metadata": {"a": 1}}, "metadata.a"),
-    ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
-    ({"stream_options": {}}, "stream_options"),
-    ({"messages": []}, "messages"),
-]
-
-
-@pytest.mark.parametrize(("fields", "parameter"), WRONG)
-def test_wrong_bodies_name_their_field(fields: dict[str, Any], parameter: str) -> None:
-    with pytest.raises(InvalidArgument) as raised:
-        job_of(**fields)
-    assert raised.value.field == parameter
-
-
-def test_the_schema_of_bodies_is_one() -> None:
-    jsonschema.Draft202012Validator.check_schema(RESPONSE_FIELDS.schema)
-    validator = jsonschema.Draft202012Validator(RESPONSE_FIELDS.schema)
-    assert validator.is_valid({"model": "m", "input": [{"role": "user", "content": "a"}]})
-    assert not validator.is_valid({"model": "m", "input": []})
 
 
 # -- answers -----------------------------------------------------------------------------------
