@@ -305,7 +305,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("policy", "options", "cluster", "requests"),
     ),
     "gateway_service": (
-        "plan_report",
         "tool_calls",
         "openai",
         "openapi",

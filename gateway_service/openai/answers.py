@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NotRequired, Protocol, TypedDict
 
-from gateway_service.plan_report import plan_report
 from splitpoint.errors import Internal, Unavailable
+from splitpoint.transport import convert
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 
@@ -201,6 +201,57 @@ def usage_of(completes: Sequence[pb.GenerateComplete], choices_per_prompt: int) 
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
+    }
+
+
+def plan_report(complete: pb.GenerateComplete) -> PlanReport:
+    """Return the value of the field `splitpoint`; seconds are those of the scheduler's clock.
+
+    `plan` is None if the answer had ended before this scheduler ran anything of it.
+    """
+    speculation = complete.usage.speculation
+    return {
+        "request_id": complete.request_id,
+        "worker": complete.worker_id,
+        # As text: numbers of JavaScript have 53 bits.
+        "seed": str(complete.seed),
+        "prompt_tokens": complete.usage.prompt_tokens,
+        "cached_tokens": complete.usage.cached_tokens,
+        "completion_tokens": complete.usage.completion_tokens,
+        "queue_seconds": complete.queue_seconds,
+        "restore_seconds": complete.restore_seconds,
+        "ttft_seconds": complete.ttft_seconds,
+        "total_seconds": complete.total_seconds,
+        "step_seconds": complete.step_seconds if complete.HasField("step_seconds") else None,
+        "drafted_tokens": speculation.draft_token_count,
+        "accepted_tokens": speculation.accepted_token_count,
+        "plan": _plan(complete.plan) if complete.HasField("plan") else None,
+    }
+
+
+def _plan(message: types_pb2.Plan) -> dict[str, Any]:
+    plan = convert.plan_from_proto(message)
+    return {
+        "residency": plan.residency.value,
+        "method": plan.method.value,
+        "schedule": plan.schedule.value,
+        "reason": plan.reason,
+        "reason_details": list(plan.reason_details),
+        "cached_tokens": plan.cached_tokens,
+        "new_tokens": plan.new_tokens,
+        "split_tokens": plan.split_tokens,
+        "device_tokens": plan.device_tokens,
+        "fetched_tokens": plan.fetched_tokens,
+        "fetch_source": plan.fetch_source,
+        "fetch_transfer": plan.fetch_transfer,
+        "recomputed_tokens": plan.recomputed_tokens,
+        "resident_tokens": plan.resident_tokens,
+        "footprint_bytes": plan.footprint_bytes,
+        "predicted_restore_seconds": plan.predicted_restore_seconds,
+        "predicted_load_seconds": plan.predicted_load_seconds,
+        "predicted_recompute_seconds": plan.predicted_recompute_seconds,
+        "predicted_ttft_seconds": plan.predicted_ttft_seconds,
+        "predicted_step_seconds": plan.predicted_step_seconds,
     }
 
 

@@ -16,6 +16,7 @@ from gateway_service.openai.answers import (
     dumped,
     finish_reason_of,
     finite_logprob,
+    plan_report,
     prompt_logprobs_of,
     quoted,
     token_text,
@@ -41,7 +42,6 @@ from gateway_service.openai.tools import (
     call_id,
     tool_use,
 )
-from gateway_service.plan_report import plan_report
 from gateway_service.tool_calls.splitter import CallStart, Piece, ToolCallParser, parse
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2

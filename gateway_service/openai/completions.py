@@ -18,6 +18,7 @@ from gateway_service.openai.answers import (
     Usage,
     finish_reason_of,
     finite_logprob,
+    plan_report,
     prompt_logprobs_of,
     quoted,
     token_text,
@@ -46,7 +47,6 @@ from gateway_service.openai.sampling import (
     form_of,
     generate_request,
 )
-from gateway_service.plan_report import plan_report
 from splitpoint.config import counted
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2

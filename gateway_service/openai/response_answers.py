@@ -12,11 +12,11 @@ from gateway_service.openai.answers import (
     Seconds,
     dumped,
     finish_reason_of,
+    plan_report,
     quoted,
 )
 from gateway_service.openai.chat_completions import TokenLogprobs, token_logprobs
 from gateway_service.openai.tools import ToolUse, call_id
-from gateway_service.plan_report import plan_report
 from gateway_service.tool_calls.splitter import CallStart, Piece
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
