@@ -149,6 +149,17 @@ def one_of(*choices: str) -> Kind:
 # -- arrays and objects --------------------------------------------------------------------
 
 
+def read_array(name: str, value: Any, wanted: str, noun: str, most: int) -> list[Any]:
+    """Return an array of 1 to `most` entries. `wanted`, `noun`: what it and an entry is called."""
+    if not isinstance(value, list):
+        raise wrong_type(name, value, wanted)
+    if not value:
+        raise wrong(name, "must not be empty")
+    if len(value) > most:
+        raise wrong(name, f"has {counted(len(value), noun)}, at most {most:,}")
+    return value
+
+
 def array(kind: Kind, *, least: int = 0, most: int | None = None) -> Kind:
     """An array of values of one kind."""
     schema: dict[str, Any] = {"type": "array", "items": kind.schema}
@@ -173,20 +184,15 @@ MOST_TOKENS = 1 << 19
 
 
 def _read_token_ids(name: str, value: Any) -> list[int]:
-    if not isinstance(value, list):
-        raise wrong_type(name, value, "an array of token ids")
-    if not value:
-        raise wrong(name, "must not be empty")
-    if len(value) > MOST_TOKENS:
-        raise wrong(name, f"has {counted(len(value), 'token id')}, at most {MOST_TOKENS:,}")
+    ids: list[int] = read_array(name, value, "an array of token ids", "token id", MOST_TOKENS)
     # No step of Python for each id. A boolean is an int, but has another type.
-    if {*map(type, value)} != {int}:
-        index = next(i for i, kind in enumerate(map(type, value)) if kind is not int)
-        raise wrong_type(f"{name}[{index}]", value[index], "a token id")
-    if min(value) < 0 or max(value) > LARGEST_INT32:
-        index = next(i for i, each in enumerate(value) if not 0 <= each <= LARGEST_INT32)
+    if {*map(type, ids)} != {int}:
+        index = next(i for i, kind in enumerate(map(type, ids)) if kind is not int)
+        raise wrong_type(f"{name}[{index}]", ids[index], "a token id")
+    if min(ids) < 0 or max(ids) > LARGEST_INT32:
+        index = next(i for i, each in enumerate(ids) if not 0 <= each <= LARGEST_INT32)
         raise wrong(f"{name}[{index}]", f"must be from 0 to {LARGEST_INT32}")
-    return value
+    return ids
 
 
 TOKEN_IDS = Kind(

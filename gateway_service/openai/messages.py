@@ -17,6 +17,7 @@ from gateway_service.openai.fields import (
     Schema,
     extra,
     object_schema,
+    read_array,
     read_text,
     wrong,
     wrong_type,
@@ -32,13 +33,8 @@ _ROLES = {"developer": "system"}
 
 
 def _read_messages(name: str, value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise wrong_type(name, value, "an array")
-    if not value:
-        raise wrong(name, "must not be empty")
-    if len(value) > MOST_MESSAGES:
-        raise wrong(name, f"has {len(value):,} messages, at most {MOST_MESSAGES:,}")
-    return [_read_message(f"{name}[{index}]", message) for index, message in enumerate(value)]
+    found = read_array(name, value, "an array", "message", MOST_MESSAGES)
+    return [_read_message(f"{name}[{index}]", message) for index, message in enumerate(found)]
 
 
 def _read_message(name: str, value: Any) -> dict[str, Any]:
@@ -57,12 +53,12 @@ def _read_message(name: str, value: Any) -> dict[str, Any]:
             read_text(f"{name}.{key}", message[key])
     if "tool_calls" in message:
         _check_calls(f"{name}.tool_calls", message["tool_calls"])
-    message["content"] = _read_content(f"{name}.content", value.get("content"))
-    if message["content"] is None:
-        if role == "assistant" and value.get("refusal"):
-            message["content"] = read_text(f"{name}.refusal", value["refusal"])
-        elif not message.get("tool_calls"):
-            raise wrong(f"{name}.content", "must not be null", reason="MISSING_REQUIRED_PARAMETER")
+    if message.setdefault("content", None) is not None:
+        message["content"] = read_content(f"{name}.content", message["content"], _TEXT_PARTS)
+    elif role == "assistant" and value.get("refusal"):
+        message["content"] = read_text(f"{name}.refusal", value["refusal"])
+    elif not message.get("tool_calls"):
+        raise wrong(f"{name}.content", "must not be null", reason="MISSING_REQUIRED_PARAMETER")
     return message
 
 
@@ -86,18 +82,16 @@ def _check_calls(name: str, calls: Any) -> None:
             read_text(f"{where}.function.arguments", function.get("arguments"))
 
 
-def _read_content(name: str, value: Any) -> str | list[dict[str, str]] | None:
-    if value is None:
-        return None
+def read_content(name: str, value: Any, kinds: Mapping[str, str]) -> str | list[dict[str, str]]:
+    """Return a content as text or parts of text. `kinds`: fields of the text by type of part."""
     if isinstance(value, str):
         return read_text(name, value)
     if not isinstance(value, list):
         raise wrong_type(name, value, "a string or an array of parts")
-    return [read_part(f"{name}[{index}]", part, _TEXT_PARTS) for index, part in enumerate(value)]
+    return [_read_part(f"{name}[{index}]", part, kinds) for index, part in enumerate(value)]
 
 
-def read_part(name: str, value: Any, kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return one part of a content as a part of text. `kinds`: fields of the text by type."""
+def _read_part(name: str, value: Any, kinds: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(value, dict):
         raise wrong_type(name, value, "an object")
     kind = read_text(f"{name}.type", value.get("type"))
@@ -112,7 +106,7 @@ def read_part(name: str, value: Any, kinds: Mapping[str, str]) -> dict[str, str]
 
 
 def content_schema(kinds: Mapping[str, str]) -> list[Schema]:
-    """Return the alternatives of a content: a text, or parts. `kinds`: as of `read_part`."""
+    """Return the alternatives of a content: a text, or parts. `kinds`: as of `read_content`."""
     parts = [
         object_schema(("type", field), type={"const": kind}, **{field: TEXT.schema})
         for kind, field in kinds.items()

@@ -24,6 +24,7 @@ from gateway_service.openai.fields import (
     nested,
     object_schema,
     one_of,
+    read_array,
     read_text,
     refused,
     text_of,
@@ -36,7 +37,7 @@ from gateway_service.openai.messages import (
     as_json,
     chat_prompt,
     content_schema,
-    read_part,
+    read_content,
 )
 from gateway_service.openai.response_answers import (
     NamedTool,
@@ -83,14 +84,9 @@ def _read_input(name: str, value: Any) -> list[Message]:
         if not value:
             raise wrong(name, "must not be empty")
         return [{"role": "user", "content": read_text(name, value)}]
-    if not isinstance(value, list):
-        raise wrong_type(name, value, "a string or an array of items")
-    if not value:
-        raise wrong(name, "must not be empty")
-    if len(value) > MOST_MESSAGES:
-        raise wrong(name, f"has {len(value):,} items, at most {MOST_MESSAGES:,}")
     messages: list[Message] = []
-    for index, item in enumerate(value):
+    items = read_array(name, value, "a string or an array of items", "item", MOST_MESSAGES)
+    for index, item in enumerate(items):
         _add_item(messages, f"{name}[{index}]", item)
     return messages
 
@@ -109,7 +105,7 @@ def _add_item(messages: list[Message], name: str, item: Any) -> None:
                 {
                     "role": "tool",
                     "tool_call_id": read_text(f"{name}.call_id", item.get("call_id")),
-                    "content": _content(f"{name}.output", item.get("output"), _OUTPUT_PARTS),
+                    "content": read_content(f"{name}.output", item.get("output"), _OUTPUT_PARTS),
                 }
             )
         case "item_reference":
@@ -126,16 +122,8 @@ def _message(name: str, item: Mapping[str, Any]) -> Message:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise wrong(f"{name}.role", f"must be one of {', '.join(_ROLES)}")
-    content = _content(f"{name}.content", item.get("content"), _TEXT_PARTS)
+    content = read_content(f"{name}.content", item.get("content"), _TEXT_PARTS)
     return {"role": _ROLES[role], "content": content}
-
-
-def _content(name: str, value: Any, kinds: Mapping[str, str]) -> str | list[dict[str, str]]:
-    if isinstance(value, str):
-        return read_text(name, value)
-    if not isinstance(value, list):
-        raise wrong_type(name, value, "a string or an array of parts")
-    return [read_part(f"{name}[{index}]", part, kinds) for index, part in enumerate(value)]
 
 
 def _add_call(messages: list[Message], name: str, item: Mapping[str, Any]) -> None:
