@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvstore_helpers import LAYOUT
 from own_names import instance_name
 from typer.testing import CliRunner
 
@@ -37,21 +38,11 @@ from splitpoint.arena.records import (
 from splitpoint.config import arena_path, remove_tree
 from splitpoint.errors import NotFound
 from splitpoint.keys import chunk_key, fingerprint, pack_tokens
-from splitpoint.shapes import ArenaLayout, DataType
+from splitpoint.shapes import ArenaLayout
 from splitpoint_cli.arena.check import read_contents, read_slot
 from splitpoint_cli.main import app
 from splitpoint_cli.stack.child import child_environment
 
-LAYOUT = ArenaLayout(
-    chunk_tokens=4,
-    layer_count=2,
-    kv_head_count=2,
-    head_dim=4,
-    hidden_size=8,
-    data_type=DataType.FLOAT32,
-    has_activations=True,
-    model_fingerprint=b"test model",
-)
 SLOTS = 8
 FIRST = first_generation(1)
 INSTANCE = instance_name("arena")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvstore_helpers import LAYOUT
 
 from kvstore_service.pool import prefix_index
 from kvstore_service.server import KvStoreServicer
@@ -24,7 +25,6 @@ from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.arena.records import SlotState
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import DeadlineExceeded, Unavailable
-from splitpoint.shapes import ArenaLayout, DataType
 from splitpoint.transport.servers import create_server, listen
 from splitpoint.v1 import kvstore_pb2_grpc
 from worker_service.engine.messages import Call
@@ -44,16 +44,6 @@ from worker_service.store.write_back import (
     WriteResult,
 )
 
-LAYOUT = ArenaLayout(
-    chunk_tokens=4,
-    layer_count=2,
-    kv_head_count=2,
-    head_dim=4,
-    hidden_size=8,
-    data_type=DataType.FLOAT32,
-    has_activations=True,
-    model_fingerprint=b"test model",
-)
 SLOTS = 8
 SALT = b"salt"
 FIRST = (1, 2, 3, 4)
