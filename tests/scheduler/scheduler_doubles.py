@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -559,6 +559,28 @@ async def stack(
         await scheduler.stop(0)
         for double in doubles:
             await double.kill()
+
+
+async def moved(
+    running: Stack, reading: Coroutine[Any, Any, Answer], tokens: int
+) -> tuple[Answer, WorkerDouble, WorkerDouble]:
+    """Kill the one of two workers that runs a request once it has made so many tokens.
+
+    Return the answer, the worker that was killed, and the other one.
+    """
+    paces = {worker: Steps() for worker in running.workers}
+    for worker, pace in paces.items():
+        worker.pace = pace
+    task = asyncio.create_task(reading)
+    await running.until(lambda: any(worker.admits for worker in paces))
+    victim, heir = sorted(paces, key=lambda worker: not worker.admits)
+    [request] = running.manager.requests.running()
+    count = len(request.output) + tokens
+    paces[victim].allow(tokens)
+    await running.until(lambda: len(request.output) == count)
+    paces[heir].allow(1000)
+    await victim.kill()
+    return await task, victim, heir
 
 
 def ids_request(

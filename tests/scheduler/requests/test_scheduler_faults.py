@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +22,7 @@ from scheduler_doubles import (
     WorkerDouble,
     answer,
     ids_request,
+    moved,
     paced_worker,
     stack,
 )
@@ -100,26 +104,14 @@ async def test_leaving_the_queue_frees_the_place() -> None:
 
 
 async def test_a_lost_worker_is_replaced_without_a_gap() -> None:
-    workers = [WorkerDouble("0"), WorkerDouble("1")]
-    paces = [Steps(), Steps()]
-    for worker, pace in zip(workers, paces, strict=True):
-        worker.pace = pace
-    async with stack(*workers) as running:
-        task = asyncio.create_task(running.generate(ids_request(PROMPT, 40)))
-        await running.until(lambda: workers[0].admits or workers[1].admits)
-        first = 0 if workers[0].admits else 1
-        paces[first].allow(7)
-        request = running.manager.requests.running()[0]
-        await running.until(lambda: len(request.output) == 7)
-        paces[1 - first].allow(100)
-        await workers[first].kill()
-        result = await task
+    async with stack(WorkerDouble("0"), WorkerDouble("1")) as running:
+        result, victim, heir = await moved(running, running.generate(ids_request(PROMPT, 40)), 7)
         assert result.token_ids == answer(PROMPT, 40)
-        resumed = workers[1 - first].admits[0]
+        resumed = heir.admits[0]
         assert list(resumed.delivered_token_ids) == answer(PROMPT, 7)
-        assert resumed.attempt > workers[first].admits[0].attempt
+        assert resumed.attempt > victim.admits[0].attempt
         assert resumed.sampling.seed == result.done.seed
-        assert result.done.worker_id == str(1 - first)
+        assert result.done.worker_id == heir.worker_id
 
 
 async def test_prompt_logprobs_come_once_if_a_worker_is_lost() -> None:
@@ -418,15 +410,7 @@ async def test_a_passed_deadline_ends_the_request() -> None:
         )
 
 
-LONG = ServedModel(
-    type(SHAPE)(
-        **{
-            **{name: getattr(SHAPE, name) for name in SHAPE.__dataclass_fields__},
-            "context_length": 1_000_000,
-        }
-    ),
-    None,
-)
+LONG = ServedModel(replace(SHAPE, context_length=1_000_000), None)
 
 
 def long_worker() -> WorkerDouble:
@@ -442,22 +426,56 @@ async def read_to_the_error(call: Any) -> SplitpointError:
     raise RuntimeError("the call did not fail")
 
 
-def small_window_stub(running: Stack) -> tuple[grpc.aio.Channel, Any]:
-    """A client whose transport buffers little."""
+@asynccontextmanager
+async def slow_client(running: Stack) -> AsyncIterator[SlowClient]:
+    """Give a client whose transport buffers little."""
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
-    channel = grpc.aio.insecure_channel(running.address, options=options)
-    return channel, scheduler_pb2_grpc.InferenceServiceStub(channel)
+    async with grpc.aio.insecure_channel(running.address, options=options) as channel:
+        yield SlowClient(scheduler_pb2_grpc.InferenceServiceStub(channel))
+
+
+class SlowClient:
+    """Begins requests, and reads no more of them than it is told to."""
+
+    def __init__(self, stub: Any) -> None:
+        self._stub = stub
+
+    async def begin(
+        self, prompt: Sequence[int], count: int, request_id: str
+    ) -> tuple[Any, list[int]]:
+        """Return a call, and the tokens of its first message."""
+        request = ids_request(prompt, count, request_id=request_id)
+        request.sampling.logprobs = 20  # large messages fill the transport sooner
+        call = self._stub.Generate(request)
+        return call, list((await call.read()).chunk.token_ids)
+
+    async def read_all(self, call: Any, tokens: list[int]) -> None:
+        """Add the tokens of all further messages."""
+        while (response := await call.read()).HasField("chunk"):
+            tokens += response.chunk.token_ids
+
+
+@asynccontextmanager
+async def cut_off_reader() -> AsyncIterator[Any]:
+    """Give the call of a reader that took nothing for too long, and check that others run."""
+    worker = long_worker()
+    limits = Limits(lag_tokens=64, stall_seconds=0.3)
+    async with stack(worker, model=LONG, limits=limits) as running:
+        async with slow_client(running) as client:
+            stuck, _ = await client.begin(PROMPT, 5_000, "stuck")
+            await running.until(lambda: worker.cancels)
+            await running.until(lambda: all_is_released(running))
+            yield stuck
+        assert len((await running.generate(ids_request([8], 50))).token_ids) == 50
 
 
 async def test_a_slow_reader_pauses_its_request_and_no_other() -> None:
-    worker = long_worker()
-    count = 3_000
-    async with stack(worker, model=LONG, limits=Limits(lag_tokens=64)) as running:
-        request = ids_request(PROMPT, count, request_id="slow")
-        request.sampling.logprobs = 20  # large messages fill the transport sooner
-        channel, stub = small_window_stub(running)
-        slow = stub.Generate(request)
-        tokens = list((await slow.read()).chunk.token_ids)
+    worker, count = long_worker(), 3_000
+    async with (
+        stack(worker, model=LONG, limits=Limits(lag_tokens=64)) as running,
+        slow_client(running) as client,
+    ):
+        slow, tokens = await client.begin(PROMPT, count, "slow")
         await running.until(lambda: "slow" in worker.pauses)
         live = running.manager.requests.running()[0]
         await running.until(lambda: live.is_paused)
@@ -466,12 +484,10 @@ async def test_a_slow_reader_pauses_its_request_and_no_other() -> None:
         assert len(other.token_ids) == 500
         # Only tokens under way when the worker got the pause still come.
         assert len(live.output) - produced < 500
-        while (response := await slow.read()).HasField("chunk"):
-            tokens += response.chunk.token_ids
+        await client.read_all(slow, tokens)
         assert len(tokens) == count
         assert tokens[:50] == answer(PROMPT, 50)
         assert "slow" in worker.resumes
-        await channel.close()
 
 
 @pytest.mark.parametrize("lacking", ["places", "memory"])
@@ -483,16 +499,15 @@ async def test_paused_requests_make_room_and_run_on_later(lacking: str) -> None:
     else:
         worker.capacity_pages = len(prompts) * chunks_of(3 + count, CHUNK_TOKENS)
     limits = Limits(lag_tokens=64, stall_seconds=600.0)
-    async with stack(
-        worker, model=LONG, limits=limits, answer_charge=AnswerCharge.WORST_CASE
-    ) as running:
-        channel, stub = small_window_stub(running)
-        slow, tokens = [], []
-        for index, prompt in enumerate(prompts):
-            request = ids_request(prompt, count, request_id=f"slow {index}")
-            request.sampling.logprobs = 20
-            slow.append(stub.Generate(request))
-            tokens.append(list((await slow[-1].read()).chunk.token_ids))
+    charge = AnswerCharge.WORST_CASE
+    async with (
+        stack(worker, model=LONG, limits=limits, answer_charge=charge) as running,
+        slow_client(running) as client,
+    ):
+        slow = [
+            await client.begin(prompt, count, f"slow {index}")
+            for index, prompt in enumerate(prompts)
+        ]
         lives = running.manager.requests.running()
         await running.until(lambda: all(live.is_paused for live in lives))
         assert len(worker.running) == len(prompts)
@@ -503,28 +518,24 @@ async def test_paused_requests_make_room_and_run_on_later(lacking: str) -> None:
         await running.until(lambda: worker.admits[-1].request_id == "other")
         # One made room for it; the others keep what they have.
         assert len(worker.cancels) == 1
-        for index, call in enumerate(slow):
-            while (response := await call.read()).HasField("chunk"):
-                tokens[index] += response.chunk.token_ids
-        assert tokens == [answer(prompt, count) for prompt in prompts]
+        for call, tokens in slow:
+            await client.read_all(call, tokens)
+        assert [tokens for _, tokens in slow] == [answer(prompt, count) for prompt in prompts]
         # It was never stopped for them.
         assert (await other).token_ids == answer([8], count)
         assert [admit.request_id for admit in worker.admits].count("other") == 1
         assert worker.most_running <= worker.max_batch
         assert worker.most_pages <= worker.capacity_pages
         assert {(live.losses, live.refusals, live.moves) for live in lives} == {(0, 0, 0)}
-        await channel.close()
 
 
 async def test_a_suspect_that_is_paused_makes_room_and_runs_on_later() -> None:
-    worker = long_worker()
-    count = 3_000
-    async with stack(worker, model=LONG, limits=Limits(lag_tokens=64)) as running:
-        request = ids_request(PROMPT, count, request_id="slow")
-        request.sampling.logprobs = 20
-        channel, stub = small_window_stub(running)
-        slow = stub.Generate(request)
-        tokens = list((await slow.read()).chunk.token_ids)
+    worker, count = long_worker(), 3_000
+    async with (
+        stack(worker, model=LONG, limits=Limits(lag_tokens=64)) as running,
+        slow_client(running) as client,
+    ):
+        slow, tokens = await client.begin(PROMPT, count, "slow")
         live = running.manager.requests.running()[0]
         # As after an engine that failed: a suspect for longer than its reader keeps up.
         live.cleared_at_tokens = count
@@ -533,12 +544,10 @@ async def test_a_suspect_that_is_paused_makes_room_and_runs_on_later() -> None:
         assert len(worker.cancels) == 1
         other = await running.generate(ids_request([8], 500))
         assert len(other.token_ids) == 500
-        while (response := await slow.read()).HasField("chunk"):
-            tokens += response.chunk.token_ids
+        await client.read_all(slow, tokens)
         assert tokens == answer(PROMPT, count)
         assert (live.losses, live.refusals) == (0, 0)
         assert len(worker.admits) > 2
-        await channel.close()
 
 
 @pytest.mark.parametrize("is_expected", [True, False])
@@ -576,40 +585,18 @@ async def test_a_start_that_fails_after_a_look_up_lets_the_next_one_start(
 
 
 async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
-    worker = long_worker()
-    limits = Limits(lag_tokens=64, stall_seconds=0.3)
-    async with stack(worker, model=LONG, limits=limits) as running:
-        request = ids_request(PROMPT, 5_000, request_id="stuck")
-        request.sampling.logprobs = 20
-        channel, stub = small_window_stub(running)
-        stuck = stub.Generate(request)
-        await stuck.read()
-        await running.until(lambda: worker.cancels)
-        await running.until(lambda: all_is_released(running))
+    async with cut_off_reader() as stuck:
         # What was sent before can still be read; then comes the status.
         error = await read_to_the_error(stuck)
         assert (type(error), error.reason) == (Cancelled, "SLOW_READER")
-        await channel.close()
-        assert len((await running.generate(ids_request([8], 50))).token_ids) == 50
 
 
 async def test_a_reader_that_takes_nothing_and_leaves_is_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its status waited for it behind what it never read."""
-    worker = long_worker()
-    limits = Limits(lag_tokens=64, stall_seconds=0.3)
-    async with stack(worker, model=LONG, limits=limits) as running:
-        request = ids_request(PROMPT, 5_000, request_id="stuck")
-        request.sampling.logprobs = 20
-        channel, stub = small_window_stub(running)
-        stuck = stub.Generate(request)
-        await stuck.read()
-        await running.until(lambda: worker.cancels)
-        await running.until(lambda: all_is_released(running))
+    async with cut_off_reader() as stuck:
         stuck.cancel()
-        await channel.close()
-        assert len((await running.generate(ids_request([8], 50))).token_ids) == 50
     assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
 
 

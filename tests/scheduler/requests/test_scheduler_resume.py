@@ -15,6 +15,7 @@ from scheduler_doubles import (
     WorkerDouble,
     answer,
     ids_request,
+    moved,
     stack,
 )
 
@@ -278,20 +279,11 @@ async def test_later_tokens_have_their_log_probabilities() -> None:
 
 
 async def test_a_resumed_request_survives_its_worker() -> None:
-    workers = [WorkerDouble("0"), WorkerDouble("1")]
-    paces = [paced(worker) for worker in workers]
-    async with stack(*workers) as running:
+    async with stack(WorkerDouble("0"), WorkerDouble("1")) as running:
         request = resumed(ids_request(PROMPT, 20, request_id="r"), answer(PROMPT, 6))
-        task = asyncio.create_task(read(running, request))
-        await running.until(lambda: workers[0].admits or workers[1].admits)
-        first = 0 if workers[0].admits else 1
-        paces[first].allow(4)
-        here = running.manager.requests.running()[0]
-        await running.until(lambda: len(here.output) == 10)
-        paces[1 - first].allow(100)
-        await workers[first].kill()
-        assert (await task).token_ids == answer(PROMPT, 20)[6:]
-        assert list(workers[1 - first].admits[0].delivered_token_ids) == answer(PROMPT, 10)
+        rest, _, heir = await moved(running, read(running, request), 4)
+        assert rest.token_ids == answer(PROMPT, 20)[6:]
+        assert list(heir.admits[0].delivered_token_ids) == answer(PROMPT, 10)
 
 
 async def test_a_drained_scheduler_sends_its_clients_on() -> None:

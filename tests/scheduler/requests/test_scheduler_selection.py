@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from scheduler_doubles import (
-    Steps,
     WorkerDouble,
     answer,
     ids_request,
+    moved,
     reasons_of,
     stack,
 )
@@ -156,21 +154,10 @@ async def test_a_verified_selection_is_exact() -> None:
 
 
 async def test_a_request_keeps_its_selection_and_counts_through_the_death_of_its_worker() -> None:
-    first, second = (selecting_worker(SelectionMethod.COLUMNS, worker_id=name) for name in "01")
-    paces = {worker.worker_id: Steps() for worker in (first, second)}
-    for worker in (first, second):
-        worker.pace = paces[worker.worker_id]
-    async with stack(first, second) as running:
+    workers = [selecting_worker(SelectionMethod.COLUMNS, worker_id=name) for name in "01"]
+    async with stack(*workers) as running:
         asked = asking(40, "columns:0.1")
-        task = asyncio.create_task(running.generate(asked))
-        await running.until(lambda: first.admits or second.admits)
-        victim, heir = (first, second) if first.admits else (second, first)
-        paces[victim.worker_id].allow(7)
-        request = running.manager.requests.running()[0]
-        await running.until(lambda: len(request.output) == 7)
-        paces[heir.worker_id].allow(100)
-        await victim.kill()
-        result = await task
+        result, victim, heir = await moved(running, running.generate(asked), 7)
         assert result.token_ids == answer(PROMPT, 40)
         assert heir.admits[0].selection == victim.admits[0].selection == asked.selection
         assert result.done.usage.selection.step_count == 40, "of both workers"
@@ -178,19 +165,10 @@ async def test_a_request_keeps_its_selection_and_counts_through_the_death_of_its
 
 async def test_after_its_worker_a_request_may_go_on_exactly_and_says_so() -> None:
     first, second = selecting_worker(SelectionMethod.COLUMNS), WorkerDouble("1")
-    paces = {worker.worker_id: Steps() for worker in (first, second)}
-    for worker in (first, second):
-        worker.pace = paces[worker.worker_id]
     async with stack(first, second) as running:
-        task = asyncio.create_task(running.generate(asking(9, "columns:0.1")))
-        await running.until(lambda: bool(first.admits or second.admits))
-        victim, heir = (first, second) if first.admits else (second, first)
-        paces[victim.worker_id].allow(3)
-        request = running.manager.requests.running()[0]
-        await running.until(lambda: len(request.output) == 3)
-        paces[heir.worker_id].allow(100)
-        await victim.kill()
-        usage = (await task).done.usage.selection
+        asked = running.generate(asking(9, "columns:0.1"))
+        result, victim, _ = await moved(running, asked, 3)
+        usage = result.done.usage.selection
         assert usage.step_count == (3 if victim is first else 6)
         assert usage.is_approximate
         assert usage.off_reason == "worker 1 cannot select by columns"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 from scheduler_doubles import (
-    Steps,
     WorkerDouble,
     answer,
     ids_request,
+    moved,
     reasons_of,
     stack,
 )
@@ -113,21 +112,10 @@ async def test_a_method_that_no_worker_has_is_refused() -> None:
 
 
 async def test_a_request_keeps_its_params_and_counts_through_the_death_of_its_worker() -> None:
-    first, second = (drafting_worker(DraftMethod.SUFFIX, worker_id=name) for name in "01")
-    paces = {worker.worker_id: Steps() for worker in (first, second)}
-    for worker in (first, second):
-        worker.pace = paces[worker.worker_id]
-    async with stack(first, second) as running:
+    workers = [drafting_worker(DraftMethod.SUFFIX, worker_id=name) for name in "01"]
+    async with stack(*workers) as running:
         asked = asking(40, method=SUFFIX, num_speculative_tokens=3)
-        task = asyncio.create_task(running.generate(asked))
-        await running.until(lambda: first.admits or second.admits)
-        victim, heir = (first, second) if first.admits else (second, first)
-        paces[victim.worker_id].allow(7)
-        request = running.manager.requests.running()[0]
-        await running.until(lambda: len(request.output) == 7)
-        paces[heir.worker_id].allow(100)
-        await victim.kill()
-        result = await task
+        result, victim, heir = await moved(running, running.generate(asked), 7)
         assert result.token_ids == answer(PROMPT, 40)
         sent = heir.admits[0].speculation
         assert sent == victim.admits[0].speculation
