@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # Helpers (tiny_models.py, ...) are imported by plain name, from whatever folder.
-sys.path[:0] = sorted({str(path.parent) for path in (ROOT / "tests").rglob("*.py")})
+sys.path += sorted({str(path.parent) for path in (ROOT / "tests").rglob("*.py")})
 import fork_server  # noqa: E402
 import forked_python  # noqa: E402
 import reference_cache  # noqa: E402
