@@ -19,11 +19,11 @@ from kvstore_service.eviction.policies import POLICIES
 from kvstore_service.eviction.watermarks import WatermarkEvictor, Watermarks
 from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.metrics import readings
+from kvstore_service.opening import TierSettings, tier_settings, tiers_of
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
 from kvstore_service.stats import StoreInfo
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.disk.format import Division
-from kvstore_service.tiers.opening import TierSettings, tier_settings, tiers_of
 from splitpoint.arena.files import ArenaLost
 from splitpoint.arena.format import Geometry
 from splitpoint.arena.owner import OpenedArena, open_or_create_arena

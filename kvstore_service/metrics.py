@@ -141,7 +141,7 @@ _TRANSFER_FIELDS = (
 
 def _tiers(servicer: KvStoreServicer) -> Iterator[Reading]:
     for stats in tier_stats(servicer.tiers):
-        name = tier_from_proto(stats.tier).value
+        name = stats.engine or tier_from_proto(stats.tier).value
         for metric, field in _TIER_FIELDS:
             yield Reading(metric, getattr(stats, field), (name,))
 

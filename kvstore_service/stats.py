@@ -30,6 +30,7 @@ def _tier_stats(tiers: TierManager, name: Tier) -> pb.TierStats:
     return pb.TierStats(
         tier=tier_to_proto(name),
         location=stats.location,
+        engine=stats.engine,
         is_up=stats.is_up,
         message=stats.message,
         capacity_bytes=stats.capacity_bytes,
@@ -57,6 +58,7 @@ def transfer_stats(transfer: ChunkTransfer | None) -> pb.TransferStats | None:
         is_up=stats.is_up,
         message=stats.message,
         segment=stats.segment,
+        engine=stats.engine,
         interface=stats.interface,
         registered_bytes=stats.registered_bytes,
         read_bytes=stats.read_bytes,

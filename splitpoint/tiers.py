@@ -11,14 +11,14 @@ class Tier(StrEnum):
 
     ARENA = "arena"
     DISK = "disk"
-    MOONCAKE = "mooncake"  # a pool of several hosts' memory
+    POOL = "pool"  # several hosts' memory
 
 
 class Transfer(StrEnum):
     """How chunks move between the stores of two hosts."""
 
-    GRPC = "grpc"
-    MOONCAKE = "mooncake"
+    STREAM = "stream"  # a gRPC stream from the other store
+    DIRECT = "direct"  # the own store's transfer engine reads the other store's arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,23 @@ class ChunkSource:
         if bool(self.address) == (self.tier is not Tier.ARENA):
             raise ValueError("a source is another store, or a tier of the own store")
 
-    def rate_key(self, transfer: Transfer = Transfer.GRPC) -> str:
+    def rate_key(self, transfer: Transfer = Transfer.STREAM) -> str:
         """Return the source's key in `Profile.remote_bytes_per_second`."""
         if not self.address:
             return self.tier.value
-        return self.address if transfer is Transfer.GRPC else f"{self.address} {transfer.value}"
+        return self.address if transfer is Transfer.STREAM else f"{self.address} {transfer.value}"
 
     @staticmethod
     def transfer_of(rate_key: str) -> Transfer:
-        """Return the transfer that the rate of a key is of; GRPC also for tiers."""
-        is_mooncake = rate_key.endswith(f" {Transfer.MOONCAKE.value}")
-        return Transfer.MOONCAKE if is_mooncake else Transfer.GRPC
+        """Return the transfer that the rate of a key is of; STREAM also for tiers."""
+        is_direct = rate_key.endswith(f" {Transfer.DIRECT.value}")
+        return Transfer.DIRECT if is_direct else Transfer.STREAM
 
     @staticmethod
     def words_of(rate_key: str) -> str:
         """Return the source and the transfer of a key in words."""
-        if ChunkSource.transfer_of(rate_key) is Transfer.MOONCAKE:
-            return f"{rate_key.removesuffix(f' {Transfer.MOONCAKE.value}')} by Mooncake"
+        if ChunkSource.transfer_of(rate_key) is Transfer.DIRECT:
+            return f"{rate_key.removesuffix(f' {Transfer.DIRECT.value}')} by direct reads"
         return f"the {rate_key} tier" if rate_key in list(Tier) else rate_key
 
     def __str__(self) -> str:

@@ -177,8 +177,16 @@ def test_a_client_starts_without_what_extras_bring(program: str) -> None:
     assert tops & {module for modules in extras.MODULES.values() for module in modules} == set()
 
 
-def test_only_its_own_process_imports_mooncake() -> None:
+def test_only_its_own_process_imports_the_transfer_engine() -> None:
     """A store imports the modules that do so in a function of the child's program."""
+    package = "kvstore_service.mooncake"
+    users = {
+        name
+        for name, tree in sources(*ALLOWED)
+        for module in imported(tree)
+        if module.startswith(package) and not name.startswith(package.replace(".", "/"))
+    }
+    assert users == {"kvstore_service/opening.py"}
     importers = {
         name
         for name, tree in sources(*ALLOWED)
@@ -188,7 +196,7 @@ def test_only_its_own_process_imports_mooncake() -> None:
     assert importers == {
         f"kvstore_service/mooncake/{name}.py" for name in ("engine", "pool_client")
     }
-    for program in ("kvstore_service.__main__", "kvstore_service.mooncake.opening"):
+    for program in ("kvstore_service.__main__", "kvstore_service.opening"):
         loaded = loaded_at_start(program)
         assert "kvstore_service.mooncake.settings" in loaded
         assert not loaded & {
@@ -280,6 +288,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "mooncake",
         "tiers.disk",
         "tiers",
+        "opening",
     ),
     "worker_service": (
         *("checkpoint", "hardware", "lanes", "device", "kernels", "weights", "model", "graphs"),

@@ -124,7 +124,7 @@ def check_load(request: pb.LoadChunksRequest) -> ChunkSource:
         return ChunkSource(check_address(request.source_address))
     tier = tier_from_proto(request.tier)
     if tier is Tier.ARENA:
-        raise InvalidArgument("chunks are loaded from the disk or the Mooncake tier", field="tier")
+        raise InvalidArgument("chunks are loaded from the disk or the pool tier", field="tier")
     return ChunkSource(tier=tier)
 
 

@@ -1,1 +1,1 @@
-"""Mooncake, in processes of its own: transfers from other stores, and the pool of their memory."""
+"""The engine of transfers from other stores and of the pool, in processes of its own."""

@@ -1,4 +1,4 @@
-"""Messages between a store and its Mooncake process: JSON, one a line."""
+"""Messages between a store and its engine's process: JSON, one a line."""
 
 from __future__ import annotations
 

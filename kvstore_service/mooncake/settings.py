@@ -22,8 +22,10 @@ from importlib.util import find_spec
 from splitpoint.config import check_address, parse_size
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import MissingExtra
-from splitpoint.tiers import Transfer
+from splitpoint.options.store import OPEN_NETWORK, TIER_POOL, TIER_POOL_MEMORY, TIER_POOL_REPLICAS
 
+# As --transfer, GetStats, metrics and the extra have it.
+NAME = "mooncake"
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 16  # IFNAMSIZ, with the zero at the end
 
@@ -100,7 +102,7 @@ LIBRARIES = {
 
 
 def has_wheel() -> bool:
-    return find_spec("mooncake") is not None
+    return find_spec(NAME) is not None
 
 
 def missing_packages() -> list[str]:
@@ -160,7 +162,7 @@ class MooncakeSettings:
 
 def settings_of(arguments: argparse.Namespace) -> MooncakeSettings | None:
     """Return None if the options use no Mooncake. Raises InvalidArgument, MissingExtra."""
-    has_transfer = arguments.transfer == Transfer.MOONCAKE
+    has_transfer = arguments.transfer == NAME
     pool = _pool_of(arguments)
     interface = arguments.transfer_interface
     if not has_transfer and pool is None:
@@ -176,8 +178,8 @@ def settings_of(arguments: argparse.Namespace) -> MooncakeSettings | None:
     option = "--transfer mooncake" if has_transfer else "--tier-mooncake"
     if interface is None:
         raise InvalidArgument(
-            f"{option} needs --transfer-interface NAME: Mooncake has neither encryption nor "
-            "authentication, so name the private network that it may listen on",
+            f"{option} needs --transfer-interface NAME: {OPEN_NETWORK}, so name the private "
+            "network that it may listen on",
             field="transfer-interface",
         )
     if arguments.tokens is not None and not arguments.trusted_network:
@@ -188,20 +190,20 @@ def settings_of(arguments: argparse.Namespace) -> MooncakeSettings | None:
         )
     address_of(interface)
     if not has_wheel():
-        raise MissingExtra(option, "mooncake", "mooncake")
+        raise MissingExtra(option, NAME, NAME)
     return MooncakeSettings(interface, has_transfer, pool)
 
 
 def _pool_of(arguments: argparse.Namespace) -> PoolSettings | None:
-    master = arguments.tier_mooncake
-    memory = parse_size(arguments.tier_mooncake_memory, field="tier-mooncake-memory")
+    master, replicas = arguments.tier_pool, arguments.tier_pool_replicas
+    memory = parse_size(arguments.tier_pool_memory, field=TIER_POOL_MEMORY.name)
     if master is None:
-        for name, is_given in (
-            ("tier-mooncake-memory", memory != 0),
-            ("tier-mooncake-replicas", arguments.tier_mooncake_replicas != 1),
+        for given, is_given in (
+            (TIER_POOL_MEMORY, memory != 0),
+            (TIER_POOL_REPLICAS, replicas != 1),
         ):
             if is_given:
-                raise InvalidArgument(f"--{name} needs --tier-mooncake", field=name)
+                raise InvalidArgument(f"{given.flag} needs {TIER_POOL.flag}", field=given.name)
         return None
     try:
         is_of_network = not check_address(master).startswith("unix:")
@@ -209,8 +211,8 @@ def _pool_of(arguments: argparse.Namespace) -> PoolSettings | None:
         is_of_network = False
     if not is_of_network:
         raise InvalidArgument(
-            f"--tier-mooncake: {master!r} is not the HOST:PORT of a Mooncake master (example: "
+            f"{TIER_POOL.flag}: {master!r} is not the HOST:PORT of a Mooncake master (example: "
             "rack-1:50051)",
-            field="tier-mooncake",
+            field=TIER_POOL.name,
         )
-    return PoolSettings(master, memory, arguments.tier_mooncake_replicas)
+    return PoolSettings(master, memory, replicas)

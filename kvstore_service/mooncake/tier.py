@@ -12,6 +12,7 @@ from kvstore_service.mooncake.process import (
     MooncakeProcess,
     pool_seconds_for,
 )
+from kvstore_service.mooncake.settings import NAME
 from kvstore_service.mooncake.trailer import DAMAGED
 from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.tiers.tier import TierStats
@@ -31,12 +32,14 @@ class MooncakeTier:
         self.on_change: Callable[[Sequence[bytes]], None] | None = None
         self._process = process
         self._chunk_bytes = chunk_bytes
-        self._stats = TierStats(location=master, is_up=False, message=process.pool_message)
+        self._stats = TierStats(
+            location=master, engine=NAME, is_up=False, message=process.pool_message
+        )
         process.on_pool = self._set_state
 
     @property
     def tier(self) -> Tier:
-        return Tier.MOONCAKE
+        return Tier.POOL
 
     @property
     def stats(self) -> TierStats:

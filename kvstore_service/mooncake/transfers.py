@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvstore_service.mooncake.process import MooncakeProcess, seconds_for
+from kvstore_service.mooncake.settings import NAME
 from kvstore_service.tiers.tier import TransferEndpoint, TransferStats
 from splitpoint.errors import FailedPrecondition, SplitpointError, Unavailable
 from splitpoint.keys import KEY_BYTES
@@ -41,7 +42,7 @@ class MooncakeTransfer:
         self._reader = reader
         self._layout = layout
         self._identity = identity
-        self._stats = TransferStats(server.stats.interface)
+        self._stats = TransferStats(server.stats.interface, engine=NAME)
 
     @property
     def stats(self) -> TransferStats:

@@ -16,11 +16,13 @@ class TierStats:
     """Facts and counts of one tier since the start; see TierStats in kvstore.proto.
 
     Attributes:
+        engine: name of what keeps a pool's chunks; empty: the store itself keeps them.
         message: why it is away; empty if it is up.
         capacity_bytes, used_bytes, chunk_count: 0 if unknown.
     """
 
     location: str
+    engine: str = ""
     is_up: bool = True
     message: str = ""
     capacity_bytes: int = 0
@@ -64,7 +66,7 @@ class ChunkTier(ChunkSource, Protocol):
     run for chunks that leave the arena meanwhile: their slots keep their bytes until it returns.
 
     Attributes:
-        tier: DISK or MOONCAKE.
+        tier: DISK or POOL.
         stats: updated in place by the tier; read on the event loop. `read` counts chunks that
             are missing or have a damaged record, `drop` counts its keys as damaged.
         on_change: is called on the event loop with the keys of chunks that the tier stored or
@@ -106,6 +108,7 @@ class TransferStats:
     """Facts and counts of the engine since the start; see TransferStats in kvstore.proto."""
 
     interface: str
+    engine: str = ""
     is_up: bool = False
     message: str = ""
     segment: str = ""

@@ -35,7 +35,7 @@ _RETRY_SECONDS = 1.0
 # Chunks that were written and not missed since. A pool tells nothing else without I/O.
 _MOST_KNOWN = 65_536
 # They are written again after this time, since a pool evicts by itself, and hosts leave it.
-# Mooncake moves no payload for a chunk that it has.
+# A pool moves no payload for a chunk that it has.
 KNOWN_SECONDS = 60.0
 
 

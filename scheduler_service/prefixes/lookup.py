@@ -233,7 +233,7 @@ def by_worker(
     instances |= {store.address: store.instance_id for store in advertised}
     layouts = {w.kvstore_address: w.layout_hash for w in known}
     layouts |= {store.address: store.layout_hash for store in advertised}
-    pooled = {store.address for store in advertised if Tier.MOONCAKE.value in store.tiers}
+    pooled = {store.address for store in advertised if Tier.POOL.value in store.tiers}
     own: dict[str, int] = {}
     sources: dict[str, tuple[FetchSource, ...]] = {}
     for worker in workers:
@@ -271,8 +271,8 @@ def _tiers(
         for tier, tokens in store.tiers.items():
             held[tier] = max(tokens, held.get(tier, 0))
     for store in pool:
-        tokens = store.tiers.get(Tier.MOONCAKE, 0)
-        held[Tier.MOONCAKE] = max(tokens, held.get(Tier.MOONCAKE, 0))
+        tokens = store.tiers.get(Tier.POOL, 0)
+        held[Tier.POOL] = max(tokens, held.get(Tier.POOL, 0))
     return [FetchSource("", held[tier], tier) for tier in Tier if held.get(tier, 0) > arena_tokens]
 
 

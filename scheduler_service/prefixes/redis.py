@@ -85,7 +85,7 @@ class RedisCatalog:
         """Ask one store of each layout what its pool holds; none that is asked anyway."""
         asked: dict[bytes, str] = {}
         for store in stores:
-            if Tier.MOONCAKE.value in store.tiers and store.address not in query.stores:
+            if Tier.POOL.value in store.tiers and store.address not in query.stores:
                 asked.setdefault(store.layout_hash, store.address)
         if not asked:
             return {}

@@ -431,7 +431,7 @@ class ExplainOptions(TypedDict, total=False):
     # Cached tokens in another host's store, and its address: does fetching them pay?
     remote_cached_tokens: int | None
     remote_store_address: str | None
-    # Or in a tier of the worker's own store: DISK or MOONCAKE.
+    # Or in a tier of the worker's own store: DISK or POOL.
     tier: Tier | None
 
 

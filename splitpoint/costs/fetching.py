@@ -41,7 +41,7 @@ class SourceRate:
 
     bytes_per_second: float
     basis: Basis
-    transfer: Transfer = Transfer.GRPC
+    transfer: Transfer = Transfer.STREAM
 
     def __str__(self) -> str:
         note = "" if self.basis is Basis.MEASURED else f" ({self.basis.value})"
@@ -55,9 +55,9 @@ class SourceRate:
 def rate_of(profile: Profile, source: ChunkSource) -> SourceRate:
     """Return the rate at which a worker with this profile gets chunks from `source`.
 
-    That of Mooncake's Transfer Engine if the worker has used it for this source: it uses it again.
+    That of direct reads if the worker has used them for this source: it uses them again.
     """
-    for transfer in (Transfer.MOONCAKE, Transfer.GRPC):
+    for transfer in (Transfer.DIRECT, Transfer.STREAM):
         key = source.rate_key(transfer)
         if key in profile.remote_bytes_per_second:
             return SourceRate(profile.remote_bytes_per_second[key], _basis(profile, key), transfer)

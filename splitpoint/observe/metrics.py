@@ -39,7 +39,7 @@ class Needs(enum.StrEnum):
     RAPL = "readable RAPL counters"
     EMULATED_LINK = "a GPU or an emulated link"
     TIER = "a tier behind the arena"
-    TRANSFER = "Mooncake's transfers"
+    TRANSFER = "a transfer engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +243,11 @@ STORE_REMOTE_BYTES = _store.counter(
     "store_remote_bytes_total", "Payload bytes that other hosts read over gRPC."
 )
 
-# -- the store: tiers behind the arena, and transfers by Mooncake -----------------------------
+# -- the store: tiers behind the arena, and the transfer engine ------------------------------
 
 STORE_TIER_UP = _tier.gauge(
     "store_tier_up",
-    "1 while the tier (disk, mooncake) is read and written, 0 while it is away.",
+    "1 while the tier (disk, or a pool's engine) is read and written, 0 while it is away.",
     "tier",
 )
 STORE_TIER_CAPACITY_BYTES = _tier.gauge(

@@ -41,6 +41,7 @@ class Option(Generic[T_co]):
         least, most: inclusive bounds of a number.
         former_name: a name of earlier versions that is still understood; empty if there is none.
         is_rare: True if the `--help` of `up` and `generate` leaves the option out.
+        dest: the name of the value in Python; empty: the name with underscores.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Option(Generic[T_co]):
     is_repeatable: bool = False
     former_name: str = ""
     is_rare: bool = False
+    dest: str = ""
 
     @property
     def flag(self) -> str:
@@ -68,7 +70,7 @@ class Option(Generic[T_co]):
     @property
     def field(self) -> str:
         """The name of the value in Python."""
-        return self.name.replace("-", "_")
+        return self.dest or self.name.replace("-", "_")
 
     def check(self, value: object) -> None:
         """Raise InvalidArgument if the value is no choice, size or rate, or out of bounds.
@@ -132,6 +134,7 @@ class Option(Generic[T_co]):
         else:
             parser.add_argument(
                 *self.flags,
+                dest=self.field,
                 type=self.kind,
                 default=self.default,
                 required=self.is_required,

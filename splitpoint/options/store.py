@@ -8,7 +8,6 @@ from splitpoint.host.huge_pages import WISHES
 from splitpoint.options.option import RATE, SIZE, Option, Section
 from splitpoint.options.service import ADVERTISE, COMMON
 from splitpoint.shapes import DataType, Encoding, WeightFormat
-from splitpoint.tiers import Transfer
 
 # Distance of --evict-to below --evict-above if it is not given.
 WATERMARK_GAP = 0.05
@@ -158,23 +157,25 @@ TIER_DISK: Option[Path | None] = Option(
 TIER_DISK_SIZE: Option[str] = Option(
     "tier-disk-size", str, "0", "Largest size of the disk tier's files in bytes.", unit=SIZE
 )
-TIER_MOONCAKE: Option[str | None] = Option(
+TIER_POOL: Option[str | None] = Option(
     "tier-mooncake",
     str,
     None,
     "Address of a Mooncake master, whose pool of memory keeps chunks, too; absent: none.",
     unit="HOST:PORT",
     is_rare=True,
+    dest="tier_pool",
 )
-TIER_MOONCAKE_MEMORY: Option[str] = Option(
+TIER_POOL_MEMORY: Option[str] = Option(
     "tier-mooncake-memory",
     str,
     "0",
     "Memory in bytes that this store gives to Mooncake's pool.",
     unit=SIZE,
     is_rare=True,
+    dest="tier_pool_memory",
 )
-TIER_MOONCAKE_REPLICAS: Option[int] = Option(
+TIER_POOL_REPLICAS: Option[int] = Option(
     "tier-mooncake-replicas",
     int,
     1,
@@ -183,6 +184,7 @@ TIER_MOONCAKE_REPLICAS: Option[int] = Option(
     least=1,
     most=8,
     is_rare=True,
+    dest="tier_pool_replicas",
 )
 TIER_ADMISSION: Option[str] = Option(
     "tier-admission",
@@ -200,14 +202,16 @@ TIER_RATE: Option[str | None] = Option(
     unit=RATE,
     is_rare=True,
 )
+# Of the transfer engine and its pool.
+OPEN_NETWORK = "Mooncake has neither encryption nor authentication"
 TRANSFER: Option[str] = Option(
     "transfer",
     str,
-    Transfer.GRPC.value,
+    "grpc",
     "How chunks come from other hosts' stores; mooncake: by its Transfer Engine, which has neither "
     "encryption nor authentication.",
-    choices=tuple(each.value for each in Transfer),
     is_rare=True,
+    choices=("grpc", "mooncake"),
 )
 TRANSFER_INTERFACE: Option[str | None] = Option(
     "transfer-interface",
@@ -271,9 +275,9 @@ SECTIONS = (
         (
             TIER_DISK,
             TIER_DISK_SIZE,
-            TIER_MOONCAKE,
-            TIER_MOONCAKE_MEMORY,
-            TIER_MOONCAKE_REPLICAS,
+            TIER_POOL,
+            TIER_POOL_MEMORY,
+            TIER_POOL_REPLICAS,
             TIER_ADMISSION,
             TIER_RATE,
         ),

@@ -322,8 +322,8 @@ class Plan:
     device_tokens: int = 0
     # Where fetched tokens come from: another store's address, or the name of a tier.
     fetch_source: str = ""
-    # How they come from another store: "mooncake" or "grpc"; after the request, how they came,
-    # which may be "mooncake, grpc". Empty: they come from a tier, or there are none.
+    # How they come from another store: "direct" or "stream"; after the request, how they came,
+    # which may be "direct, stream". Empty: they come from a tier, or there are none.
     fetch_transfer: str = ""
     # Predicted seconds of computing what is restored from token ids. 0: nothing, or unknown.
     predicted_recompute_seconds: float = 0.0

@@ -27,7 +27,7 @@ from splitpoint.tiers import ChunkSource, Tier, Transfer
 _BALANCED = 0.9
 # Link or device limits a restore if it is busy for this part of it.
 _LIMITS = 0.5
-_TRANSFER_NAMES = {Transfer.GRPC.value: "gRPC", Transfer.MOONCAKE.value: "Mooncake"}
+_TRANSFER_NAMES = {Transfer.STREAM.value: "gRPC", Transfer.DIRECT.value: "direct reads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ def _fetch(
     missing: int,
 ) -> str:
     verb = "loading" if source in list(Tier) else "fetching"
-    by = " by Mooncake" if transfer == Transfer.MOONCAKE.value else ""
+    by = " by direct reads" if transfer == Transfer.DIRECT.value else ""
     recomputed = f"the {missing:,} that the device lacks" if missing else "them"
     return (
         f"{verb} {counted(tokens, 'token')} from {ChunkSource.words_of(source)}{by} "

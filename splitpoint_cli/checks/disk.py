@@ -8,6 +8,7 @@ from pathlib import Path
 
 from splitpoint.config import format_size, parse_size
 from splitpoint.errors import InvalidArgument
+from splitpoint.options import store
 from splitpoint.shapes import ArenaLayout
 from splitpoint_cli.checks.finding import Finding, Places, Verdict, read_text
 
@@ -121,7 +122,7 @@ def _place(folder: Path, wanted: int, places: Places) -> Finding:
             Verdict.WARNING,
             f"{text}: a network's file system is slow, and can hang",
             "Name a folder on a disk of this host: --tier-disk DIR; a pool of several hosts' "
-            "memory is --tier-mooncake (docs/tiers.md)",
+            f"memory is {store.TIER_POOL.flag} (docs/tiers.md)",
         )
     if wanted > free + used:
         return Finding(

@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from splitpoint.config import counted, format_rate, format_size
+from splitpoint.options.store import TIER_POOL_MEMORY
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 
-_NAMES = {types_pb2.TIER_DISK: "disk", types_pb2.TIER_MOONCAKE: "mooncake"}
+_NAMES = {types_pb2.TIER_DISK: "disk", types_pb2.TIER_POOL: "pool"}
 # Share of the chunks bound for a tier: a larger share of dropped ones is a finding.
 _DROPPED_SHARE = 0.1
 _LEAST_DROPPED = 100
 
 
 def tier_name(tier: pb.TierStats) -> str:
-    """Return the tier's name as options and metrics have it: "disk" or "mooncake"."""
+    """Return the tier's name as plans have it: "disk" or "pool"."""
     return _NAMES.get(tier.tier, "unknown")
 
 
 def tier_title(tier: pb.TierStats) -> str:
     """Return what people call the tier."""
-    return {"disk": "disk tier", "mooncake": "Mooncake pool"}.get(tier_name(tier), "unknown tier")
+    titles = {"disk": "disk tier", "pool": f"{tier.engine.capitalize()} pool".strip()}
+    return titles.get(tier_name(tier), "unknown tier")
 
 
 def tiers_json(stats: pb.GetStatsResponse) -> dict[str, object]:
@@ -30,6 +32,7 @@ def tiers_json(stats: pb.GetStatsResponse) -> dict[str, object]:
         "tiers": [
             {
                 "tier": tier_name(tier),
+                "engine": tier.engine,
                 "location": tier.location,
                 "is_up": tier.is_up,
                 "message": tier.message,
@@ -61,6 +64,7 @@ _TIER_FIELDS = (
     "dropped_chunk_count",
 )
 _TRANSFER_FIELDS = (
+    "engine",
     "is_up",
     "message",
     "segment",
@@ -78,7 +82,8 @@ def tier_lines(stats: pb.GetStatsResponse) -> Iterator[str]:
     for tier in stats.tiers:
         yield f"  {tier_title(tier)} {tier.location}: {', '.join(_tier_parts(tier))}"
     if stats.HasField("transfer"):
-        yield f"  Mooncake transfers: {', '.join(_transfer_parts(stats))}"
+        engine = stats.transfer.engine.capitalize()
+        yield f"  {engine} transfers: {', '.join(_transfer_parts(stats))}"
 
 
 def _tier_parts(tier: pb.TierStats) -> Iterator[str]:
@@ -129,7 +134,7 @@ def problems(address: str, stats: pb.GetStatsResponse) -> Iterator[tuple[str, st
         yield from _tier_problems(address, tier)
     if stats.HasField("transfer") and not stats.transfer.is_up:
         yield (
-            f"store {address} cannot transfer by Mooncake",
+            f"store {address} cannot transfer by {stats.transfer.engine.capitalize()}",
             stats.transfer.message,
             "nothing fails: chunks come by gRPC until it is back, which it tries by itself; "
             "the store's log says what is missing",
@@ -175,5 +180,6 @@ def _tier_problems(address: str, tier: pb.TierStats) -> Iterator[tuple[str, str,
             "a faster or larger disk, --evict-above so that chunks are written earlier, or "
             "--tier-admission second-use so that fewer are"
             if is_disk
-            else "more memory in the pool (--tier-mooncake-memory), or --tier-admission second-use",
+            else f"more memory in the pool ({TIER_POOL_MEMORY.flag}), or --tier-admission "
+            "second-use",
         )

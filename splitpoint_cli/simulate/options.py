@@ -25,7 +25,7 @@ from splitpoint_cli.simulate.costs import Overheads
 from splitpoint_cli.simulate.device_types import DEVICE_TYPES, DeviceType, device_type
 from splitpoint_cli.simulate.measures import GOALS
 from splitpoint_cli.simulate.run import Fleet, Load
-from splitpoint_cli.traces.generators import PUBLISHED
+from splitpoint_cli.traces.generators import CONVERSATION, PUBLISHED
 
 _FLEET = "Fleet"
 _LOAD = "Load"
@@ -118,7 +118,7 @@ REQUEST_OVERHEAD: Option[float] = Option(
 TRACE: Option[str] = Option(
     "trace",
     str,
-    "mooncake-conversation",
+    CONVERSATION,
     f"Requests: a file (JSON lines or CSV), or a made one of {', '.join(PUBLISHED)}.",
     unit="FILE|NAME",
 )
@@ -209,8 +209,8 @@ SavedTrace = Annotated[
     Path | None,
     typer.Option(
         "--save-trace",
-        help="Write the trace, before its factors, to this file: .csv, or else Mooncake's JSON "
-        "lines; absent: do not.",
+        help="Write the trace, before its factors, to this file: .csv, or else JSON lines; "
+        "absent: do not.",
         metavar="FILE",
         rich_help_panel=_RESULT,
     ),

@@ -211,7 +211,7 @@ class _OwnOptions:
 
     tier_disk: str | None = of(TIER_DISK, _TIERS)
     tier_disk_size: str = of(store.TIER_DISK_SIZE, _TIERS)
-    tier_mooncake: str | None = of(store.TIER_MOONCAKE, _TIERS)
+    tier_pool: str | None = of(store.TIER_POOL, _TIERS)
     transfer: str = of(store.TRANSFER, _TIERS)
     trusted_network: bool = of(store.TRUSTED_NETWORK, _TIERS)
     server_key_file: str | None = of(SERVER_KEY_FILE, _TIERS)

@@ -308,8 +308,8 @@ def print_summary(stack: Stack, addresses: Sequence[str], http: str | None = Non
     if stack.tier_disk is not None:
         folder, size = stack.tier_disk
         out.print(f"  disk tier  {escape(str(folder))}, at most {config.format_size(size)}")
-    if stack.tier_mooncake is not None:
-        out.print(f"  pool       Mooncake's, master {stack.tier_mooncake}")
+    if stack.tier_pool is not None:
+        out.print(f"  pool       master {stack.tier_pool}")
     if stack.pages.reason:
         out.print(f"  pages      {counted(stack.pages.tokens, 'token')}: {stack.pages.reason}")
     if stack.metrics:

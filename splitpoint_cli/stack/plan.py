@@ -17,12 +17,12 @@ from splitpoint.host.memory import default_host_memory
 from splitpoint.host.processor import compiler, spin_environment
 from splitpoint.observe.logs import LogFormat
 from splitpoint.observe.tracing import collector_url
+from splitpoint.options import store
 from splitpoint.options.cpu_kernels import check_cpu_kernels, with_panels
 from splitpoint.options.scheduler import read_served_names
 from splitpoint.options.speculation import read_speculative_config
 from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import Encoding, ModelShape, Numerics, WeightFormat
-from splitpoint.tiers import Transfer
 from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity
 from splitpoint_cli.checks.gpu import FreeMemory, ask_free_memory
@@ -72,8 +72,8 @@ class Stack:
     # kept arena, beside a disk tier's.
     key: Path
     other_keys: tuple[Path, ...]
-    # Address of the Mooncake master; None: there is none.
-    tier_mooncake: str | None
+    # Address of the pool's master; None: there is none.
+    tier_pool: str | None
     store_address: str
     worker_addresses: tuple[str, ...]
     # Where the schedulers listen, in order.
@@ -162,7 +162,7 @@ def plan_stack(
         tier_disk=_tier_disk(options),
         key=places.key,
         other_keys=places.other_keys,
-        tier_mooncake=options.tier_mooncake,
+        tier_pool=options.tier_pool,
         store_address=places.store,
         worker_addresses=places.workers,
         listens=places.listens,
@@ -237,7 +237,7 @@ def _check(options: StackOptions) -> Identity:
     page_tokens_of(options.page_tokens)
     check_cpu_kernels(options.cpu_kernels)
     _check_numerics(options)
-    _check_mooncake(options)
+    _check_network(options)
     read_redis_options(
         options.redis, password_file=options.redis_password_file, ca_file=options.redis_ca
     )
@@ -269,17 +269,16 @@ def _check_numerics(options: StackOptions) -> None:
         )
 
 
-def _check_mooncake(options: StackOptions) -> None:
-    """Raise InvalidArgument for Mooncake beside tokens, unless its network is trusted.
+def _check_network(options: StackOptions) -> None:
+    """Raise InvalidArgument for a transfer engine beside tokens, unless its network is trusted.
 
     The store of a stack is private and gets no tokens, so it cannot refuse this by itself.
     """
-    uses_mooncake = options.transfer == Transfer.MOONCAKE or options.tier_mooncake is not None
-    if uses_mooncake and options.tokens is not None and not options.trusted_network:
+    has_engine = options.transfer != store.TRANSFER.default or options.tier_pool is not None
+    if has_engine and options.tokens is not None and not options.trusted_network:
         raise InvalidArgument(
-            "Mooncake has neither encryption nor authentication, which --tokens would be for: "
-            "give --trusted-network if no stranger reaches --transfer-interface, or leave "
-            "Mooncake off (docs/tiers.md)",
+            f"{store.OPEN_NETWORK}, which --tokens would be for: give --trusted-network if no "
+            "stranger reaches --transfer-interface, or leave it off (docs/tiers.md)",
             field="trusted_network",
         )
 

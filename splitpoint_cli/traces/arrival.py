@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# Tokens of a block that `hash_ids` name, in Mooncake's format.
+# Tokens of a block that `hash_ids` name.
 BLOCK_TOKENS = 512
 
 

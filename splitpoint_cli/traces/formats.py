@@ -1,6 +1,7 @@
 """Traces by name: made ones, and files in either of two formats, whose values are checked.
 
-Mooncake's format is JSON lines with `timestamp` (ms), lengths, and ids of blocks of 512 tokens.
+JSON lines, as those of the published conversations, have `timestamp` (ms), lengths, and ids of
+blocks of 512 tokens.
 `tenant` and `priority` are ours; other readers pass them over. They are written only if a request
 has them.
 
@@ -238,7 +239,7 @@ def load_trace(
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a file: CSV if its name ends with .csv, else Mooncake's JSON lines.
+    """Read a file: CSV if its name ends with .csv, else JSON lines.
 
     Requests are put in order of arrival. Raises InvalidArgument with the file and the line.
     """

@@ -40,8 +40,9 @@ class Published:
     seen_share: float | None = None
 
 
+CONVERSATION, SYNTHETIC = "mooncake-conversation", "mooncake-synthetic"
 PUBLISHED: dict[str, Published] = {
-    "mooncake-conversation": Published(
+    CONVERSATION: Published(
         12_031,
         3.40,
         1.0,
@@ -52,7 +53,7 @@ PUBLISHED: dict[str, Published] = {
         ((0, 1), (0.2, 85), (0.5, 350), (0.9, 597), (1, 1_500)),
         seen_share=0.37,
     ),
-    "mooncake-synthetic": Published(
+    SYNTHETIC: Published(
         3_993,
         3.91,
         1.0,

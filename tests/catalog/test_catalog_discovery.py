@@ -224,7 +224,7 @@ async def test_the_better_store_of_another_worker_is_named_as_a_source() -> None
         assert (command.source_store_address, command.source_cached_tokens) == (there, 64)
         assert (command.plan.fetched_tokens, command.plan.cached_tokens) == (64, 64)
         why = reasons_of(command.plan)
-        assert why[ReasonKind.FETCH][:5] == (64, there, "grpc", 1e9, "assumed")
+        assert why[ReasonKind.FETCH][:5] == (64, there, "stream", 1e9, "assumed")
         assert command.plan.predicted_ttft_seconds > command.plan.predicted_fetch_seconds > 0
         # The double fetched nothing, and says so.
         assert result.done.plan.fetched_tokens == 0

@@ -97,7 +97,7 @@ def test_a_fast_way_is_taken_and_counted() -> None:
     without, _ = plan_attempt(FACTS, GRANT, token_count=160, cached_tokens=96)
     assert plan.predicted_ttft_seconds == pytest.approx(without.predicted_ttft_seconds + expected)
     assert plan.predicted_ttft_seconds < alone.predicted_ttft_seconds
-    assert dict(plan.reasons)[ReasonKind.FETCH][:5] == (80, B, "grpc", 1e12, "measured")
+    assert dict(plan.reasons)[ReasonKind.FETCH][:5] == (80, B, "stream", 1e12, "measured")
     assert plan_from_proto(plan_to_proto(in_words(plan))) == in_words(plan)
 
 
@@ -105,38 +105,38 @@ def test_a_slow_way_is_not_taken() -> None:
     slow = replace(PROFILE, remote_bytes_per_second={B: 1e4})
     plan, _ = attempt(FetchSource(B, 100), profile=slow)
     assert plan.fetched_tokens == plan.cached_tokens == 0
-    assert dict(plan.reasons)[ReasonKind.NO_FETCH][:4] == (96, B, "grpc", 1e4)
+    assert dict(plan.reasons)[ReasonKind.NO_FETCH][:4] == (96, B, "stream", 1e4)
 
 
 def test_an_unmeasured_way_is_assumed_and_said_so() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
     plan, _ = attempt(FetchSource(B, 100), profile=slow)
-    assert rate_said(plan) == ("grpc", 1e9, "assumed")
+    assert rate_said(plan) == ("stream", 1e9, "assumed")
 
 
 def test_a_rate_that_has_aged_back_is_assumed_again() -> None:
-    key = ChunkSource(B).rate_key(Transfer.MOONCAKE)
+    key = ChunkSource(B).rate_key(Transfer.DIRECT)
     rates = {key: ASSUMED_BYTES_PER_SECOND}
     slow = replace(PROFILE, prefill_flops_per_second=1e6, remote_bytes_per_second=rates)
     plan, _ = attempt(FetchSource(B, 100), profile=slow)
-    assert rate_said(plan) == ("mooncake", 1e9, "assumed")
+    assert rate_said(plan) == ("direct", 1e9, "assumed")
     measured = replace(slow, remote_bytes_per_second={key: 1.001e9})
     plan, _ = attempt(FetchSource(B, 100), profile=measured)
-    assert rate_said(plan) == ("mooncake", 1.001e9, "measured")
+    assert rate_said(plan) == ("direct", 1.001e9, "measured")
     # On its way back it is neither.
     aged = replace(slow, remote_bytes_per_second={key: 8e8}, aged_sources=(key,))
     plan, _ = attempt(FetchSource(B, 100), profile=aged)
-    assert rate_said(plan) == ("mooncake", 8e8, "aged")
+    assert rate_said(plan) == ("direct", 8e8, "aged")
 
 
 def test_rates_in_words() -> None:
-    rates = {"disk": 8e8, "mooncake": 1e9, "a:1": 2e9, "a:1 mooncake": 3e9}
-    profile = replace(PROFILE, remote_bytes_per_second=rates, aged_sources=("disk", "mooncake"))
+    rates = {"disk": 8e8, "pool": 1e9, "a:1": 2e9, "a:1 direct": 3e9}
+    profile = replace(PROFILE, remote_bytes_per_second=rates, aged_sources=("disk", "pool"))
     assert [f"{name} at {rate}" for name, rate in known_rates(profile)] == [
         "a:1 at 2 GB/s",
-        "a:1 by Mooncake at 3 GB/s",
+        "a:1 by direct reads at 3 GB/s",
         "the disk tier at 0.8 GB/s (aged)",
-        "the mooncake tier at 1 GB/s (assumed)",
+        "the pool tier at 1 GB/s (assumed)",
     ]
 
 
@@ -171,10 +171,10 @@ def test_what_was_fetched_corrects_the_plan() -> None:
     assert (happened.cached_tokens, happened.fetched_tokens) == (96, 96)
     assert happened.reasons[-1] == (ReasonKind.FETCHED, (96, "", 0.31))
     # By whatever it was planned.
-    fast = replace(slow, remote_bytes_per_second={f"{B} mooncake": 2e9})
+    fast = replace(slow, remote_bytes_per_second={f"{B} direct": 2e9})
     planned, _ = attempt(FetchSource(B, 100), profile=fast)
-    assert (plan.fetch_transfer, planned.fetch_transfer) == ("grpc", "mooncake")
-    for told in ("mooncake", "grpc", "mooncake, grpc"):
+    assert (plan.fetch_transfer, planned.fetch_transfer) == ("stream", "direct")
+    for told in ("direct", "stream", "direct, stream"):
         report.fetch_transfer = told
         happened = actual_plan(planned, report)
         assert (happened.fetch_transfer, happened.fetch_source) == (told, B)
@@ -269,13 +269,13 @@ def test_what_only_the_device_holds_comes_too_and_is_counted() -> None:
 
 def test_the_best_of_all_sources_and_transfers() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
-    sources = (FetchSource(B, 96), on_disk(96), FetchSource("", 96, Tier.MOONCAKE))
-    rates = {B: 1e9, f"{B} mooncake": 3e9, "disk": 2e9, "mooncake": 1e9}
+    sources = (FetchSource(B, 96), on_disk(96), FetchSource("", 96, Tier.POOL))
+    rates = {B: 1e9, f"{B} direct": 3e9, "disk": 2e9, "pool": 1e9}
     plan, source = attempt(*sources, profile=replace(slow, remote_bytes_per_second=rates))
     assert source == sources[0]
-    assert rate_said(plan) == ("mooncake", 3e9, "measured")
-    # Without Mooncake's rate its gRPC stream counts, which the disk beats.
-    del rates[f"{B} mooncake"]
+    assert rate_said(plan) == ("direct", 3e9, "measured")
+    # Without the rate of direct reads its gRPC stream counts, which the disk beats.
+    del rates[f"{B} direct"]
     plan, source = attempt(*sources, profile=replace(slow, remote_bytes_per_second=rates))
     assert source == sources[1]
 
@@ -293,11 +293,11 @@ def test_no_length_of_no_source_is_much_better(seed: int) -> None:
         link_bytes_per_second=rate(1e6, 1e10),
         prefill_flops_per_second=rate(1e7, 1e11),
         prefill_overhead_seconds=rate(1e-5, 1e-1),
-        remote_bytes_per_second={"disk": rate(1e5, 1e9), "mooncake": rate(1e5, 1e9)},
+        remote_bytes_per_second={"disk": rate(1e5, 1e9), "pool": rate(1e5, 1e9)},
     )
     worker = replace(FACTS, profile=profile, max_batched_tokens=rng.choice((32, 64, 256)))
     total, own = rng.randrange(64, 400), rng.randrange(0, 40)
-    tiers = (Tier.DISK, Tier.MOONCAKE)
+    tiers = (Tier.DISK, Tier.POOL)
     sources = [FetchSource("", rng.randrange(0, total), tier) for tier in tiers]
 
     def seconds(cached: int) -> float:
@@ -437,7 +437,7 @@ def test_tiers_are_sources_of_their_own_stores_workers() -> None:
     workers = [worker("0", A, "10.0.0.1:5", b"a" * 16), worker("1", B, "10.0.0.2:5")]
     found = by_worker(
         {
-            A: StoreTokens(16, {Tier.DISK: 64, Tier.MOONCAKE: 16}),
+            A: StoreTokens(16, {Tier.DISK: 64, Tier.POOL: 16}),
             B: StoreTokens(48, {Tier.DISK: 48}),
         },
         workers,
@@ -452,13 +452,13 @@ def test_tiers_are_sources_of_their_own_stores_workers() -> None:
 def test_a_pool_is_that_of_all_its_stores() -> None:
     """The worker's store is known from Redis alone; another one of the pool answered."""
     here, there = worker("0", "unix:/a", "10.0.0.1:5", b"a" * 16), worker("1", B, "10.0.0.2:5")
-    pooled = replace(entry(A, b"a" * 16), tiers=("disk", "mooncake"))
+    pooled = replace(entry(A, b"a" * 16), tiers=("disk", "pool"))
     counts = {
         A: StoreTokens(16, {Tier.DISK: 32}),
-        B: StoreTokens(0, {Tier.MOONCAKE: 96}),
+        B: StoreTokens(0, {Tier.POOL: 96}),
     }
     found = by_worker(counts, [here, there], [pooled], [here, there])
-    pool = FetchSource("", 96, Tier.MOONCAKE)
+    pool = FetchSource("", 96, Tier.POOL)
     assert found.sources == {"0": (on_disk(32), pool), "1": (pool, FetchSource(A, 16))}
     # A store without the pool does not get there.
     alone = by_worker(counts, [here], [replace(pooled, tiers=("disk",))], [here, there])

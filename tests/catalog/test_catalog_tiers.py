@@ -37,7 +37,7 @@ class PooledStore(kvstore_pb2_grpc.KvStoreServiceServicer):
         self, request: kvstore_pb2.MatchRequest, context: object
     ) -> kvstore_pb2.MatchResponse:
         self.asked.append(request)
-        pool = kvstore_pb2.TierPrefix(tier=types_pb2.TIER_MOONCAKE, cached_tokens=2 * SIZE)
+        pool = kvstore_pb2.TierPrefix(tier=types_pb2.TIER_POOL, cached_tokens=2 * SIZE)
         return kvstore_pb2.MatchResponse(cached_tokens=SIZE, tiers=[pool])
 
 
@@ -51,14 +51,14 @@ async def test_one_store_of_a_pool_is_asked_what_it_holds(
     entries = [
         StoreEntry(bytes([number]) * 16, 1, address, LAYOUT.layout_hash, 8, tiers=tiers)
         for number, (address, tiers) in enumerate(
-            ((socket_address, ("mooncake",)), ("10.0.0.9:1", ("mooncake",)), ("10.0.0.8:1", ()))
+            ((socket_address, ("pool",)), ("10.0.0.9:1", ("pool",)), ("10.0.0.8:1", ()))
         )
     ]
     direct = StoreCatalog(5.0)
     async with linked(redis_server) as link:
         catalog = RedisCatalog(link, lambda: entries, direct)
         found = await catalog.cached_tokens(query(TOKENS, salt=b""))
-        assert found[socket_address] == StoreTokens(SIZE, {Tier.MOONCAKE: 2 * SIZE})
+        assert found[socket_address] == StoreTokens(SIZE, {Tier.POOL: 2 * SIZE})
         assert found["10.0.0.9:1"] == found["10.0.0.8:1"] == StoreTokens()
         [request] = servicer.asked
         assert request.asks_tiers

@@ -229,7 +229,7 @@ def test_the_store_may_hold_its_arena() -> None:
             continue
         parsed = kvstore.parse_arguments(container["args"])
         # What the store gives to Mooncake's pool is its memory, too.
-        arena = parse_size(parsed.host_memory) + parse_size(parsed.tier_mooncake_memory)
+        arena = parse_size(parsed.host_memory) + parse_size(parsed.tier_pool_memory)
         limit = parse_size(container["resources"]["limits"]["memory"].replace("Gi", "GiB"))
         assert limit >= arena + (2 << 30), name
         assert (
@@ -250,7 +250,7 @@ def test_tiers_of_the_store() -> None:
         if name.endswith("-kvstore")
     }
     pod, parsed = found["defaults"]
-    assert (parsed.tier_disk, parsed.tier_mooncake, parsed.transfer) == (None, None, "grpc")
+    assert (parsed.tier_disk, parsed.tier_pool, parsed.transfer) == (None, None, "grpc")
     assert "tier" not in {each["name"] for each in pod["volumes"]}
     pod, parsed = found["everything"]
     assert (parsed.tier_disk_size, parsed.tier_admission) == ("500GiB", "second-use")
@@ -265,7 +265,7 @@ def test_tiers_of_the_store() -> None:
     # A store that is reached by tokens gives its pool to a network that the user trusts.
     assert (parsed.transfer, parsed.transfer_interface) == ("mooncake", "eth0")
     assert parsed.trusted_network
-    assert (parsed.tier_mooncake_memory, parsed.tier_mooncake_replicas) == ("8GiB", 2)
+    assert (parsed.tier_pool_memory, parsed.tier_pool_replicas) == ("8GiB", 2)
 
 
 def test_stores_alone_reach_mooncake() -> None:
@@ -279,7 +279,7 @@ def test_stores_alone_reach_mooncake() -> None:
     assert "--metrics_host=127.0.0.1" in container["command"]
     (store,) = (pod for name, pod in pods() if name == "everything-splitpoint-kvstore")
     given = kvstore.parse_arguments(store["containers"][0]["args"])
-    assert given.tier_mooncake == f"splitpoint-mooncake-master:{service['port']}"
+    assert given.tier_pool == f"splitpoint-mooncake-master:{service['port']}"
     stores = found["DaemonSet", "splitpoint-kvstore"]["spec"]["selector"]["matchLabels"]
     for name in ("splitpoint-kvstore", "splitpoint-mooncake-master"):
         rules = found["NetworkPolicy", name]["spec"]["ingress"]

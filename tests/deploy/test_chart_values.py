@@ -109,9 +109,9 @@ def test_the_schema_has_the_choices_and_bounds_of_the_options() -> None:
     tier, pool = kvstore["tierDisk"]["properties"], mooncake["pool"]["properties"]
     assert tuple(tier["admission"]["enum"]) == store.TIER_ADMISSION.choices
     assert DEFAULTS["kvstore"]["tierDisk"]["admission"] == store.TIER_ADMISSION.default
-    assert DEFAULTS["mooncake"]["pool"]["replicas"] == store.TIER_MOONCAKE_REPLICAS.default
+    assert DEFAULTS["mooncake"]["pool"]["replicas"] == store.TIER_POOL_REPLICAS.default
     for value, option in (
-        (pool["replicas"], store.TIER_MOONCAKE_REPLICAS),
+        (pool["replicas"], store.TIER_POOL_REPLICAS),
         (kvstore["chunkTokens"], store.CHUNK_TOKENS),
         (workers["maxBatch"], worker.MAX_BATCH),
         (scheduling["queueCapacity"], scheduler.QUEUE_CAPACITY),

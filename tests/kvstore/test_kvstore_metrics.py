@@ -214,7 +214,7 @@ async def test_redis_is_up_while_it_answers(service: Service, redis_server: Redi
 
 async def test_metrics_of_tiers_and_transfers_agree_with_get_stats(shm_folder: Path) -> None:
     bench = Bench(shm_folder, SLOTS)
-    disk, pool = MemoryTier(bench.arena), MemoryTier(bench.arena, Tier.MOONCAKE)
+    disk, pool = MemoryTier(bench.arena), MemoryTier(bench.arena, Tier.POOL)
     transfer = MemoryTransfer(disk)
     servicer = KvStoreServicer(
         bench.store, tiers=TierManager(bench.store.pool, [disk, pool]), transfer=transfer
@@ -234,7 +234,7 @@ async def test_metrics_of_tiers_and_transfers_agree_with_get_stats(shm_folder: P
         {each for each in metrics_of(m.Service.KVSTORE) if each.needs is needs} for needs in BEHIND
     )
     assert of_tiers | of_transfers <= set(found)
-    assert found[m.STORE_TIER_UP] == {("disk",): 1, ("mooncake",): 0}
+    assert found[m.STORE_TIER_UP] == {("disk",): 1, ("weave",): 0}
     [stats, _], engine = tier_stats(servicer.tiers), transfer_stats(transfer)
     assert engine is not None
     told = {name: getattr(stats, name) for name in _counted(stats)}

@@ -33,7 +33,7 @@ MARKS = {
     Needs.RAPL: "RAPL",
     Needs.EMULATED_LINK: "GPU or emulated link",
     Needs.TIER: "tier",
-    Needs.TRANSFER: "Mooncake",
+    Needs.TRANSFER: "engine",
 }
 
 

@@ -471,7 +471,7 @@ async def test_a_fetch_can_be_explained() -> None:
         plan = (await running.inference.ExplainPlan(question)).plans[0].plan
         assert (plan.cached_tokens, plan.fetched_tokens) == (48, 48)
         assert plan.predicted_ttft_seconds < alone.predicted_ttft_seconds
-        assert reasons_of(plan)[ReasonKind.FETCH][:5] == (48, "far:1", "grpc", 1e10, "measured")
+        assert reasons_of(plan)[ReasonKind.FETCH][:5] == (48, "far:1", "stream", 1e10, "measured")
         question.tier = types_pb2.TIER_DISK
         with pytest.raises(grpc.RpcError, match="not both"):
             await running.inference.ExplainPlan(question)

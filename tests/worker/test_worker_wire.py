@@ -85,7 +85,7 @@ def test_the_salt_of_chunk_keys_depends_on_the_numerics() -> None:
         ({}, None),
         ({"source_store_address": "b:1"}, ChunkSource("b:1")),
         ({"source_tier": types_pb2.TIER_DISK}, ChunkSource(tier=Tier.DISK)),
-        ({"source_tier": types_pb2.TIER_MOONCAKE}, ChunkSource(tier=Tier.MOONCAKE)),
+        ({"source_tier": types_pb2.TIER_POOL}, ChunkSource(tier=Tier.POOL)),
     ],
 )
 def test_a_source_is_another_store_or_a_tier(

@@ -1,4 +1,4 @@
-"""The profile `cluster`: two hosts as containers of one, with disk tiers and a Mooncake pool."""
+"""The profile `cluster`: two hosts as containers of one, with disk tiers and a pool."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from tools.compose.stack import (
 
 PROFILES = ("cluster",)
 # A service for each image that is built.
-BUILT = ("setup", "mooncake-master", "worker-a")
-SERVICES = ("redis", "mooncake-master", "store-a", "store-b", "worker-a", "worker-b")
+MASTER = "mooncake-master"
+BUILT = ("setup", MASTER, "worker-a")
+SERVICES = ("redis", MASTER, "store-a", "store-b", "worker-a", "worker-b")
 # About 30 chunks, so that a few prompts push the first one out to the tiers.
 ENVIRONMENT = {"SPLITPOINT_HOST_MEMORY": "24m"}
 # Prompts that host b asks for, too, and that it does not; and how many come after them.
@@ -50,24 +51,24 @@ def check(stack: Stack, access: Path, said: Said) -> None:
     cold = check_stopped_host(stack, caller, said)
     check_lost_master(stack, caller, cold, said)
     check_killed_store(stack, caller, said)
-    check_hardening(stack, ("mooncake-master",), said)
+    check_hardening(stack, (MASTER,), said)
 
 
 def check_transfer(stack: Stack, caller: Caller, said: Said) -> None:
-    """What host a computed comes to host b by Mooncake."""
+    """What host a computed comes to host b by direct reads."""
     for host in ("a", "b"):
-        await_tiers(stack, host, "transfer", "disk", "mooncake")
+        await_tiers(stack, host, "transfer", "disk", "pool")
     prompt = prompt_of("add")
     cold = caller.generate("worker-a", prompt)
     expect(cold["usage"]["cached_tokens"] == 0, "a new stack has nothing cached")
     warm = reused(caller, "worker-b", prompt, cold, "store-a:50060")
     moved = store_of(stack, "b")["transfer"]
-    expect(moved["read_chunk_count"] > 0, f"nothing came by Mooncake: {moved}")
+    expect(moved["read_chunk_count"] > 0, f"nothing came by direct reads: {moved}")
     expect(moved["failed_read_count"] == 0, f"reads failed: {moved}")
     said(
         f"worker-b reused {warm['usage']['cached_tokens']} of {warm['usage']['prompt_tokens']} "
         f"tokens of worker-a; {moved['read_chunk_count']} chunks, {moved['read_bytes']:,} bytes "
-        f"came by Mooncake from store-a at {moved['interface']}"
+        f"came by direct reads from store-a at {moved['interface']}"
     )
 
 
@@ -87,7 +88,7 @@ def check_stopped_host(stack: Stack, caller: Caller, said: Said) -> dict[str, An
     expect(ended == 0, f"store-a stopped with {ended}")
     alone = caller.generate("worker-a", prompt_of(OLD))
     expect(alone["token_ids"] == cold["token_ids"], "a worker without a store answers alike")
-    pooled = reused(caller, "worker-b", prompt_of(OLD), cold, "mooncake")
+    pooled = reused(caller, "worker-b", prompt_of(OLD), cold, "pool")
     said(
         f"store-a stopped: worker-a goes on; worker-b has {pooled['usage']['cached_tokens']} "
         f"tokens from the pool"
@@ -106,15 +107,15 @@ def check_stopped_host(stack: Stack, caller: Caller, said: Said) -> dict[str, An
 
 
 def check_lost_master(stack: Stack, caller: Caller, cold: dict[str, Any], said: Said) -> None:
-    """Without Mooncake's master requests go on, and stores join again when it is back."""
-    stack.compose("kill", "mooncake-master")
+    """Without the pool's master requests go on, and stores join again when it is back."""
+    stack.compose("kill", MASTER)
     for host in ("a", "b"):
         caller.generate(f"worker-{host}", prompt_of(f"divide_{host}"))
-        await_tiers(stack, host, "mooncake", is_up=False)
+        await_tiers(stack, host, "pool", is_up=False)
     loaded = reused(caller, "worker-a", prompt_of(ON_DISK), cold, "disk")
-    stack.compose("start", "mooncake-master")
+    stack.compose("start", MASTER)
     for host in ("a", "b"):
-        await_tiers(stack, host, "mooncake")
+        await_tiers(stack, host, "pool")
     said(
         f"the master killed: both workers went on, worker-a has {loaded['usage']['cached_tokens']} "
         f"tokens from its host's disk; both stores joined the master again"

@@ -35,10 +35,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from kvstore_service.mooncake.settings import how_to_install
+from kvstore_service.opening import missing_engine
 from splitpoint.client import AsyncClient, Client
 from splitpoint.client.requests import GenerateOptions
 from splitpoint.errors import DeadlineExceeded, SplitpointError, Unavailable
+from splitpoint.options.store import TRANSFER
 from splitpoint.planning.plan import FORCED_METHODS, Residency
 from tools.monitoring.dashboards import ROOT, dashboards, recording_rules
 
@@ -299,8 +300,8 @@ def trial(folder: Path) -> Iterator[Trial]:
 
 def _up(address: str, http: str, metrics: int, redis: str, folder: Path) -> list[str]:
     tier = ["--tier-disk", str(folder / "tier"), "--tier-disk-size", "1GiB"]
-    if not how_to_install():
-        tier += ["--transfer", "mooncake", "--transfer-interface", "lo"]
+    if not missing_engine():
+        tier += [TRANSFER.flag, TRANSFER.choices[-1], "--transfer-interface", "lo"]
     return [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--listen", address, "--http", http),
         *("--device", "cpu", "--workers", "2", "--threads", "1", "--dtype", "float32"),

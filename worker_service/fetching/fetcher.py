@@ -194,7 +194,7 @@ class PrefixFetcher:
                 await self._fetch(source, salt, tokens, result)
         except TimeoutError:
             log.warning("fetching from %s took too long", source.place)
-            if result.transfer is Transfer.MOONCAKE:
+            if result.transfer is Transfer.DIRECT:
                 self._stream_for_a_while(source.place)
             else:
                 result.is_late()
@@ -213,14 +213,14 @@ class PrefixFetcher:
         connection = self._store.connection
         if connection is None or not connection.loads_from_stores:
             for key in list(self.rates.by_key):
-                if ChunkSource.transfer_of(key) is not Transfer.GRPC:
+                if ChunkSource.transfer_of(key) is not Transfer.STREAM:
                     self.rates.forget(key)
 
     def measured(self, place: ChunkSource, result: FetchResult) -> None:
         """Count what came from a place, and let its rate learn from it."""
         self.totals.tokens += result.tokens
         self.totals.seconds += result.seconds
-        if result.transfer is not Transfer.GRPC and not self._loads_from(place.address):
+        if result.transfer is not Transfer.STREAM and not self._loads_from(place.address):
             return  # the next fetch from there is a stream
         self.rates.learn(place.rate_key(result.transfer), result)
 
@@ -257,13 +257,13 @@ class PrefixFetcher:
         address = source.place.address
         if not self._loads_from(address):
             return False
-        result.transfer = Transfer.MOONCAKE
+        result.transfer = Transfer.DIRECT
         try:
             await self._load(source, salt, tokens, result)
         except (FailedPrecondition, Unavailable) as error:
             log.warning("the own store did not load from %s: %s", address, error.message)
             self._stream_for_a_while(source.place)
-            result.transfer, result.rate = Transfer.GRPC, 0.0
+            result.transfer, result.rate = Transfer.STREAM, 0.0
             return False
         return True
 
@@ -277,7 +277,7 @@ class PrefixFetcher:
     def _stream_for_a_while(self, place: ChunkSource) -> None:
         """Do not have the own store load from another one for now."""
         self._not_loaded_from[place.address] = time.monotonic() + RETRY_TRANSFER_SECONDS
-        self.rates.forget(place.rate_key(Transfer.MOONCAKE))
+        self.rates.forget(place.rate_key(Transfer.DIRECT))
 
     async def _load(
         self, source: FetchSource, salt: bytes, tokens: Sequence[int], result: FetchResult
@@ -293,7 +293,7 @@ class PrefixFetcher:
             result.bytes = response.loaded_bytes
             tokens = response.loaded_bytes // self._layout.chunk_bytes * size
             if source.place.address:
-                result.came(tokens, Transfer.MOONCAKE)
+                result.came(tokens, Transfer.DIRECT)
             else:
                 result.tokens = tokens
             seconds = time.monotonic() - began

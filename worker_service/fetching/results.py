@@ -42,7 +42,7 @@ class FetchResult:
     Attributes:
         rate: measured bytes per second; 0: too little came to measure one.
         transfer: by which its source's rate is measured: the last one that was tried.
-        came_by: how its tokens came from another store, "mooncake", "grpc" or "mooncake, grpc".
+        came_by: how its tokens came from another store, "direct", "stream" or "direct, stream".
             Empty: none came, or they came from a tier.
         recomputed_tokens: computed meanwhile, up to where the fetched tokens begin.
         began, wanted_bytes: when it had its turn, and what was to come at most; 0: not yet.
@@ -53,7 +53,7 @@ class FetchResult:
     seconds: float = 0.0
     bytes: int = 0
     rate: float = 0.0
-    transfer: Transfer = Transfer.GRPC
+    transfer: Transfer = Transfer.STREAM
     came_by: str = ""
     recomputed_tokens: int = 0
     began: float = 0.0

@@ -111,7 +111,7 @@ class StreamFetcher:
             ]
             with next(spans).current():
                 await self._fetch_batch(fetch, found.chunks[start:end], pieces)
-            fetch.result.came(before + last - own.cached_tokens, Transfer.GRPC)
+            fetch.result.came(before + last - own.cached_tokens, Transfer.STREAM)
             start = end
 
     async def _fetch_batch(

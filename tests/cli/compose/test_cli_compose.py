@@ -222,17 +222,17 @@ def test_each_host_of_the_cluster_has_its_store_and_its_worker(host: str) -> Non
     assert services[f"store-{host}"]["networks"] == ["cluster"]
     assert (store.transfer, store.transfer_interface) == ("mooncake", "eth0")
     assert store.trusted_network
-    master, _, port = store.tier_mooncake.rpartition(":")
+    master, _, port = store.tier_pool.rpartition(":")
     assert f"--rpc_port={port}" in services[master]["command"]
     # By HTTP it tells all keys to whatever asks.
     assert "--metrics_host=127.0.0.1" in services[master]["command"]
     # Two hosts and two copies: what one computed outlives it.
-    assert store.tier_mooncake_replicas == 2
+    assert store.tier_pool_replicas == 2
     assert "image" in services[master]
     assert services[master]["image"] == services[f"store-{host}"]["image"]
     # The folder is in the image, so that a new volume belongs to the services' user.
     assert str(store.tier_disk) in (ROOT / "deploy" / "Dockerfile").read_text()
-    memory = parse_size(store.host_memory) + parse_size(store.tier_mooncake_memory)
+    memory = parse_size(store.host_memory) + parse_size(store.tier_pool_memory)
     assert parse_size(services[f"store-{host}"]["mem_limit"]) >= memory + (2 << 30)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from splitpoint.options.store import TIER_POOL_MEMORY
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 from splitpoint_cli.request.tiers import problems, tier_lines, tiers_json
@@ -30,7 +31,9 @@ def disk(**fields: object) -> pb.TierStats:
 
 
 def pool(**fields: object) -> pb.TierStats:
-    tier = pb.TierStats(tier=types_pb2.TIER_MOONCAKE, location="master:50051", is_up=True)
+    tier = pb.TierStats(
+        tier=types_pb2.TIER_POOL, location="master:50051", engine="weave", is_up=True
+    )
     tier.MergeFrom(pb.TierStats(**fields))  # type: ignore[arg-type]
     return tier
 
@@ -44,6 +47,7 @@ def transfer(**fields: object) -> pb.TransferStats:
     return pb.TransferStats(
         segment="10.0.0.2:15000",
         interface="eth1",
+        engine="weave",
         registered_bytes=64 * MIB,
         **fields,  # type: ignore[arg-type]
     )
@@ -57,8 +61,8 @@ def test_each_tier_and_the_transfers_have_a_line() -> None:
     assert list(tier_lines(stats)) == [
         "  disk tier /var/lib/chunks: 128 chunks, 256 MiB of 1 GiB, 1,500 written, 7 read at "
         "1.5 GB/s, 3 waiting, 2 dropped",
-        "  Mooncake pool master:50051: 5 written, 0 read",
-        "  Mooncake transfers: 10.0.0.2:15000 on eth1, 64 MiB of the arena registered, 1 chunk "
+        "  Weave pool master:50051: 5 written, 0 read",
+        "  Weave transfers: 10.0.0.2:15000 on eth1, 64 MiB of the arena registered, 1 chunk "
         "read, 2 failed reads",
     ]
     assert list(problems("unix:/kv", stats)) == []
@@ -76,7 +80,7 @@ def test_programs_get_every_field_of_the_protocol() -> None:
     told = tiers_json(stats)
     tiers = told["tiers"]
     assert isinstance(tiers, list)
-    assert [each["tier"] for each in tiers] == ["disk", "mooncake"]
+    assert [each["tier"] for each in tiers] == ["disk", "pool"]
     for each in tiers:
         assert set(each) == {field.name for field in pb.TierStats.DESCRIPTOR.fields}
     assert told["transfer"] == {
@@ -96,7 +100,7 @@ def test_programs_get_every_field_of_the_protocol() -> None:
         ),
         (
             away(pool(), "the master does not answer"),
-            "the Mooncake pool of store unix:/kv is away",
+            "the Weave pool of store unix:/kv is away",
             "the master does not answer",
             "the master at master:50051",
         ),
@@ -120,9 +124,9 @@ def test_programs_get_every_field_of_the_protocol() -> None:
         ),
         (
             pool(dropped_chunk_count=200),
-            "the Mooncake pool of store unix:/kv takes too few of the chunks that leave the arena",
+            "the Weave pool of store unix:/kv takes too few of the chunks that leave the arena",
             "200 of 200 chunks were dropped",
-            "--tier-mooncake-memory",
+            TIER_POOL_MEMORY.flag,
         ),
     ],
 )
@@ -143,9 +147,9 @@ def test_few_dropped_chunks_are_no_problem(dropped: int) -> None:
 def test_transfers_that_are_away() -> None:
     stats = pb.GetStatsResponse(transfer=transfer(message="its process ended", restart_count=3))
     [(what, why, do)] = problems("unix:/kv", stats)
-    assert what == "store unix:/kv cannot transfer by Mooncake"
+    assert what == "store unix:/kv cannot transfer by Weave"
     assert why == "its process ended"
     assert "chunks come by gRPC" in do
     [line] = tier_lines(stats)
-    assert line.startswith("  Mooncake transfers: away (its process ended), 10.0.0.2:15000 on eth1")
+    assert line.startswith("  Weave transfers: away (its process ended), 10.0.0.2:15000 on eth1")
     assert line.endswith("3 restarts")

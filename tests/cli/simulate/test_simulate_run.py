@@ -19,7 +19,7 @@ from splitpoint_cli.simulate.outcome import Outcome, jain, water_filled
 from splitpoint_cli.simulate.run import Fleet, Load, deal, simulate
 from splitpoint_cli.simulate.simulator import SimulatedStore
 from splitpoint_cli.traces.arrival import Arrival
-from splitpoint_cli.traces.generators import generate
+from splitpoint_cli.traces.generators import CONVERSATION, generate
 
 KIND = DeviceType("small", PROFILE, 0, 50, 400, cache_bytes=400 * SHAPE.page_bytes(64))
 FIFO = PolicySettings(Policy.FIFO)
@@ -31,7 +31,7 @@ def fleet(count: int, *, cell: int = 4) -> Fleet:
 
 
 def load(count: int = 200, seed: int = 0) -> Load:
-    return Load("mooncake-conversation", seed, count, length=1 / 40, output=0.2, tenants=2)
+    return Load(CONVERSATION, seed, count, length=1 / 40, output=0.2, tenants=2)
 
 
 def told(outcome: Outcome) -> dict[str, object]:
@@ -61,7 +61,7 @@ def test_equal_seeds_give_equal_outcomes_in_any_number_of_processes() -> None:
 
 
 def test_conversations_stay_in_a_cell_and_cells_get_like_work() -> None:
-    trace = generate("mooncake-conversation", count=3_000)
+    trace = generate(CONVERSATION, count=3_000)
     dealt = deal(trace.arrivals, [8, 8, 8, 4])
     assert sum(map(len, dealt)) == 3_000
     homes: dict[int, set[int]] = {}

@@ -60,6 +60,7 @@ from worker_service.__main__ import parse_arguments as parse_worker
 from worker_service.speculation.model_draft import DraftModel
 
 INSTANCE = instance_name("options")
+ENGINE = store_options.TRANSFER.choices[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -579,15 +580,15 @@ def test_the_store_gets_its_tiers_and_transfers(
     stack = planned_with(
         tier_disk="chunks",
         tier_disk_size="1GiB",
-        tier_mooncake="pool:50051",
-        transfer="mooncake",
+        tier_pool="pool:50051",
+        transfer=ENGINE,
         trusted_network=True,
     )
     store = parse_store(list(stack.store.arguments[2:]))
     assert (store.tier_disk, store.tier_disk_size) == (tmp_path / "chunks", "1GiB")
-    assert (store.tier_mooncake, store.transfer) == ("pool:50051", "mooncake")
+    assert (store.tier_pool, store.transfer) == ("pool:50051", ENGINE)
     assert store.trusted_network
-    assert (stack.tier_disk, stack.tier_mooncake) == ((tmp_path / "chunks", 1 << 30), "pool:50051")
+    assert (stack.tier_disk, stack.tier_pool) == ((tmp_path / "chunks", 1 << 30), "pool:50051")
 
 
 def test_the_secret_of_the_keys_lives_as_long_as_the_chunks(tmp_path: Path) -> None:
@@ -675,13 +676,13 @@ def test_chunks_without_their_secret_are_told(tmp_path: Path) -> None:
     assert f"but {shared} is missing" in look(server_key_file=str(shared))
 
 
-@pytest.mark.parametrize("mooncake", [{"transfer": "mooncake"}, {"tier_mooncake": "pool:50051"}])
-def test_mooncake_beside_tokens_needs_a_trusted_network(
-    mooncake: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("engine", [{"transfer": ENGINE}, {"tier_pool": "pool:50051"}])
+def test_an_engine_beside_tokens_needs_a_trusted_network(
+    engine: dict[str, Any], tmp_path: Path
 ) -> None:
     tokens = tmp_path / "tokens.toml"
     add_token(tokens, Caller("a", Role.CLIENT))
-    given = {**mooncake, "tokens": str(tokens), "transfer_interface": "lo"}
+    given = {**engine, "tokens": str(tokens), "transfer_interface": "lo"}
     with pytest.raises(InvalidArgument, match="neither encryption nor authentication"):
         planned_with(**given)
     assert planned_with(**given, trusted_network=True).has_tokens

@@ -13,7 +13,7 @@ from told_workers import telemetry, worker
 from splitpoint.client.answers import Queue, QueuedRequest, RedisStatus, WorkerSpeculation
 from splitpoint.speculation import PLAIN as NO_DRAFTS
 from splitpoint.speculation import DraftMethod
-from splitpoint.v1.types_pb2 import TIER_DISK, TIER_MOONCAKE
+from splitpoint.v1.types_pb2 import TIER_DISK, TIER_POOL
 from splitpoint_cli.output import duration_text
 from splitpoint_cli.request.observed import Store
 from splitpoint_cli.top.bars import FANCY, PLAIN, amount, bar, cell, flow, stacked_bar
@@ -131,7 +131,7 @@ def test_tiers_behind_the_arena(readings: Readings) -> None:
             written_bytes=10_000_000 * scale,
             dropped_chunk_count=3,
         )
-        told.tiers.add(tier=TIER_MOONCAKE, is_up=is_up)
+        told.tiers.add(tier=TIER_POOL, engine="weave", is_up=is_up)
         return reading(seconds, store=told)
 
     both = following(first(seen(10.0, 1, is_up=True)), seen(12.0, 2, is_up=True))
@@ -143,13 +143,13 @@ def test_tiers_behind_the_arena(readings: Readings) -> None:
             "written 5 MB/s",
             "chunks 12",
             "dropped 3",
-            "Mooncake pool up",
+            "Weave pool up",
             "chunks -",
         ):
             assert part in text, text
         assert max(map(len, text.splitlines())) <= width
     away = shown(Frame("a:1", following(both, seen(14.0, 3, is_up=False))), 200)
-    assert "Mooncake pool away" in away
+    assert "Weave pool away" in away
     assert "state away" in away
     # The first reading has no rates; a store without tiers no line.
     assert "loaded -" in shown(Frame("a:1", first(seen(10.0, 1, is_up=True))), 200)

@@ -10,16 +10,16 @@ import pytest
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.traces.arrival import Arrival, Trace, limited, scaled
 from splitpoint_cli.traces.formats import load_trace, read_trace, write_trace
-from splitpoint_cli.traces.generators import PUBLISHED, generate
+from splitpoint_cli.traces.generators import CONVERSATION, PUBLISHED, SYNTHETIC, generate
 from splitpoint_cli.traces.statistics import describe, quantile, seen_share
 
 # (requests, requests/s, gap CV, input mean p50 p90 p99, output mean p50 p90, share of blocks seen)
 PAPERS = {
-    "mooncake-conversation": (
+    CONVERSATION: (
         *(12_031, 3.40, 1.0),
         *((12_035, 6_909, 27_367, 85_401), (343, 350, 597), 0.37),
     ),
-    "mooncake-synthetic": (
+    SYNTHETIC: (
         *(3_993, 3.91, 1.0),
         *((15_325, 11_587, 38_615, None), (149, 69, None), 0.64),
     ),
@@ -47,9 +47,9 @@ def test_made_traces_have_the_published_statistics(name: str, seed: int) -> None
 
 
 def test_a_seed_gives_one_trace_and_another_seed_another() -> None:
-    made = generate("mooncake-synthetic", seed=3, count=500)
-    assert made == generate("mooncake-synthetic", seed=3, count=500)
-    assert made != generate("mooncake-synthetic", seed=4, count=500)
+    made = generate(SYNTHETIC, seed=3, count=500)
+    assert made == generate(SYNTHETIC, seed=3, count=500)
+    assert made != generate(SYNTHETIC, seed=4, count=500)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -60,7 +60,7 @@ def test_a_small_trace_has_the_lengths_too(name: str) -> None:
 
 
 def test_blocks_are_those_of_the_prompt_and_a_conversation_has_one_tenant() -> None:
-    trace = generate("mooncake-conversation", count=2_000, tenants=3)
+    trace = generate(CONVERSATION, count=2_000, tenants=3)
     owner: dict[int, str] = {}
     for each in trace.arrivals:
         assert len(each.hash_ids) == -(-each.input_length // 512)
@@ -70,7 +70,7 @@ def test_blocks_are_those_of_the_prompt_and_a_conversation_has_one_tenant() -> N
 
 @pytest.mark.parametrize("length", [1 / 32, 1 / 500, 2.0])
 def test_a_scaled_trace_shares_the_same_blocks(length: float) -> None:
-    trace = generate("mooncake-synthetic", count=300)
+    trace = generate(SYNTHETIC, count=300)
     small = scaled(trace, rate=4, length=length, output=0.1)
     assert small.seconds == pytest.approx(trace.seconds / 4)
     assert seen_share(small.arrivals) == seen_share(trace.arrivals)
@@ -89,7 +89,7 @@ def test_a_limited_trace_ends_early() -> None:
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.csv"])
 def test_what_is_written_is_read(tmp_path: Path, name: str) -> None:
-    trace = generate("mooncake-conversation", count=50, tenants=2)
+    trace = generate(CONVERSATION, count=50, tenants=2)
     first = replace(trace.arrivals[0], tenant='a "b", c', priority=-2)
     whole = [replace(each, seconds=round(each.seconds, 3)) for each in trace.arrivals[1:]]
     trace = Trace("trace", (first, *whole))
@@ -100,7 +100,7 @@ def test_what_is_written_is_read(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.csv"])
 def test_a_scaled_trace_is_not_written(tmp_path: Path, name: str) -> None:
-    small = scaled(generate("mooncake-conversation", count=5), length=0.1)
+    small = scaled(generate(CONVERSATION, count=5), length=0.1)
     with pytest.raises(InvalidArgument, match="write the trace before it is scaled"):
         write_trace(small, tmp_path / name)
 
@@ -165,7 +165,7 @@ def test_a_malformed_file_is_refused_by_its_line(
 
 
 def test_neither_a_file_nor_a_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="is neither a file nor one of mooncake-conv"):
+    with pytest.raises(InvalidArgument, match=f"is neither a file nor one of {CONVERSATION}"):
         load_trace(str(tmp_path / "nothing.csv"))
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidArgument, match="cannot be read"):

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mooncake_parts import Master, master_process, needs_mooncake
 from test_mooncake_process import LAYOUT, SECONDS, fill
+from transfer_engine import Master, master_process, needs_engine
 
 from kvstore_service.mooncake.process import MooncakeProcess
 from kvstore_service.mooncake.settings import MooncakeSettings, PoolSettings
@@ -25,7 +25,7 @@ from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.errors import Unavailable
 from splitpoint.shapes import ArenaLayout
 
-pytestmark = needs_mooncake
+pytestmark = needs_engine
 
 MEMORY = 64 << 20
 

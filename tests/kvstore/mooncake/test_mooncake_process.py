@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mooncake_parts import needs_mooncake
+from transfer_engine import needs_engine
 
 from kvstore_service.mooncake import process as under_test
 from kvstore_service.mooncake.process import Duty, MooncakeProcess
@@ -24,7 +24,7 @@ from splitpoint.arena.owner import OpenedArena, open_or_create_arena
 from splitpoint.errors import FailedPrecondition, Unavailable
 from splitpoint.shapes import ArenaLayout, DataType
 
-pytestmark = needs_mooncake
+pytestmark = needs_engine
 
 LAYOUT = ArenaLayout(
     chunk_tokens=16,

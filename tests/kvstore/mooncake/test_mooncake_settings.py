@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from mooncake_parts import needs_mooncake
+from transfer_engine import needs_engine
 
 from kvstore_service.__main__ import parse_arguments
 from kvstore_service.mooncake import settings as mooncake
@@ -32,7 +32,7 @@ def test_without_the_options_nothing_is_used() -> None:
     assert settings("--transfer", "grpc", "--tokens", "tokens.toml") is None
 
 
-@needs_mooncake
+@needs_engine
 def test_the_options_make_the_settings() -> None:
     assert settings(*TRANSFER) == MooncakeSettings("lo", True, None)
     assert settings(
@@ -70,7 +70,7 @@ def test_what_is_unsafe_or_without_effect_is_refused(
         settings(*arguments)
 
 
-@needs_mooncake
+@needs_engine
 def test_tokens_are_allowed_on_a_trusted_network() -> None:
     found = settings(*TRANSFER, "--tokens", "tokens.toml", "--trusted-network")
     assert found is not None

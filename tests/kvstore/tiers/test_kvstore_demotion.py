@@ -253,7 +253,7 @@ async def _ignoring(work: object) -> None:
 
 async def test_two_tiers_get_what_each_lacks(tmp_path: Path) -> None:
     bench = Bench(tmp_path, 8)
-    disk, pool_tier = MemoryTier(bench.arena), MemoryTier(bench.arena, Tier.MOONCAKE)
+    disk, pool_tier = MemoryTier(bench.arena), MemoryTier(bench.arena, Tier.POOL)
     tiers = TierManager(bench.store.pool, [disk, pool_tier])
     running = asyncio.create_task(tiers.run())
     try:
@@ -264,7 +264,7 @@ async def test_two_tiers_get_what_each_lacks(tmp_path: Path) -> None:
         assert pool_tier.chunks.keys() == set(KEYS)
         assert not any(set(KEYS) & set(keys) for keys in disk.writes)
         assert bench.store.pool.free_count == 8
-        assert await tiers.held(KEYS) == {Tier.DISK: 5, Tier.MOONCAKE: 5}
+        assert await tiers.held(KEYS) == {Tier.DISK: 5, Tier.POOL: 5}
     finally:
         running.cancel()
         await asyncio.wait({running})
@@ -274,7 +274,7 @@ async def test_two_tiers_get_what_each_lacks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_kept", [False, True])
 async def test_a_stop_writes_what_the_arena_holds(tmp_path: Path, is_kept: bool) -> None:
     bench = Bench(tmp_path, 16)
-    disk, pool_tier = MemoryTier(bench.arena), MemoryTier(bench.arena, Tier.MOONCAKE)
+    disk, pool_tier = MemoryTier(bench.arena), MemoryTier(bench.arena, Tier.POOL)
     pool_tier.capacity = 3
     tiers = TierManager(bench.store.pool, [disk, pool_tier])
     try:
@@ -298,7 +298,7 @@ class PoolBench:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.bench = Bench(folder, 8)
         self.store = self.bench.store
-        self.tier = MemoryTier(self.bench.arena, Tier.MOONCAKE)
+        self.tier = MemoryTier(self.bench.arena, Tier.POOL)
         self.tiers = TierManager(self.store.pool, [self.tier], **options)
         self.session = self.bench.attach()
 
@@ -342,7 +342,7 @@ async def test_a_pool_gets_each_chunk_once(tmp_path: Path, on_eviction: bool) ->
 async def test_a_pool_gets_again_what_it_may_lack(
     tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path, tier_name=Tier.MOONCAKE) as service:
+    async with serving(tmp_path, tier_name=Tier.POOL) as service:
         await fill_and_evict(service)
         held = service.tier.held
         service.tier.chunks.clear()
@@ -359,7 +359,7 @@ async def test_a_pool_gets_again_what_it_may_lack(
             slots = [
                 (r.first_slot + n, g) for r in answer.runs for n, g in enumerate(r.generations)
             ]
-            await service.fill(slots, KEYS, tier=types_pb2.TIER_MOONCAKE)
+            await service.fill(slots, KEYS, tier=types_pb2.TIER_POOL)
             give_back(service, answer)
         else:
 
@@ -367,7 +367,7 @@ async def test_a_pool_gets_again_what_it_may_lack(
                 return len(keys)
 
             service.tier.held = stale  # type: ignore[method-assign]
-            [loaded] = await service.loaded(tier=types_pb2.TIER_MOONCAKE)
+            [loaded] = await service.loaded(tier=types_pb2.TIER_POOL)
             assert loaded.cached_tokens == 0
             service.tier.held = held  # type: ignore[method-assign]
         await fill_and_evict(service)

@@ -88,8 +88,8 @@ async def test_what_is_refused(tmp_path: Path) -> None:
             await service.fill([(99, 1)], KEYS[:1])
         with pytest.raises(InvalidArgument, match="32 bytes"):
             await service.fill(slots[:1], [b"short"])
-        with pytest.raises(FailedPrecondition, match="no mooncake tier"):
-            await service.fill(slots, KEYS[:2], tier=types_pb2.TIER_MOONCAKE)
+        with pytest.raises(FailedPrecondition, match="no pool tier"):
+            await service.fill(slots, KEYS[:2], tier=types_pb2.TIER_POOL)
         with pytest.raises(FailedPrecondition, match="not granted"):
             await service.fill([(slots[0][0], slots[0][1] + 1)], KEYS[:1])
         other = service.bench.attach()

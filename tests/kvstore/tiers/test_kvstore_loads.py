@@ -145,7 +145,7 @@ async def test_what_a_source_wrote_and_did_not_bring_is_zeroed_before_it_is_gran
 async def test_sources_that_are_not_there(tmp_path: Path) -> None:
     async with serving(tmp_path) as service:
         for fields, error in (
-            ({"tier": types_pb2.TIER_MOONCAKE}, FailedPrecondition),
+            ({"tier": types_pb2.TIER_POOL}, FailedPrecondition),
             ({"source_address": "peer:1"}, FailedPrecondition),
             ({"tier": types_pb2.TIER_ARENA}, InvalidArgument),
             ({"tier": types_pb2.TIER_DISK, "source_address": "peer:1"}, InvalidArgument),

@@ -22,6 +22,7 @@ from test_kvstore_process import StoreProcess
 from splitpoint.arena.mapping import Arena
 from splitpoint.errors import Unavailable
 from splitpoint.keys import chunk_key
+from splitpoint.options.store import TIER_POOL
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
@@ -155,7 +156,7 @@ DISK = ("--tier-disk", "/nowhere/tier", "--tier-disk-size", "1GiB")
         (["--tier-disk", "/nowhere/tier"], "--tier-disk-size"),
         (["--tier-disk-size", "1GiB"], "--tier-disk"),
         ([*DISK, "--tier-rate", "fast"], "is not a rate"),
-        (["--tier-rate", "1GB"], "--tier-rate needs --tier-disk or --tier-mooncake"),
+        (["--tier-rate", "1GB"], f"--tier-rate needs --tier-disk or {TIER_POOL.flag}"),
         (["--tier-admission", "second-use"], "--tier-admission needs --tier-disk"),
     ],
 )

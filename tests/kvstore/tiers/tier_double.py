@@ -33,7 +33,7 @@ class MemoryTier:
         self.writes: list[list[bytes]] = []
         self._payload = Payload(arena)
         self._tier = tier
-        self._stats = TierStats(location="memory")
+        self._stats = TierStats("memory", engine="weave" if tier is Tier.POOL else "")
 
     @property
     def tier(self) -> Tier:

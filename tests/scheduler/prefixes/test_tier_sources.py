@@ -37,18 +37,18 @@ class TieredStore(StoreDouble):
 
 async def test_the_tier_that_holds_most_is_named_and_its_rate_with_it() -> None:
     # 9: a tier that only newer stores have.
-    held = {types_pb2.TIER_DISK: 48, types_pb2.TIER_MOONCAKE: 80, 9: 96}
+    held = {types_pb2.TIER_DISK: 48, types_pb2.TIER_POOL: 80, 9: 96}
     store = TieredStore(32, {int(tier): tokens for tier, tokens in held.items()})
     worker = WorkerDouble("0", kvstore_address=await store.start())
     async with stack(worker) as running:
         result = await running.generate(ids_request(PROMPT, 4))
         [command] = worker.admits
         assert not command.source_store_address
-        assert (command.source_tier, command.source_cached_tokens) == (types_pb2.TIER_MOONCAKE, 80)
+        assert (command.source_tier, command.source_cached_tokens) == (types_pb2.TIER_POOL, 80)
         assert (command.plan.fetched_tokens, command.plan.cached_tokens) == (48, 80)
-        assert command.plan.fetch_source == "mooncake"
+        assert command.plan.fetch_source == "pool"
         why = reasons_of(command.plan)
-        assert why[ReasonKind.FETCH][:5] == (48, "mooncake", "", 1e9, "assumed")
+        assert why[ReasonKind.FETCH][:5] == (48, "pool", "", 1e9, "assumed")
         assert result.token_ids == answer(PROMPT, 4)
         # The double loaded nothing, and says so.
         assert (result.done.plan.fetched_tokens, result.done.plan.fetch_source) == (0, "")

@@ -148,14 +148,14 @@ NUMERICS "fast"
     numerics are fast: rebuilt rows may in their last bits differ from the stored ones
 ON_DEVICE 1
     1 token is on the device already
-FETCH 80, "b:1", "mooncake", 800000000.0, "aged", 0.01, 1.5, 0
-    fetching 80 tokens from b:1 by Mooncake at 0.8 GB/s (aged): 10 ms, recomputing them: 1.5 s
-FETCH 80, "b:1", "grpc", 1000000000.0, "assumed", 0.01, 1.5, 0
+FETCH 80, "b:1", "direct", 800000000.0, "aged", 0.01, 1.5, 0
+    fetching 80 tokens from b:1 by direct reads at 0.8 GB/s (aged): 10 ms, recomputing them: 1.5 s
+FETCH 80, "b:1", "stream", 1000000000.0, "assumed", 0.01, 1.5, 0
     fetching 80 tokens from b:1 at 1 GB/s (assumed): 10 ms, recomputing them: 1.5 s
 NO_FETCH 80, "disk", "", 1000000000.0, "measured", 0.5, 1.5, 64
     not loaded: loading 80 tokens from the disk tier at 1 GB/s: 0.5 s, recomputing the 64 that
     the device lacks: 1.5 s
-NO_FETCH 80, "b:1", "grpc", 1000000000.0, "measured", 0.5, 1.5, 0
+NO_FETCH 80, "b:1", "stream", 1000000000.0, "measured", 0.5, 1.5, 0
     not fetched: fetching 80 tokens from b:1 at 1 GB/s: 0.5 s, recomputing them: 1.5 s
 MEETING 80, 64, "disk", 1000000000.0, "measured", 0.5, 1.5
     loading 80 tokens from the disk tier at 1 GB/s while 64 tokens before them are computed:
@@ -164,8 +164,8 @@ FETCHED 0, "", 0.0
     fetched nothing
 FETCHED 96, "", 0.31
     fetched 96 tokens in 0.31 s
-FETCHED 96, "mooncake, grpc", 0.31
-    fetched 96 tokens by Mooncake and gRPC in 0.31 s
+FETCHED 96, "direct, stream", 0.31
+    fetched 96 tokens by direct reads and gRPC in 0.31 s
 FOUND_ON_DEVICE 16, 0
     16 tokens were on the device already
 FOUND_ON_DEVICE 0, 16

@@ -141,11 +141,11 @@ async def test_rates_are_kept_by_source_and_transfer(socket_address: str) -> Non
     async with fetching(socket_address, store, loads_from_stores=True) as fetcher:
         tier = await fetcher.fetch(on_disk(90), SALT, TOKENS)
         other = await fetcher.fetch(FetchSource(ChunkSource(OTHER), 90), SALT, TOKENS)
-        assert (tier.came_by, other.came_by) == ("", "mooncake")
+        assert (tier.came_by, other.came_by) == ("", "direct")
         # The bytes took longer than the call's own time allows: theirs counts.
         assert fetcher.rates.by_key == {
             "disk": megabytes / 2.0,
-            f"{OTHER} mooncake": megabytes / 2.0,
+            f"{OTHER} direct": megabytes / 2.0,
         }
         store.answers = [progress(LOADED, seconds=1.0)]
         await fetcher.fetch(on_disk(90), SALT, TOKENS)
@@ -195,11 +195,11 @@ async def test_a_store_that_cannot_be_loaded_from_is_streamed_from(
     async with fetching(socket_address, store, loads_from_stores=True) as fetcher:
         source = FetchSource(ChunkSource(OTHER), 90)
         await fetcher.fetch(source, SALT, TOKENS)
-        assert f"{OTHER} mooncake" in fetcher.rates.by_key
+        assert f"{OTHER} direct" in fetcher.rates.by_key
         store.answers = [progress(1), status]
         result = await fetcher.fetch(source, SALT, TOKENS)
         # What was loaded counts; the rate is forgotten, and the stream was tried.
-        assert (result.tokens, result.came_by, store.matches) == (16, "mooncake", 1)
+        assert (result.tokens, result.came_by, store.matches) == (16, "direct", 1)
         assert not fetcher.rates.by_key
         assert store.released == [7, 7]
         # For a while the own store is not asked again.
@@ -282,12 +282,12 @@ async def test_a_source_that_brings_nothing_is_not_waited_for_again_and_again(
 def test_how_the_tokens_came() -> None:
     result = FetchResult()
     for tokens, transfer, came_by in (
-        (0, Transfer.MOONCAKE, ""),
-        (16, Transfer.MOONCAKE, "mooncake"),
-        (32, Transfer.MOONCAKE, "mooncake"),
-        (32, Transfer.GRPC, "mooncake"),
-        (48, Transfer.GRPC, "mooncake, grpc"),
-        (64, Transfer.GRPC, "mooncake, grpc"),
+        (0, Transfer.DIRECT, ""),
+        (16, Transfer.DIRECT, "direct"),
+        (32, Transfer.DIRECT, "direct"),
+        (32, Transfer.STREAM, "direct"),
+        (48, Transfer.STREAM, "direct, stream"),
+        (64, Transfer.STREAM, "direct, stream"),
     ):
         result.came(tokens, transfer)
         assert (result.tokens, result.came_by) == (tokens, came_by)
@@ -341,7 +341,7 @@ async def test_rates_of_transfers_end_with_the_store_that_has_them(socket_addres
         await fetcher.fetch(on_disk(90), SALT, TOKENS)
         await fetcher.fetch(FetchSource(place, 90), SALT, TOKENS)
         before = dict(fetcher.rates.by_key)
-        assert set(before) == {"disk", f"{OTHER} mooncake"}
+        assert set(before) == {"disk", f"{OTHER} direct"}
         fetcher.reattached()
         assert fetcher.rates.by_key == before
         client: Any = fetcher._store
@@ -349,6 +349,6 @@ async def test_rates_of_transfers_end_with_the_store_that_has_them(socket_addres
         fetcher.reattached()
         assert reported[-1] == {"disk": before["disk"]}
         # One that was under way meanwhile is not reported either.
-        loaded = FetchResult(bytes=MEASURABLE_BYTES, rate=1e9, transfer=Transfer.MOONCAKE)
+        loaded = FetchResult(bytes=MEASURABLE_BYTES, rate=1e9, transfer=Transfer.DIRECT)
         fetcher.measured(place, loaded)
         assert set(fetcher.rates.by_key) == {"disk"}

@@ -301,9 +301,9 @@ async def test_a_new_session_without_transfers_has_none_of_their_rates(setup: Se
         assert runtime.prefixes is not None
         fetcher = runtime.prefixes.fetcher
         # Measured in a session of a store that had them.
-        fetcher.rates.by_key |= {"a:1": 2e9, "a:1 mooncake": 3e9}
+        fetcher.rates.by_key |= {"a:1": 2e9, "a:1 direct": 3e9}
         runtime._on_rates()
-        assert "a:1 mooncake" in runtime.profile.remote_bytes_per_second
+        assert "a:1 direct" in runtime.profile.remote_bytes_per_second
         setup.servicer.store.sessions.end(before.session_id)
         await until(lambda: client.connection not in (None, before))
         await until(lambda: runtime.profile.remote_bytes_per_second == {"a:1": 2e9})

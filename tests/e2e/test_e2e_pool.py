@@ -10,12 +10,19 @@ from pathlib import Path
 
 import pytest
 from local_stack import LocalStack, StackShape, local_stack, prompt_of
-from mooncake_parts import Master, child_of, master_process, needs_mooncake, pool_memory
+from transfer_engine import (
+    Master,
+    child_of,
+    master_process,
+    needs_engine,
+    pool_arguments,
+    pool_memory,
+)
 
 from splitpoint.client.answers import Completion
 from splitpoint.v1 import kvstore_pb2, types_pb2
 
-pytestmark = needs_mooncake
+pytestmark = needs_engine
 
 PROMPT = prompt_of(1500, seed=3, vocabulary=2000)
 OTHER = prompt_of(1500, seed=4, vocabulary=2000)
@@ -35,15 +42,15 @@ async def host(folder: Path, name: str, model: Path, master: Master) -> AsyncIte
     """A store, a worker and a scheduler that are started now; they stop cleanly."""
     sockets = folder / name
     sockets.mkdir()
-    arguments = ("--tier-mooncake", master.address, "--transfer-interface", "lo")
-    async with local_stack(model, sockets, replace(SHAPE, store_arguments=arguments)) as stack:
+    shape = replace(SHAPE, store_arguments=pool_arguments(master.address))
+    async with local_stack(model, sockets, shape) as stack:
         await until_pool_is(stack, up=True)
         yield stack
 
 
 async def pool_of(stack: LocalStack) -> kvstore_pb2.TierStats:
     [tier] = (await stack.store_stats()).tiers
-    assert tier.tier == types_pb2.TIER_MOONCAKE
+    assert tier.tier == types_pb2.TIER_POOL
     return tier
 
 
@@ -69,7 +76,7 @@ async def test_a_host_finds_what_a_stopped_host_computed(
         found = await generate(second, PROMPT)
         assert found.token_ids == right.token_ids
         assert found.plan is not None
-        assert found.plan.fetch_source == "mooncake", found.plan.explanation
+        assert found.plan.fetch_source == "pool", found.plan.explanation
         assert found.plan.fetched_tokens >= FULL_TOKENS
         assert found.usage.cached_tokens >= FULL_TOKENS
         pool = await pool_of(second)
@@ -104,5 +111,5 @@ async def test_a_killed_master_costs_the_tier_until_it_is_back(
         found = await generate(second, OTHER)
         assert found.token_ids == other.token_ids
         assert found.plan is not None
-        assert found.plan.fetch_source == "mooncake", found.plan.explanation
+        assert found.plan.fetch_source == "pool", found.plan.explanation
         await second.assert_clean()

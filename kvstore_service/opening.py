@@ -1,4 +1,7 @@
-"""The tiers that a store's options ask for."""
+"""The tiers and the transfer engine that a store's options ask for.
+
+The only module outside kvstore_service.mooncake that names that package.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore_service.mooncake.settings import MooncakeSettings, settings_of
+from kvstore_service.mooncake.settings import MooncakeSettings, how_to_install, settings_of
 from kvstore_service.pool.chunk_pool import ChunkPool
 from kvstore_service.tiers.manager import TierManager
 from kvstore_service.tiers.tier import ChunkTier, ChunkTransfer
+from splitpoint.arena.mapping import Arena
 from splitpoint.config import parse_rate, parse_size
 from splitpoint.errors import InvalidArgument
+from splitpoint.options.store import TIER_DISK, TIER_POOL
 from splitpoint.transport.tls import PLAIN, Identity
 
 # Values of --tier-admission.
@@ -27,14 +32,14 @@ class TierSettings:
         rate_limit: bytes per second that are loaded from tiers. None: no limit.
         disk: folder of the disk tier. None: there is none.
         disk_bytes: bound of its files.
-        mooncake: None if neither transfers nor the pool use it.
+        engine: None if neither transfers nor a pool use it.
     """
 
     on_eviction: bool
     rate_limit: float | None
     disk: Path | None
     disk_bytes: int
-    mooncake: MooncakeSettings | None
+    engine: MooncakeSettings | None
 
 
 def tier_settings(arguments: argparse.Namespace) -> TierSettings:
@@ -46,21 +51,28 @@ def tier_settings(arguments: argparse.Namespace) -> TierSettings:
             "--tier-disk DIR and --tier-disk-size SIZE belong together",
             field="tier-disk" if disk is None else "tier-disk-size",
         )
-    mooncake = settings_of(arguments)
-    if disk is None and (mooncake is None or mooncake.pool is None):
+    engine = settings_of(arguments)
+    if disk is None and (engine is None or engine.pool is None):
         for name, is_given in (
             ("tier-rate", rate is not None),
             ("tier-admission", arguments.tier_admission != ON_EVICTION),
         ):
             if is_given:
-                raise InvalidArgument(f"--{name} needs --tier-disk or --tier-mooncake", field=name)
+                raise InvalidArgument(
+                    f"--{name} needs {TIER_DISK.flag} or {TIER_POOL.flag}", field=name
+                )
     return TierSettings(
         on_eviction=arguments.tier_admission == ON_EVICTION,
         rate_limit=None if rate is None else parse_rate(rate, field="tier-rate"),
         disk=disk,
         disk_bytes=disk_bytes,
-        mooncake=mooncake,
+        engine=engine,
     )
+
+
+def missing_engine() -> str:
+    """Return what the transfer engine lacks on this host, and how to get it; empty if nothing."""
+    return how_to_install()
 
 
 def tiers_of(
@@ -77,12 +89,29 @@ def tiers_of(
 
         tiers.append(DiskTier(pool.arena, settings.disk, settings.disk_bytes, holds=pool.grants))
     transfer: ChunkTransfer | None = None
-    if settings.mooncake is not None:
-        from kvstore_service.mooncake.opening import mooncake_parts
-
-        pool_tier, transfer = mooncake_parts(settings.mooncake, pool.arena, identity)
+    if settings.engine is not None:
+        pool_tier, transfer = _engine_parts(settings.engine, pool.arena, identity)
         tiers += [pool_tier] if pool_tier is not None else []
     manager = TierManager(
         pool, tiers, on_eviction=settings.on_eviction, rate_limit=settings.rate_limit
     )
     return manager, transfer
+
+
+def _engine_parts(
+    settings: MooncakeSettings, arena: Arena, identity: Identity
+) -> tuple[ChunkTier | None, ChunkTransfer | None]:
+    """Return the pool as a tier, and the transfer engine; each only if the settings ask for it."""
+    # Imported here: a store without them starts without them.
+    from kvstore_service.mooncake.process import Duty, MooncakeProcess
+    from kvstore_service.mooncake.tier import MooncakeTier
+    from kvstore_service.mooncake.transfers import MooncakeTransfer
+
+    server = MooncakeProcess(arena, settings, Duty.SERVE)
+    tier = transfer = None
+    if settings.pool is not None:
+        tier = MooncakeTier(server, settings.pool.master, arena.layout.chunk_bytes)
+    if settings.has_transfer:
+        reader = MooncakeProcess(arena, settings, Duty.READ)
+        transfer = MooncakeTransfer(server, reader, arena.layout, identity)
+    return tier, transfer

@@ -1,4 +1,4 @@
-"""Mooncake in tests: whether it can run here, and a master process."""
+"""The transfer engine in tests: whether it can run here, the options of stores, a pool's master."""
 
 from __future__ import annotations
 
@@ -15,12 +15,22 @@ from pathlib import Path
 import pytest
 from own_names import free_ports
 
-from kvstore_service.mooncake.process import Duty
-from kvstore_service.mooncake.settings import how_to_install
+from kvstore_service.mooncake.process import Duty as Duty
+from kvstore_service.opening import missing_engine
 
 _CAPACITY = "master_total_capacity_bytes "
 
-needs_mooncake = pytest.mark.skipif(bool(how_to_install()), reason=how_to_install())
+needs_engine = pytest.mark.skipif(bool(missing_engine()), reason=missing_engine())
+
+
+def direct_arguments(interface: str = "lo") -> tuple[str, ...]:
+    """Return the options of a store that reads other stores' arenas directly."""
+    return ("--transfer", "mooncake", "--transfer-interface", interface)
+
+
+def pool_arguments(master: str) -> tuple[str, ...]:
+    """Return the options of a store with the pool of a master at this address."""
+    return ("--tier-mooncake", master, "--transfer-interface", "lo")
 
 
 class Master:
@@ -91,7 +101,7 @@ def master_process() -> Iterator[Master]:
 
 
 def child_of(store_pid: int, duty: Duty = Duty.SERVE) -> int:
-    """Return the id of a store's Mooncake process for a duty."""
+    """Return the id of a store's engine process for a duty."""
     children = Path(f"/proc/{store_pid}/task/{store_pid}/children").read_text().split()
     name = f"\0kvstore_service.mooncake\0{duty}\0".encode()
     found = [

@@ -1,4 +1,4 @@
-"""Two hosts with a network between them: 1,500 tokens come by Mooncake, and the same text."""
+"""Two hosts with a network between them: 1,500 tokens come by direct reads, and the same text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 from local_stack import prompt_of
-from mooncake_parts import child_of, needs_mooncake
+from transfer_engine import child_of, direct_arguments, needs_engine
 from two_hosts import Hosts, Network, namespaces, two_hosts
 
 from splitpoint.arena.mapping import Arena
 from splitpoint.client.answers import Completion
 from splitpoint.tiers import ChunkSource, Transfer
 
-pytestmark = needs_mooncake
+pytestmark = needs_engine
 
 PROMPT = prompt_of(1500, seed=3, vocabulary=2000)
 FULL_TOKENS = len(PROMPT) // 16 * 16
@@ -52,13 +52,10 @@ async def computed_by_a(hosts: Hosts, salt: bytes) -> Completion:
     return first
 
 
-async def test_1500_tokens_come_by_mooncake(
+async def test_1500_tokens_come_by_direct_reads(
     tmp_path: Path, bundled_model: Path, network: Network
 ) -> None:
-    arguments = (
-        *("--transfer", "mooncake", "--transfer-interface", network.interface),
-        "--trusted-network",
-    )
+    arguments = (*direct_arguments(network.interface), "--trusted-network")
     async with two_hosts(tmp_path, bundled_model, network, store_arguments=arguments) as hosts:
         first = await computed_by_a(hosts, b"one")
         fetched = await hosts.generate("b", PROMPT, b"one")
@@ -67,7 +64,7 @@ async def test_1500_tokens_come_by_mooncake(
         assert fetched.plan is not None
         assert fetched.plan.fetched_tokens >= FULL_TOKENS, fetched.plan.explanation
         assert fetched.usage.cached_tokens >= FULL_TOKENS
-        assert await mooncake_rate(hosts) > 0
+        assert await direct_rate(hosts) > 0
 
         address, port = engine_port(hosts, "a")
         assert address == ("127.0.0.1" if network.interface == "lo" else network.addresses["a"])
@@ -97,9 +94,9 @@ async def test_1500_tokens_come_by_mooncake(
         assert again.token_ids == right.token_ids
 
 
-async def mooncake_rate(hosts: Hosts) -> float:
+async def direct_rate(hosts: Hosts) -> float:
     """Return the bytes per second that worker b measured for loads from store a."""
-    key = ChunkSource(hosts.addresses["store a"]).rate_key(Transfer.MOONCAKE)
+    key = ChunkSource(hosts.addresses["store a"]).rate_key(Transfer.DIRECT)
     async with asyncio.timeout(20):
         while True:
             for worker in await hosts.client.list_workers():

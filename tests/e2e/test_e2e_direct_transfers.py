@@ -1,6 +1,6 @@
-"""Prefixes that come from another host's store by Mooncake: the same text, whatever happens.
+"""Prefixes that come from another host's store by direct reads: the same text, whatever happens.
 
-Each store is a process with a Mooncake process of its own, on the loopback.
+Each store is a process with an engine process of its own, on the loopback.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 from host_pair import NEW_TOKENS, SHAPE, Host, host
-from mooncake_parts import child_of, needs_mooncake
 from tiny_models import build_tiny, clear_prompt, write_tiny
+from transfer_engine import Duty, child_of, direct_arguments, needs_engine
 
-from kvstore_service.mooncake.process import Duty
 from splitpoint.v1 import kvstore_pb2
 
-pytestmark = needs_mooncake
+pytestmark = needs_engine
 
 MODEL = build_tiny("llama")
 PROMPT, ANSWER = clear_prompt(MODEL, 150, NEW_TOKENS)  # nine chunks of 16 and a tail
 FULL_TOKENS = len(PROMPT) // 16 * 16
 LEASE_SECONDS = 1.0
-MOONCAKE = replace(SHAPE, store_arguments=("--transfer", "mooncake", "--transfer-interface", "lo"))
+DIRECT = replace(SHAPE, store_arguments=direct_arguments())
 SECONDS = 30.0
 
 
@@ -39,10 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def hosts(folder: Path, tmp_path: Path, shm_folder: Path) -> AsyncIterator[tuple[Host, Host]]:
-    forgetful = replace(MOONCAKE, lease_seconds=LEASE_SECONDS)
+    forgetful = replace(DIRECT, lease_seconds=LEASE_SECONDS)
     async with (
         host(folder, tmp_path, shm_folder, "a", forgetful) as first,
-        host(folder, tmp_path, shm_folder, "b", MOONCAKE) as second,
+        host(folder, tmp_path, shm_folder, "b", DIRECT) as second,
     ):
         await until(lambda: is_registered(first))
         yield first, second
@@ -95,7 +94,7 @@ async def assert_sealed_chunks_are_right(first: Host, second: Host) -> None:
         assert checksums[key] == chunk.checksum
 
 
-async def test_full_chunks_come_by_mooncake(hosts: tuple[Host, Host]) -> None:
+async def test_full_chunks_come_by_direct_reads(hosts: tuple[Host, Host]) -> None:
     first, second = hosts
     assert (await first.generate(PROMPT))[0] == ANSWER
     tokens, restore = await second.generate(PROMPT, **source(first))
@@ -138,7 +137,7 @@ async def test_a_source_that_is_killed_under_the_read(hosts: tuple[Host, Host]) 
     os.kill(child_of(first.process.pid), signal.SIGSTOP)
     name = await second.admit(PROMPT, **source(first))
     await wait_until_read(first)
-    first.process.kill()  # its stopped Mooncake process goes with it
+    first.process.kill()  # its stopped engine process goes with it
     results = await second.results(name)
     assert results.tokens[name] == ANSWER
     assert (await transfer_of(second)).failed_read_count == 1
@@ -194,7 +193,7 @@ async def test_a_killed_engine_costs_the_transfer_only(hosts: tuple[Host, Host])
     os.kill(child_of(second.process.pid, Duty.READ), signal.SIGKILL)
     tokens, restore = await second.generate(PROMPT, **source(first))
     assert tokens == ANSWER
-    assert (restore.fetched_tokens, restore.fetch_transfer) == (len(PROMPT), "grpc")
+    assert (restore.fetched_tokens, restore.fetch_transfer) == (len(PROMPT), "stream")
     assert (await first.stats()).remote_read_bytes > 0
 
     async def is_back() -> bool:
