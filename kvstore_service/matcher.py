@@ -11,7 +11,7 @@ from kvstore_service.maintenance import Maintenance
 from kvstore_service.store import KvStore, Matched
 from kvstore_service.tiers.manager import TierManager
 from splitpoint.keys import chunk_keys
-from splitpoint.transport.convert import tier_to_proto
+from splitpoint.transport.convert import tier_to_proto, to_message
 from splitpoint.v1 import kvstore_pb2 as pb
 
 
@@ -76,12 +76,11 @@ class Matcher:
         ]
 
     def _matched(self, found: Matched, tiers: Sequence[pb.TierPrefix] = ()) -> pb.MatchResponse:
-        return pb.MatchResponse(
-            cached_tokens=found.cached_tokens,
-            chunks=[handle_of(entry) for entry in found.entries],
+        return to_message(
+            pb.MatchResponse,
+            found,
+            chunks=map(handle_of, found.entries),
             chunk_keys=[entry.key for entry in found.entries],
-            lease_id=found.lease_id,
             epoch=self._store.epoch,
-            storable_tokens=found.storable_tokens,
             tiers=tiers,
         )

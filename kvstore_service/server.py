@@ -32,6 +32,7 @@ from kvstore_service.tiers.manager import TierManager
 from kvstore_service.tiers.tier import ChunkTransfer
 from splitpoint.errors import FailedPrecondition
 from splitpoint.observe import tracing
+from splitpoint.transport.convert import to_message
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
@@ -175,11 +176,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     def _reserved(self, runs: Sequence[GrantedRun]) -> pb.ReserveResponse:
         return pb.ReserveResponse(
             runs=[
-                pb.SlotRun(
-                    first_slot=run.first,
-                    slot_count=len(run.generations),
-                    generations=run.generations,
-                )
+                to_message(pb.SlotRun, run, first_slot=run.first, slot_count=len(run.generations))
                 for run in runs
             ],
             epoch=self.store.epoch,

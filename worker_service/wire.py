@@ -243,14 +243,20 @@ def _tokens_from(events: list[TokenEvent], draft: DraftEvent | None) -> worker_p
         result.accepted_token_count = draft.accepted
     for event in events:
         if event.choice.logprob is not None or event.choice.hidden_state:
-            result.logprobs.add(
+            position = to_message(
+                types_pb2.PositionLogprobs,
+                event.choice,
                 chosen_logprob=event.choice.logprob or 0.0,
-                hidden_state=event.choice.hidden_state,
                 top=[
                     types_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
                     for token_id, logprob in event.choice.top_logprobs
                 ],
+                # The scheduler's.
+                chosen_token_bytes=b"",
+                chosen_token_id=0,
+                chosen_rank=0,
             )
+            result.logprobs.append(position)
     return result
 
 

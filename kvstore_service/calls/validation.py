@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TypeVar
 
 from kvstore_service.pool.chunk_pool import WrittenChunk
-from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.sessions import ProcessIdentity
 from kvstore_service.store import SealOutcome
 from splitpoint.arena.format import ID_BYTES
@@ -19,25 +18,27 @@ from splitpoint.config import check_address
 from splitpoint.errors import InvalidArgument
 from splitpoint.keys import KEY_BYTES, SALT_LIMIT
 from splitpoint.tiers import ChunkSource, Tier
-from splitpoint.transport.convert import tier_from_proto
+from splitpoint.transport.convert import (
+    from_message,
+    plain_converter,
+    tier_from_proto,
+    to_message,
+)
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 
 Message = TypeVar("Message")
 
 
-def handle_of(entry: Entry) -> types_pb2.SlotHandle:
-    return types_pb2.SlotHandle(
-        slot=entry.slot,
-        generation=entry.generation,
-        token_count=entry.token_count,
-        checksum=entry.checksum,
-    )
+# The handle of an Entry, with the attributes of its fields' names.
+handle_of = plain_converter(types_pb2.SlotHandle)
 
 
 def sealed_chunks(outcome: SealOutcome) -> list[pb.SealedChunk]:
     return [
-        pb.SealedChunk(
+        to_message(
+            pb.SealedChunk,
+            chunk,
             handle=handle_of(chunk.entry),
             key=chunk.entry.key,
             duplicate=chunk.is_duplicate,
@@ -194,19 +195,13 @@ def _check_chunk(chunk: pb.SealChunk, chunk_tokens: int, path: str) -> WrittenCh
             f"a key has {KEY_BYTES} bytes, or none for a first chunk",
             field=f"{path}.parent_key",
         )
-    token_ids = tuple(chunk.token_ids)
-    if len(token_ids) > chunk_tokens:
+    written = from_message(WrittenChunk, chunk)
+    if (count := len(written.token_ids)) > chunk_tokens:
         raise InvalidArgument(
-            f"{len(token_ids)} tokens; a chunk holds {chunk_tokens}", field=f"{path}.token_ids"
+            f"{count} tokens; a chunk holds {chunk_tokens}", field=f"{path}.token_ids"
         )
-    _check_tokens(token_ids, f"{path}.token_ids")
-    return WrittenChunk(
-        slot=chunk.slot,
-        generation=chunk.generation,
-        parent_key=chunk.parent_key,
-        token_ids=token_ids,
-        checksum=chunk.checksum,
-    )
+    _check_tokens(written.token_ids, f"{path}.token_ids")
+    return written
 
 
 def check_release(request: pb.ReleaseRequest, slot_count: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ import torch
 
 from splitpoint.arena.mapping import Arena
 from splitpoint.errors import ChunkLost
+from splitpoint.v1 import types_pb2
 from worker_service.device.populating import PagedMemory
 from worker_service.store.quantization import ChunkCodec
 
@@ -22,6 +23,10 @@ class StoredChunk:
     token_count: int
     key: bytes
     checksum: int
+
+    @classmethod
+    def from_proto(cls, handle: types_pb2.SlotHandle, key: bytes) -> StoredChunk:
+        return cls(handle.slot, handle.generation, handle.token_count, key, handle.checksum)
 
 
 class SuspectChunks(ChunkLost):

@@ -161,7 +161,7 @@ class StoreClient:
             within=None if is_patient else seconds,
         )
         chunks = tuple(
-            _stored(handle, key)
+            StoredChunk.from_proto(handle, key)
             for handle, key in zip(answer.chunks, answer.chunk_keys, strict=True)
         )
         connection.tensors.note_use(chunk.slot for chunk in chunks)
@@ -260,7 +260,7 @@ class StoreClient:
                 keep_leased=True,
             ),
         )
-        sealed = tuple(_stored(chunk.handle, chunk.key) for chunk in answer.chunks)
+        sealed = tuple(StoredChunk.from_proto(each.handle, each.key) for each in answer.chunks)
         return Sealed(sealed, answer.lease_id)
 
     async def release(
@@ -345,7 +345,3 @@ def _granted(answer: pb.ReserveResponse) -> list[tuple[int, int]]:
 
 async def _nothing_to_give_back(_: object) -> None:
     """Do nothing."""
-
-
-def _stored(handle: types_pb2.SlotHandle, key: bytes) -> StoredChunk:
-    return StoredChunk(handle.slot, handle.generation, handle.token_count, key, handle.checksum)
