@@ -93,16 +93,10 @@ class CatalogPublisher:
         self._pending: dict[bytes, None] = {}  # keys, in the order of their changes
         self._overflowed = False
         self._changed = asyncio.Event()
-        pool.listener = self
+        pool.listener = self._changed_entry
         self._tiers.on_change(self._record)
 
     # -- changes of the chunks --------------------------------------------------------------
-
-    def published(self, entry: Entry) -> None:
-        self._changed_entry(entry)
-
-    def removed(self, entry: Entry) -> None:
-        self._changed_entry(entry)
 
     def _changed_entry(self, entry: Entry) -> None:
         # Schedulers cannot derive the keys of partial tails from a prompt.

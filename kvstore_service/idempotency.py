@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -98,7 +98,30 @@ class IdempotentCalls:
     def __init__(self) -> None:
         self._running: dict[tuple[bytes, bytes], tuple[bytes, asyncio.Task[Any]]] = {}
 
-    async def known(self, call: Call[Response]) -> Response | None:
+    async def answer(
+        self,
+        call: Call[Response],
+        work: Callable[[], Response | Coroutine[Any, Any, Response]],
+        *,
+        keep_errors: bool = False,
+    ) -> Response:
+        """Return the first answer to a request; carry a new one out.
+
+        A coroutine of `work` runs to its end, also if its caller is cancelled. `keep_errors`: a
+        failure may have had an effect, so a retry must not try again.
+        """
+        known = await self._known(call)
+        if known is not None:
+            return known
+        response = work()
+        if isinstance(response, Message):
+            return self._answered(call, response)
+        task = asyncio.create_task(self._carry_out(call, response, keep_errors))
+        self._running[call.name] = (call.digest, task)
+        task.add_done_callback(lambda task: self._done(call, task))
+        return await asyncio.shield(task)
+
+    async def _known(self, call: Call[Response]) -> Response | None:
         """Return the answer of an earlier request, waiting for it. None if the call is new.
 
         Raises AlreadyExists if the request id was used for another request, and the error
@@ -117,28 +140,16 @@ class IdempotentCalls:
         answer: Response = await asyncio.shield(running[1])
         return answer
 
-    def answered(self, call: Call[Response], response: Response) -> Response:
+    def _answered(self, call: Call[Response], response: Response) -> Response:
         """Remember the answer to a new call and return it."""
         call.answers.put(call.name[1], call.digest, response.SerializeToString())
         return response
-
-    async def run(
-        self, call: Call[Response], work: Coroutine[Any, Any, Response], *, keep_errors: bool
-    ) -> Response:
-        """Carry out a new call to its end, also if its caller is cancelled.
-
-        `keep_errors`: a failure may have had an effect, so a retry must not try again.
-        """
-        task = asyncio.create_task(self._carry_out(call, work, keep_errors))
-        self._running[call.name] = (call.digest, task)
-        task.add_done_callback(lambda task: self._done(call, task))
-        return await asyncio.shield(task)
 
     async def _carry_out(
         self, call: Call[Response], work: Coroutine[Any, Any, Response], keep_errors: bool
     ) -> Response:
         try:
-            return self.answered(call, await work)
+            return self._answered(call, await work)
         except SplitpointError as error:
             if keep_errors:
                 call.answers.put(call.name[1], call.digest, error)

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from kvstore_service.calls import validation
+from kvstore_service import validation
 from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.sessions import Session
 from kvstore_service.store import KvStore

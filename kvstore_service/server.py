@@ -9,30 +9,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
-from kvstore_service.calls import validation
-from kvstore_service.calls.slots import READ_AT_ONCE_BYTES, Reserver, Sealer
-from kvstore_service.calls.validation import sealed_chunks
+from google.protobuf.duration_pb2 import Duration
+
+from kvstore_service import validation
 from kvstore_service.idempotency import Call, IdempotentCalls, Response
 from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.maintenance import Maintenance
-from kvstore_service.matcher import Matcher
 from kvstore_service.pool.chunk_pool import WrittenChunk
-from kvstore_service.pool.slot_grants import GrantedRun, Preparation
+from kvstore_service.pool.slot_grants import GrantedRun
 from kvstore_service.reader import ChunkReader
-from kvstore_service.session_calls import SessionCalls
-from kvstore_service.stats import StoreInfo, stats_response
-from kvstore_service.store import KvStore
+from kvstore_service.slots import READ_AT_ONCE_BYTES, Reserver, Sealer
+from kvstore_service.stats import StoreInfo, endpoint_message, stats_response
+from kvstore_service.store import KvStore, Matched
 from kvstore_service.tiers.loader import ChunkLoader, SlotFiller
 from kvstore_service.tiers.manager import TierManager
 from kvstore_service.tiers.tier import ChunkTransfer
-from splitpoint.errors import FailedPrecondition
+from kvstore_service.validation import handle_of, sealed_chunks
+from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
+from splitpoint.keys import chunk_keys
 from splitpoint.observe import tracing
-from splitpoint.transport.convert import to_message
+from splitpoint.transport.convert import layout_to_proto, tier_to_proto, to_message
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
@@ -75,8 +76,6 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._calls = IdempotentCalls()
         self._stopping = asyncio.Event()
         self._started = time.monotonic()
-        self._sessions = SessionCalls(store, self.tiers, transfer, self._stopping)
-        self._matcher = Matcher(store, self.maintenance, self.tiers, self._calls)
         self._sealer = Sealer(store, self.maintenance, self._threads, read_at_once_bytes)
         self._reserver = Reserver(store, self._threads, self.tiers if self.tiers.tiers else None)
         self._loader = ChunkLoader(
@@ -97,14 +96,90 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     # -- sessions ------------------------------------------------------------------------
 
     async def Attach(self, request: pb.AttachRequest, context: _Context) -> pb.AttachResponse:
-        return self._sessions.attach(request)
+        process = validation.check_attach(request)
+        session = self.store.sessions.attach(
+            request.client_name,
+            process,
+            layout_hash=request.layout_hash,
+            previous_session_id=request.previous_session_id,
+        )
+        _log.info(
+            "session %s: %r, process %d",
+            session.session_id.hex()[:8],
+            request.client_name,
+            process.process_id,
+        )
+        arena = self.store.arena
+        return pb.AttachResponse(
+            session_id=session.session_id,
+            arena_path="" if session.is_remote else str(arena.path),
+            arena_size_bytes=arena.size_bytes,
+            instance_id=arena.superblock.instance_id,
+            epoch=self.store.epoch,
+            layout=layout_to_proto(arena.layout),
+            slot_count=arena.slot_count,
+            lease_duration=_duration(self.store.sessions.seconds_left(session)),
+            transfer=endpoint_message(self.transfer),
+            tiers=[tier_to_proto(tier) for tier in self.tiers.tiers],
+            loads_from_stores=self.transfer is not None,
+        )
 
     async def KeepAlive(
         self, requests: AsyncIterator[pb.KeepAliveRequest], context: _Context
     ) -> AsyncIterator[pb.KeepAliveResponse]:
-        async with aclosing(self._sessions.keep_alive(requests)) as answers:
-            async for answer in answers:
-                yield answer
+        sessions = self.store.sessions
+        messages = aiter(requests)
+        session_id = b""
+        try:
+            message = await self._next_beat(messages, sessions.lease_seconds)
+            if message is None:
+                return
+            validation.check_session_id(message.session_id)
+            session = sessions.live(message.session_id)
+            if session.has_keep_alive:
+                raise FailedPrecondition(
+                    "another KeepAlive stream holds this session", reason="STREAM_EXISTS"
+                )
+            session.has_keep_alive = True
+            session_id = session.session_id
+            while message is not None:
+                if message.session_id != session_id:
+                    raise InvalidArgument("one stream holds one session", field="session_id")
+                yield pb.KeepAliveResponse(
+                    epoch=self.store.epoch,
+                    lease_duration=_duration(sessions.keep_alive(session_id)),
+                )
+                message = await self._next_beat(messages, sessions.seconds_left(session))
+        finally:
+            if session_id:
+                sessions.end(session_id)
+                _log.info("session %s ended", session_id.hex()[:8])
+
+    async def _next_beat(
+        self, messages: AsyncIterator[pb.KeepAliveRequest], timeout: float
+    ) -> pb.KeepAliveRequest | None:
+        """Return the next message of a stream. None at the end of the stream.
+
+        Raises Unavailable if the store stops meanwhile, FailedPrecondition after `timeout` seconds.
+        """
+        message = asyncio.ensure_future(_anext(messages))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait(
+                {message, stopping}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+            if message.done():
+                return message.result()
+        finally:
+            message.cancel()
+            stopping.cancel()
+            # Retrieve its error, too: no other task does.
+            await asyncio.gather(message, return_exceptions=True)
+        if self._stopping.is_set():
+            raise Unavailable("the store is stopping", reason="STOPPING")
+        raise FailedPrecondition(
+            "the session expired: no KeepAlive message came in time", reason="SESSION_EXPIRED"
+        )
 
     # -- reading -------------------------------------------------------------------------
 
@@ -113,9 +188,60 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         with tracing.serving(
             "match", context, tokens=len(request.token_ids), is_peek=is_peek
         ) as span:
-            answer = await self._matcher.match(request)
+            answer = await self._match(request)
             span.set(cached_tokens=answer.cached_tokens, chunks=len(answer.chunks))
             return answer
+
+    async def _match(self, request: pb.MatchRequest) -> pb.MatchResponse:
+        """Look a prefix up: under a lease for a session, else as a peek."""
+        arena, salt = self.store.arena, request.tenant_salt
+        tokens = validation.check_match(request, arena.slot_count * arena.layout.chunk_tokens)
+        if not request.session_id:
+            found = self.store.peek(salt, tokens)
+            held = await self._held(salt, found, tokens) if request.asks_tiers else ()
+            return self._matched(found, held)
+        validation.check_session(request.session_id, request.request_id)
+        self.maintenance.called()
+
+        def leased_match() -> pb.MatchResponse:
+            found = self.store.match(request.session_id, salt, tokens)
+            self.tiers.used(found.entries)
+            return self._matched(found)
+
+        async def verified_match() -> pb.MatchResponse:
+            await self.maintenance.verify(lambda: self.store.recovered.in_match(salt, tokens))
+            return leased_match()
+
+        def work() -> pb.MatchResponse | Coroutine[Any, Any, pb.MatchResponse]:
+            is_unverified = self.store.recovered.in_match(salt, tokens)
+            return verified_match() if is_unverified else leased_match()
+
+        return await self._calls.answer(self._call(request, pb.MatchResponse), work)
+
+    async def _held(
+        self, salt: bytes, found: Matched, tokens: Sequence[int]
+    ) -> list[pb.TierPrefix]:
+        """Return the tiers that continue the arena's full chunks of a sequence."""
+        layout = self.store.arena.layout
+        size = layout.chunk_tokens
+        keys = list(chunk_keys(layout.layout_hash, salt, tokens, size))
+        cached = sum(entry.key == key for entry, key in zip(found.entries, keys, strict=False))
+        held = await self.tiers.held(keys[cached:])
+        return [
+            pb.TierPrefix(tier=tier_to_proto(tier), cached_tokens=(cached + count) * size)
+            for tier, count in held.items()
+            if count
+        ]
+
+    def _matched(self, found: Matched, tiers: Sequence[pb.TierPrefix] = ()) -> pb.MatchResponse:
+        return to_message(
+            pb.MatchResponse,
+            found,
+            chunks=map(handle_of, found.entries),
+            chunk_keys=[entry.key for entry in found.entries],
+            epoch=self.store.epoch,
+            tiers=tiers,
+        )
 
     async def ReadChunks(self, request: pb.ReadChunksRequest, context: _Context) -> None:
         self.maintenance.called()
@@ -128,10 +254,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         handles = validation.check_handles(request.chunks, self.store.arena.slot_count)
         self.maintenance.called()
         call = self._call(request, pb.ReportChunksResponse)
-        known = await self._calls.known(call)
-        if known is not None:
-            return known
-        return await self._calls.run(call, self._inspect(handles), keep_errors=False)
+        return await self._calls.answer(call, lambda: self._inspect(handles))
 
     async def _inspect(self, handles: Sequence[tuple[int, int]]) -> pb.ReportChunksResponse:
         lost = await self.maintenance.inspect_reported(handles)
@@ -150,35 +273,24 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         validation.check_reserve(request)
         self.maintenance.called()
         self._check_maps(request.session_id)
-        call = self._call(request, pb.ReserveResponse)
-        known = await self._calls.known(call)
-        if known is not None:
-            return known
         session_id, salt = request.session_id, request.tenant_salt
-        if self._reserver.must_wait(request.slot_count):
-            return await self._calls.run(call, self._reserve_slowly(request), keep_errors=False)
-        prepared = self.store.prepare(session_id, request.slot_count, salt)
-        if prepared.dirty_slots:
-            work = self._grant(session_id, prepared)
-            return await self._calls.run(call, work, keep_errors=False)
-        return self._calls.answered(call, self._reserved(self.store.grant(session_id, prepared)))
 
-    async def _reserve_slowly(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
-        return self._reserved(
-            await self._reserver.reserve(
-                request.session_id, request.slot_count, request.tenant_salt
-            )
-        )
+        async def reserved(granting: Awaitable[list[GrantedRun]]) -> pb.ReserveResponse:
+            return self._reserved(await granting)
 
-    async def _grant(self, session_id: bytes, prepared: Preparation) -> pb.ReserveResponse:
-        return self._reserved(await self._reserver.grant(session_id, prepared))
+        def work() -> pb.ReserveResponse | Coroutine[Any, Any, pb.ReserveResponse]:
+            if self._reserver.must_wait(request.slot_count):
+                return reserved(self._reserver.reserve(session_id, request.slot_count, salt))
+            prepared = self.store.prepare(session_id, request.slot_count, salt)
+            if prepared.dirty_slots:
+                return reserved(self._reserver.grant(session_id, prepared))
+            return self._reserved(self.store.grant(session_id, prepared))
+
+        return await self._calls.answer(self._call(request, pb.ReserveResponse), work)
 
     def _reserved(self, runs: Sequence[GrantedRun]) -> pb.ReserveResponse:
         return pb.ReserveResponse(
-            runs=[
-                to_message(pb.SlotRun, run, first_slot=run.first, slot_count=len(run.generations))
-                for run in runs
-            ],
+            runs=[to_message(pb.SlotRun, run, slot_count=len(run.generations)) for run in runs],
             epoch=self.store.epoch,
         )
 
@@ -194,13 +306,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         chunks = validation.check_seal(request, arena.slot_count, arena.layout.chunk_tokens)
         self.maintenance.called()
         self._check_maps(request.session_id)
-        call = self._call(request, pb.SealResponse)
-        known = await self._calls.known(call)
-        if known is not None:
-            return known
         # A failed call may have sealed or freed slots, so a retry must not try again.
-        work = self._read_back_and_seal(request, chunks)
-        return await self._calls.run(call, work, keep_errors=True)
+        return await self._calls.answer(
+            self._call(request, pb.SealResponse),
+            lambda: self._read_back_and_seal(request, chunks),
+            keep_errors=True,
+        )
 
     async def _read_back_and_seal(
         self, request: pb.SealRequest, chunks: Sequence[WrittenChunk]
@@ -240,18 +351,15 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         validation.check_session(request.session_id, request.request_id)
         slots = validation.check_release(request, self.store.arena.slot_count)
         answers = self.store.sessions.known(request.session_id).answers
-        call = Call.of(request, answers, pb.ReleaseResponse)
-        known = await self._calls.known(call)
-        if known is not None:
-            return known
-        released = self.store.sessions.release(request.session_id, request.lease_ids, slots)
-        return self._calls.answered(
-            call,
-            pb.ReleaseResponse(
+
+        def work() -> pb.ReleaseResponse:
+            released = self.store.sessions.release(request.session_id, request.lease_ids, slots)
+            return pb.ReleaseResponse(
                 released_lease_count=released.lease_count,
                 released_slot_count=released.slot_count,
-            ),
-        )
+            )
+
+        return await self._calls.answer(Call.of(request, answers, pb.ReleaseResponse), work)
 
     def _call(self, request: Any, response_type: type[Response]) -> Call[Response]:
         """Return a call of an open session."""
@@ -270,3 +378,13 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         return stats_response(
             self.store, self.maintenance, self.info, uptime, self.tiers, self.transfer
         )
+
+
+async def _anext(messages: AsyncIterator[pb.KeepAliveRequest]) -> pb.KeepAliveRequest | None:
+    return await anext(messages, None)
+
+
+def _duration(seconds: float) -> Duration:
+    result = Duration()
+    result.FromNanoseconds(int(seconds * 1e9))
+    return result

@@ -259,8 +259,7 @@ class KvStore:
             raise
         runs = self.pool.grants.grant(preparation, session.session_id, session.process)
         for run in runs:
-            for offset, generation in enumerate(run.generations):
-                session.granted[run.first + offset] = generation
+            session.granted.update(enumerate(run.generations, run.first_slot))
         return runs
 
     def evict_all(self) -> int:

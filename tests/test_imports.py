@@ -282,7 +282,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "session_manager",
         "store",
         "maintenance",
-        "calls",
+        *("validation", "slots"),
         "reader",
         "tiers.tier",
         "mooncake",

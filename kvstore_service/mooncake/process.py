@@ -233,13 +233,13 @@ class MooncakeProcess:
             if not started.is_set():
                 return
             if self._pool is not None:
-                start = f"start {self.stats.restarts + 2} follows"
+                start = f"start {self.stats.restart_count + 2} follows"
                 self._set_pool(False, f"Mooncake's process ended ({self._failure}); {start}")
             log.error("Mooncake's process ended: %s", self._failure)
             if time.monotonic() - began > RESTART_SECONDS[-1]:
                 pauses = iter(RESTART_SECONDS)
             await asyncio.sleep(next(pauses, RESTART_SECONDS[-1]))
-            self.stats.restarts += 1
+            self.stats.restart_count += 1
 
     async def _run(self, started: asyncio.Event) -> None:
         """Run the process until it ends."""

@@ -66,9 +66,9 @@ class MooncakeTier:
             slots=list(slots),
         )
         whole = sum(checksum is not None and checksum != DAMAGED for checksum in found)
-        self._stats.missed_chunks += found.count(None)
-        self._stats.damaged_chunks += found.count(DAMAGED)
-        self._stats.read_chunks += whole
+        self._stats.missed_chunk_count += found.count(None)
+        self._stats.damaged_chunk_count += found.count(DAMAGED)
+        self._stats.read_chunk_count += whole
         self._stats.read_bytes += whole * self._chunk_bytes
         return [None if checksum == DAMAGED else checksum for checksum in found]
 
@@ -82,12 +82,12 @@ class MooncakeTier:
             slots=[entry.slot for entry in entries],
             checksums=[entry.checksum for entry in entries],
         )
-        self._stats.written_chunks += sum(stored)
+        self._stats.written_chunk_count += sum(stored)
         self._stats.written_bytes += sum(stored) * self._chunk_bytes
         return sum(stored)
 
     async def drop(self, keys: Sequence[bytes]) -> None:
-        self._stats.damaged_chunks += len(keys)
+        self._stats.damaged_chunk_count += len(keys)
         with suppress(Unavailable):  # their next reader compares them again
             self._check_up()
             await self._process.ask("pool_drop", QUESTION_SECONDS, keys=names(keys))

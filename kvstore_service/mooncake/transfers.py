@@ -51,7 +51,7 @@ class MooncakeTransfer:
         stats.is_up = server.is_up and reader.is_up
         stats.message = server.message or reader.message
         stats.segment, stats.registered_bytes = server.segment, server.registered_bytes
-        stats.restarts = server.restarts + reader.restarts
+        stats.restart_count = server.restart_count + reader.restart_count
         return stats
 
     @property
@@ -138,7 +138,7 @@ class RemoteChunks:
         for index, handle in zip(known, handles, strict=True):
             if (keys[index], handle.slot, handle.generation) in still:
                 checksums[index] = handle.checksum
-                stats.read_chunks += 1
+                stats.read_chunk_count += 1
                 stats.read_bytes += self._layout.chunk_bytes
         return checksums
 
@@ -146,7 +146,7 @@ class RemoteChunks:
         """Have the source read chunks back: what came over was not what it committed."""
         handles = [self._chunks.pop(key) for key in keys if key in self._chunks]
         if handles:
-            self._stats.failed_reads += 1
+            self._stats.failed_read_count += 1
             request = pb.ReportChunksRequest(
                 session_id=self._session.session_id,
                 request_id=handles[0].SerializeToString()[:64],
@@ -172,7 +172,7 @@ class RemoteChunks:
                 targets=list(targets),
             )
         except (Unavailable, asyncio.CancelledError):
-            self._stats.failed_reads += 1
+            self._stats.failed_read_count += 1
             raise
 
     async def _still_there(self) -> set[tuple[bytes, int, int]]:

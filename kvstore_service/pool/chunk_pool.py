@@ -6,7 +6,7 @@ the free slots. The pool knows sessions only by their ids, no clock and no gRPC.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,14 +38,6 @@ class WrittenChunk:
     checksum: int
 
 
-class PoolListener(Protocol):
-    """Is told about every change of the set of chunks, on the hot path: must return at once."""
-
-    def published(self, entry: Entry) -> None: ...
-
-    def removed(self, entry: Entry) -> None: ...
-
-
 class Demotions(Protocol):
     """Takes chunks that are being evicted to the tiers. Its methods return at once."""
 
@@ -70,7 +62,8 @@ class ChunkPool:
         recovered: what the arena held at start.
 
     Attributes:
-        listener: is told about every chunk that is published or removed.
+        listener: is called with every chunk that is published or removed, on the hot path: it must
+            return at once.
         demotions: is told about every chunk before it is evicted. None without tiers.
         slots, index, leases: for reading and for integrity checks.
         grants: free and granted slots.
@@ -97,7 +90,7 @@ class ChunkPool:
         self.damaged_leased: set[int] = set()
         self.sealed_total = 0
         self.evicted_total = 0
-        self.listener: PoolListener | None = None
+        self.listener: Callable[[Entry], None] | None = None
         self.demotions: Demotions | None = None
         self._policy = policy
         self._chunks: dict[int, Entry] = {}  # slot -> sealed chunk
@@ -187,7 +180,7 @@ class ChunkPool:
         self._policy.use(slot)
         self._offer(slot)
         if self.listener is not None:
-            self.listener.published(entry)
+            self.listener(entry)
         return entry
 
     def _chunk_index(self, identity: ChunkIdentity) -> int:
@@ -359,7 +352,7 @@ class ChunkPool:
         else:
             self.grants.give_back(slot)
         if self.listener is not None:
-            self.listener.removed(entry)
+            self.listener(entry)
         parent = self.index.get(entry.parent_key)
         if parent is not None:
             self._offer(parent.slot)

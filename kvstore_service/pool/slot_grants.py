@@ -123,9 +123,9 @@ _UNKNOWN_TENANT = b""
 
 @dataclass(frozen=True, slots=True)
 class GrantedRun:
-    """Slots [first, first + len(generations)), granted for writing."""
+    """Slots [first_slot, first_slot + len(generations)), granted for writing."""
 
-    first: int
+    first_slot: int
     generations: tuple[int, ...]
 
 

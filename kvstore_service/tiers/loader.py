@@ -16,11 +16,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext,
 from dataclasses import dataclass
 from itertools import compress
 
-from kvstore_service.calls import validation
-from kvstore_service.calls.slots import Reserver, Sealer, places
+from kvstore_service import validation
 from kvstore_service.maintenance import Maintenance
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.recovery import damage_of
+from kvstore_service.slots import Reserver, Sealer, places
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.manager import TierManager
 from kvstore_service.tiers.tier import ChunkSource, ChunkTransfer

@@ -28,13 +28,13 @@ class TierStats:
     capacity_bytes: int = 0
     used_bytes: int = 0
     chunk_count: int = 0
-    written_chunks: int = 0
+    written_chunk_count: int = 0
     written_bytes: int = 0
-    read_chunks: int = 0
+    read_chunk_count: int = 0
     read_bytes: int = 0
-    missed_chunks: int = 0
-    damaged_chunks: int = 0
-    evicted_chunks: int = 0
+    missed_chunk_count: int = 0
+    damaged_chunk_count: int = 0
+    evicted_chunk_count: int = 0
 
 
 class ChunkSource(Protocol):
@@ -114,9 +114,9 @@ class TransferStats:
     segment: str = ""
     registered_bytes: int = 0
     read_bytes: int = 0
-    read_chunks: int = 0
-    failed_reads: int = 0
-    restarts: int = 0
+    read_chunk_count: int = 0
+    failed_read_count: int = 0
+    restart_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class TierWriter:
             those passed to `want`.
 
     Attributes:
-        dropped_chunks: chunks that left the arena without being written.
+        dropped_chunk_count: chunks that left the arena without being written.
         progress: replaced and set after every write.
     """
 
@@ -59,7 +59,7 @@ class TierWriter:
         on_eviction: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.dropped_chunks = 0
+        self.dropped_chunk_count = 0
         self.progress = asyncio.Event()
         self._pool = pool
         self._tier = tier
@@ -114,7 +114,7 @@ class TierWriter:
             self._leaving[entry.key] = entry
             self._wake.set()
         else:
-            self.dropped_chunks += 1
+            self.dropped_chunk_count += 1
 
     def want(self, entries: Sequence[Entry]) -> None:
         """Write chunks of the arena in the background."""
@@ -150,7 +150,7 @@ class TierWriter:
     def give_up_waiting(self) -> None:
         """Free the slots of evicted chunks whose write has not begun."""
         self._release(list(self._leaving.values()))
-        self.dropped_chunks += len(self._leaving)
+        self.dropped_chunk_count += len(self._leaving)
         self._leaving.clear()
 
     # -- the task ------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class TierWriter:
         finally:
             # Chunks of the arena that were evicted during the write are lost, too.
             lost = leaving + sum(not self._pool.holds(entry) for entry in batch[leaving:])
-            self.dropped_chunks += min(lost, len(batch) - stored)
+            self.dropped_chunk_count += min(lost, len(batch) - stored)
             self._writing = {}
             self._release(batch)
         return stored == len(batch)

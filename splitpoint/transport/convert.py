@@ -13,6 +13,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from splitpoint.costs.profile import Profile
@@ -154,7 +155,8 @@ def from_message(kind: type[_Dataclass], message: Message, **given: Any) -> _Dat
     An optional field that is absent keeps the dataclass's default. `given`: fields that the
     message has under another name or as another type.
     """
-    for name, has_presence, convert in _fields_of(kind, type(message), frozenset(given)):
+    dataclass: Any = kind
+    for name, has_presence, convert in _fields_of(dataclass, message.DESCRIPTOR, frozenset(given)):
         if has_presence and not message.HasField(name):
             continue
         found = getattr(message, name)
@@ -164,13 +166,13 @@ def from_message(kind: type[_Dataclass], message: Message, **given: Any) -> _Dat
 
 @cache
 def _fields_of(
-    kind: type[object], message: type[Message], given: frozenset[str]
+    kind: Any, message: Descriptor, given: frozenset[str]
 ) -> tuple[tuple[str, bool, Callable[[Any], object] | None], ...]:
     """Return name, presence and conversion of each field that is not given."""
-    fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
+    fields = (each for each in dataclasses.fields(kind) if each.init and each.name not in given)
     found = []
-    for name in (field.name for field in fields if field.init and field.name not in given):
-        descriptor = message.DESCRIPTOR.fields_by_name[name]
+    for name in (each.name for each in fields):
+        descriptor = message.fields_by_name[name]
         convert: Callable[[Any], object] | None = None
         if descriptor.enum_type is not None:
             convert = _ENUMERATIONS[descriptor.enum_type.name].from_proto

@@ -156,7 +156,7 @@ class LocalStore:
         tensors = self.connection.tensors
         runs = self._store.reserve(self._session, len(jobs), chain.salt)
         granted = [
-            (run.first + index, generation)
+            (run.first_slot + index, generation)
             for run in runs
             for index, generation in enumerate(run.generations)
         ]

@@ -1,7 +1,8 @@
-"""Helpers: small layouts, a manual clock, simulated processes, and a writer."""
+"""Helpers: a small layout, a manual clock, simulated processes, a writer and a reader of chunks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import xxhash
 from kvstore_service.integrity.checker import IntegrityChecker
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.slots import places
 from kvstore_service.store import KvStore
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.arena.records import SlotState
 from splitpoint.keys import chunk_key, pack_tokens
 from splitpoint.shapes import ArenaLayout, DataType
+from splitpoint.transport.convert import layout_from_proto
+from splitpoint.v1 import kvstore_pb2 as pb
 
 LAYOUT = ArenaLayout(
     chunk_tokens=4,
@@ -28,6 +32,10 @@ LAYOUT = ArenaLayout(
     has_activations=True,
     model_fingerprint=b"test model",
 )
+
+
+# Slots of the arena behind the fixtures.
+SLOTS = 8
 
 
 class FakeClock:
@@ -85,6 +93,58 @@ def seed_of(parent_key: bytes, token_ids: tuple[int, ...]) -> int:
     return xxhash.xxh3_64_intdigest(parent_key + pack_tokens(token_ids))
 
 
+def pieces_of(token_ids: Sequence[int], size: int = LAYOUT.chunk_tokens) -> list[tuple[int, ...]]:
+    """Return the tokens of each chunk of a sequence."""
+    return [tuple(token_ids[i : i + size]) for i in range(0, len(token_ids), size)]
+
+
+def granted_slots(runs: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return each slot with its generation, of the store's runs or of a response's."""
+    return places(runs)
+
+
+def write_chunks(
+    arena: Arena,
+    granted: Iterable[tuple[int, int]],
+    pieces: Sequence[tuple[int, ...]],
+    *,
+    salt: bytes = b"",
+    parent: bytes = b"",
+) -> list[WrittenChunk]:
+    """Write consecutive chunks into granted slots. Return what seals them."""
+    chunks = []
+    for piece, (slot, generation) in zip(pieces, granted, strict=True):
+        checksum = write_payload(arena, slot, seed_of(parent, piece), len(piece))
+        chunks.append(WrittenChunk(slot, generation, parent, piece, checksum))
+        parent = chunk_key(arena.layout.layout_hash, salt, parent, piece)
+    return chunks
+
+
+def assert_payloads(
+    arena: Arena, slots: Iterable[int], token_ids: Sequence[int], *, salt: bytes = b""
+) -> list[bytes]:
+    """Check the bytes of the first chunks of a sequence. Return their keys."""
+    parent, keys = b"", []
+    for slot, piece in zip(slots, pieces_of(token_ids, arena.layout.chunk_tokens), strict=False):
+        expected = payload_of(arena.layout, seed_of(parent, piece), len(piece))
+        assert read_payload(arena, slot) == expected, f"wrong bytes: {token_ids}"
+        parent = chunk_key(arena.layout.layout_hash, salt, parent, piece)
+        keys.append(parent)
+    return keys
+
+
+def mapped_arena(answer: pb.AttachResponse) -> Arena:
+    """Map the arena of a session, as a worker does."""
+    return Arena.attach(
+        Path(answer.arena_path),
+        layout=layout_from_proto(answer.layout),
+        slot_count=answer.slot_count,
+        instance_id=answer.instance_id,
+        epoch=answer.epoch,
+        session_id=answer.session_id,
+    )
+
+
 def store_sequence(
     store: KvStore,
     session_id: bytes,
@@ -94,20 +154,9 @@ def store_sequence(
     keep_leased: bool = False,
 ) -> tuple[list[bytes], int]:
     """Reserve, write and seal a whole sequence. Return (keys, lease id)."""
-    size = store.arena.layout.chunk_tokens
-    layout_hash = store.arena.layout.layout_hash
-    pieces = [tuple(token_ids[i : i + size]) for i in range(0, len(token_ids), size)]
-    granted = [
-        (run.first + offset, generation)
-        for run in store.reserve(session_id, len(pieces), salt)
-        for offset, generation in enumerate(run.generations)
-    ]
-    parent = b""
-    chunks = []
-    for piece, (slot, generation) in zip(pieces, granted, strict=True):
-        checksum = write_payload(store.arena, slot, seed_of(parent, piece), len(piece))
-        chunks.append(WrittenChunk(slot, generation, parent, piece, checksum))
-        parent = chunk_key(layout_hash, salt, parent, piece)
+    pieces = pieces_of(token_ids, store.arena.layout.chunk_tokens)
+    granted = granted_slots(store.reserve(session_id, len(pieces), salt))
+    chunks = write_chunks(store.arena, granted, pieces, salt=salt)
     damages = store.verify(chunks)
     assert damages == [None] * len(chunks)
     outcome = store.seal(session_id, salt, chunks, damages, keep_leased=keep_leased)

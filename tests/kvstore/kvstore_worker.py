@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from kvstore_helpers import seed_of, write_payload
+from kvstore_helpers import granted_slots, mapped_arena, pieces_of, write_chunks
 
-from splitpoint.arena.mapping import Arena
-from splitpoint.keys import chunk_key
 from splitpoint.transport.channels import open_sync_channel
-from splitpoint.transport.convert import layout_from_proto
+from splitpoint.transport.convert import to_message
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -40,15 +38,7 @@ def main() -> None:
             process_start_ticks=int(stat.rpartition(")")[2].split()[19]),
         )
     )
-    layout = layout_from_proto(session.layout)
-    arena = Arena.attach(
-        Path(session.arena_path),
-        layout=layout,
-        slot_count=session.slot_count,
-        instance_id=session.instance_id,
-        epoch=session.epoch,
-        session_id=session.session_id,
-    )
+    arena = mapped_arena(session)
     stop = threading.Event()
 
     def beats() -> Iterator[pb.KeepAliveRequest]:
@@ -58,30 +48,12 @@ def main() -> None:
 
     stream = stub.KeepAlive(beats())
     next(stream)
-    size = layout.chunk_tokens
-    pieces = [tuple(tokens[start : start + size]) for start in range(0, len(tokens), size)]
+    pieces = pieces_of(tokens)
     granted = stub.Reserve(
         pb.ReserveRequest(session_id=session.session_id, request_id=b"1", slot_count=len(pieces))
     )
-    slots = [
-        (run.first_slot + offset, generation)
-        for run in granted.runs
-        for offset, generation in enumerate(run.generations)
-    ]
-    parent = b""
-    chunks = []
-    for piece, (slot, generation) in zip(pieces, slots, strict=True):
-        checksum = write_payload(arena, slot, seed_of(parent, piece), len(piece))
-        chunks.append(
-            pb.SealChunk(
-                slot=slot,
-                generation=generation,
-                parent_key=parent,
-                token_ids=piece,
-                checksum=checksum,
-            )
-        )
-        parent = chunk_key(layout.layout_hash, b"", parent, piece)
+    written = write_chunks(arena, granted_slots(granted.runs), pieces)
+    chunks = [to_message(pb.SealChunk, each) for each in written]
     seal = pb.SealRequest(
         session_id=session.session_id, request_id=b"2", chunks=chunks, keep_leased=True
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
-from kvstore_helpers import LAYOUT
+from kvstore_helpers import LAYOUT, mapped_arena
 from test_kvstore_kills import Writer
 from test_kvstore_process import ROOT, StoreProcess, eventually, finish, start_worker, stats_of
 
@@ -27,7 +27,6 @@ from splitpoint.arena.mapping import Arena
 from splitpoint.arena.records import CHUNK_OFFSET
 from splitpoint.errors import ResourceExhausted
 from splitpoint.transport.channels import open_sync_channel
-from splitpoint.transport.convert import layout_from_proto
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -62,15 +61,7 @@ def attach(stub: Any) -> tuple[bytes, Arena]:
     answer = stub.Attach(
         pb.AttachRequest(client_name="test", process_id=os.getpid(), process_start_ticks=1)
     )
-    arena = Arena.attach(
-        Path(answer.arena_path),
-        layout=layout_from_proto(answer.layout),
-        slot_count=answer.slot_count,
-        instance_id=answer.instance_id,
-        epoch=answer.epoch,
-        session_id=answer.session_id,
-    )
-    return answer.session_id, arena
+    return answer.session_id, mapped_arena(answer)
 
 
 # -- copies that take too long ------------------------------------------------------------

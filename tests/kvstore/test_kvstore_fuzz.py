@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import pytest
 from fuzzing import stream_status
-from kvstore_helpers import Bench
+from kvstore_client import Service
 
-from kvstore_service.server import SERVICE_NAME, KvStoreServicer
-from splitpoint.transport.channels import open_channel
-from splitpoint.transport.servers import create_server, listen
+from kvstore_service.server import SERVICE_NAME
 from splitpoint.v1 import kvstore_pb2 as pb
-from splitpoint.v1 import kvstore_pb2_grpc
 
 ROUNDS = 2000
 SEED = 20260101
@@ -97,43 +92,17 @@ class Fuzzer:
         return integer
 
 
-@pytest.fixture
-async def served(
-    shm_folder: Path, socket_address: str
-) -> AsyncIterator[tuple[Bench, grpc.aio.Channel]]:
-    bench = Bench(shm_folder, 8)
-    servicer = KvStoreServicer(bench.store)
-    server = create_server()
-    kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
-    listen(server, socket_address)
-    await server.start()
-    async with open_channel(socket_address) as channel:
-        yield bench, channel
-    servicer.stop()
-    await server.stop(1)
-    await servicer.close()
-    bench.close()
-
-
 async def status_of(call: grpc.aio.UnaryUnaryCall[bytes, bytes]) -> grpc.StatusCode:
     return await call.code()
 
 
-async def check_alive(bench: Bench, channel: grpc.aio.Channel) -> None:
-    stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
-    stats = await stub.GetStats(pb.GetStatsRequest(check_integrity=True))
-    assert list(stats.integrity_violations) == []
-    bench.states()
-
-
 @pytest.mark.parametrize("method", UNARY)
-async def test_random_bytes(served: tuple[Bench, grpc.aio.Channel], method: str) -> None:
-    bench, channel = served
-    session_id = bench.attach()
-    bench.store.reserve(session_id, 4)
+async def test_random_bytes(service: Service, method: str) -> None:
+    session_id = service.bench.attach()
+    service.bench.store.reserve(session_id, 4)
     fuzzer = Fuzzer(session_id)
     send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
-    send = channel.unary_unary(f"/{SERVICE_NAME}/{method}")
+    send = service.channel.unary_unary(f"/{SERVICE_NAME}/{method}")
     seen: dict[grpc.StatusCode, int] = {}
     for start in range(0, ROUNDS, 50):
         requests = [fuzzer.request(UNARY[method]) for _ in range(min(50, ROUNDS - start))]
@@ -141,14 +110,14 @@ async def test_random_bytes(served: tuple[Bench, grpc.aio.Channel], method: str)
             seen[code] = seen.get(code, 0) + 1
     assert set(seen) <= EXPECTED, seen
     assert grpc.StatusCode.INVALID_ARGUMENT in seen
-    await check_alive(bench, channel)
+    await service.stats()  # with its invariants
+    service.bench.states()
 
 
-async def test_random_streams(served: tuple[Bench, grpc.aio.Channel]) -> None:
-    bench, channel = served
-    fuzzer = Fuzzer(bench.attach())
+async def test_random_streams(service: Service) -> None:
+    fuzzer = Fuzzer(service.bench.attach())
     send: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
-    send = channel.stream_stream(f"/{SERVICE_NAME}/KeepAlive")
+    send = service.channel.stream_stream(f"/{SERVICE_NAME}/KeepAlive")
     seen: set[grpc.StatusCode] = set()
 
     async def stream() -> grpc.StatusCode:
@@ -161,4 +130,5 @@ async def test_random_streams(served: tuple[Bench, grpc.aio.Channel]) -> None:
         seen.update(await asyncio.gather(*(stream() for _ in range(20))))
     assert seen <= EXPECTED, seen
     assert grpc.StatusCode.INVALID_ARGUMENT in seen
-    await check_alive(bench, channel)
+    await service.stats()  # with its invariants
+    service.bench.states()

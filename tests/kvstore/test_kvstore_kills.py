@@ -21,13 +21,19 @@ from typing import Any
 
 import grpc
 import pytest
-from kvstore_helpers import LAYOUT, payload_of, read_payload, seed_of, write_payload
+from kvstore_helpers import (
+    LAYOUT,
+    assert_payloads,
+    granted_slots,
+    mapped_arena,
+    pieces_of,
+    write_chunks,
+)
 from test_kvstore_process import StoreProcess
 
 from splitpoint.arena.mapping import Arena
-from splitpoint.keys import chunk_key
 from splitpoint.transport.channels import open_sync_channel
-from splitpoint.transport.convert import layout_from_proto
+from splitpoint.transport.convert import to_message
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
@@ -75,15 +81,7 @@ class Writer:
             timeout=10,
         )
         self._session = answer.session_id
-        arena = Arena.attach(
-            Path(answer.arena_path),
-            layout=layout_from_proto(answer.layout),
-            slot_count=answer.slot_count,
-            instance_id=answer.instance_id,
-            epoch=answer.epoch,
-            session_id=answer.session_id,
-        )
-        return answer, arena
+        return answer, mapped_arena(answer)
 
     def _work(self, stub: Any) -> None:
         with self.attached(stub) as arena:
@@ -115,35 +113,21 @@ class Writer:
         self._count += 1
         length = self._rng.randint(1, 3 * SIZE)
         tokens = [self.name, self._count, *(self._rng.randrange(99) for _ in range(length))]
-        pieces = [tuple(tokens[i : i + SIZE]) for i in range(0, len(tokens), SIZE)]
+        pieces = pieces_of(tokens)
         granted = stub.Reserve(
             pb.ReserveRequest(
                 session_id=self._session, request_id=self._id(), slot_count=len(pieces)
             ),
             timeout=10,
         )
-        slots = [
-            (run.first_slot + offset, generation)
-            for run in granted.runs
-            for offset, generation in enumerate(run.generations)
-        ]
         if self._rng.random() < 0.1:
             return  # forgotten: quarantined by the kill, freed by the next attach
-        parent = b""
-        chunks = []
-        for piece, (slot, generation) in zip(pieces, slots, strict=True):
-            chunks.append(
-                pb.SealChunk(
-                    slot=slot,
-                    generation=generation,
-                    parent_key=parent,
-                    token_ids=piece,
-                    checksum=write_payload(arena, slot, seed_of(parent, piece), len(piece)),
-                )
-            )
-            parent = chunk_key(LAYOUT.layout_hash, b"", parent, piece)
+        written = write_chunks(arena, granted_slots(granted.runs), pieces)
         request = pb.SealRequest(
-            session_id=self._session, request_id=self._id(), chunks=chunks, keep_leased=True
+            session_id=self._session,
+            request_id=self._id(),
+            chunks=[to_message(pb.SealChunk, each) for each in written],
+            keep_leased=True,
         )
         lease_id = stub.Seal(request, timeout=10).lease_id
         assert stub.Seal(request, timeout=10).lease_id == lease_id  # retried: the same answer
@@ -162,13 +146,8 @@ class Writer:
             timeout=10,
         )
         assert found.cached_tokens == len(tokens), f"lost: {tokens}"
-        parent = b""
-        for index, chunk in enumerate(found.chunks):
-            piece = tuple(tokens[SIZE * index : SIZE * index + SIZE])
-            expected = payload_of(LAYOUT, seed_of(parent, piece), len(piece))
-            assert read_payload(arena, chunk.slot) == expected, f"wrong bytes: {tokens}"
-            parent = found.chunk_keys[index]
         slots = [chunk.slot for chunk in found.chunks]
+        assert assert_payloads(arena, slots, tokens) == list(found.chunk_keys)
         assert arena.is_current(slots, [chunk.generation for chunk in found.chunks])
         stub.Release(
             pb.ReleaseRequest(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from kvstore_helpers import Bench
+from kvstore_client import Service, eventually
+from kvstore_helpers import SLOTS, Bench
 from redis_server import RedisServer
-from test_kvstore_server import Service, eventually, serve
 from tier_double import MemoryTier, MemoryTransfer
 
 from kvstore_service.eviction.watermarks import WatermarkEvictor, Watermarks
@@ -28,17 +27,8 @@ from splitpoint.observe.metrics import Metric, metrics_of
 from splitpoint.tiers import Tier
 from splitpoint.v1 import kvstore_pb2 as pb
 
-SLOTS = 8
 BEHIND = (m.Needs.TIER, m.Needs.TRANSFER)
 Values = dict[Metric, dict[tuple[str, ...], float]]
-
-
-@pytest.fixture
-async def service(shm_folder: Path, socket_address: str) -> AsyncIterator[Service]:
-    bench = Bench(shm_folder, SLOTS)
-    async with serve(bench, socket_address) as service:
-        yield service
-    bench.close()
 
 
 def values(service: Service) -> Values:

@@ -23,13 +23,11 @@ import grpc
 import pytest
 from fork_server import parent_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvstore_helpers import LAYOUT, payload_of, read_payload, seed_of
+from kvstore_helpers import LAYOUT, assert_payloads, mapped_arena
 
 from kvstore_service.server import SERVICE_NAME
-from splitpoint.arena.mapping import Arena
 from splitpoint.errors import NotFound
 from splitpoint.transport.channels import open_sync_channel
-from splitpoint.transport.convert import layout_from_proto
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -146,14 +144,7 @@ def test_one_process_writes_and_another_reads(store: StoreProcess) -> None:
         session = stub.Attach(
             pb.AttachRequest(client_name="reader", process_id=os.getpid(), process_start_ticks=1)
         )
-        arena = Arena.attach(
-            Path(session.arena_path),
-            layout=layout_from_proto(session.layout),
-            slot_count=session.slot_count,
-            instance_id=session.instance_id,
-            epoch=session.epoch,
-            session_id=session.session_id,
-        )
+        arena = mapped_arena(session)
         found = stub.Match(
             pb.MatchRequest(session_id=session.session_id, request_id=b"m", token_ids=[*tokens, 7])
         )
@@ -162,13 +153,8 @@ def test_one_process_writes_and_another_reads(store: StoreProcess) -> None:
         generations = [chunk.generation for chunk in found.chunks]
         assert slots == list(range(slots[0], slots[0] + 3))  # one run
         assert arena.is_current(slots, generations)
-        parent = b""
-        for index, chunk in enumerate(found.chunks):
-            piece = tuple(tokens[4 * index : 4 * index + 4])
-            expected = payload_of(LAYOUT, seed_of(parent, piece), len(piece))
-            assert read_payload(arena, chunk.slot) == expected
-            assert arena.checksum(chunk.slot) == chunk.checksum
-            parent = found.chunk_keys[index]
+        assert assert_payloads(arena, slots, tokens) == list(found.chunk_keys)
+        assert [arena.checksum(slot) for slot in slots] == [c.checksum for c in found.chunks]
         assert arena.is_current(slots, generations)
         arena.close()
         assert stats_of(stub).lease_count == 2

@@ -12,12 +12,13 @@ from typing import Any
 import grpc
 import pytest
 from fuzzing import call_with_bytes, random_messages
+from kvstore_client import Service, call, served
 from kvstore_helpers import LAYOUT as SMALL
-from kvstore_helpers import Bench, read_payload, store_sequence
+from kvstore_helpers import SLOTS, Bench, read_payload, store_sequence
 
 from kvstore_service import reader
-from kvstore_service.calls.validation import handle_of
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
+from kvstore_service.validation import handle_of
 from splitpoint.errors import (
     DataLoss,
     FailedPrecondition,
@@ -26,55 +27,34 @@ from splitpoint.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from splitpoint.transport.channels import open_channel
-from splitpoint.transport.servers import create_server, listen
 from splitpoint.transport.statuses import error_of
 from splitpoint.transport.store_session import remote_session
 from splitpoint.v1 import kvstore_pb2 as pb
-from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
+from splitpoint.v1 import types_pb2
 
 # Chunks of 12 KiB, so that a stream of 4,000 is more than any buffer takes.
 LAYOUT = replace(SMALL, head_dim=64, hidden_size=128)
-SLOTS = 8
 TOKENS = list(range(100, 110))  # two full chunks and a tail of two
 
 
-class Remote:
-    """A client on "another host": it has a stub and no mapping."""
+class Remote(Service):
+    """A client on "another host": it maps nothing."""
 
-    def __init__(self, bench: Bench, channel: grpc.aio.Channel) -> None:
-        self.bench = bench
-        self.channel = channel
-        self.stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(channel)
-        self.session = b""
-        self._requests = 0
-        self._keeper: Any = None
+    keeper: Any
 
-    def request_id(self) -> bytes:
-        self._requests += 1
-        return b"r%d" % self._requests
-
-    async def attach(self) -> pb.AttachResponse:
-        answer: pb.AttachResponse = await call(
-            self.stub.Attach(pb.AttachRequest(client_name="remote", is_remote=True))
-        )
+    async def attach(self, **changes: Any) -> pb.AttachResponse:
+        request = pb.AttachRequest(client_name="remote", is_remote=True, **changes)
+        answer: pb.AttachResponse = await call(self.stub.Attach(request))
         self.session = answer.session_id
-        self._keeper = self.stub.KeepAlive()
-        await self._keeper.write(pb.KeepAliveRequest(session_id=self.session))
-        await self._keeper.read()
+        self.keeper = self.stub.KeepAlive()
+        await self.keeper.write(pb.KeepAliveRequest(session_id=self.session))
+        await self.keeper.read()
         return answer
 
     async def end_session(self) -> None:
-        await self._keeper.done_writing()
-        while await self._keeper.read() is not grpc.aio.EOF:
+        await self.keeper.done_writing()
+        while await self.keeper.read() is not grpc.aio.EOF:
             pass
-
-    async def match(self, tokens: list[int]) -> pb.MatchResponse:
-        request = pb.MatchRequest(
-            session_id=self.session, request_id=self.request_id(), token_ids=tokens
-        )
-        answer: pb.MatchResponse = await call(self.stub.Match(request))
-        return answer
 
     async def read(self, handles: Any) -> list[bytes]:
         payloads = [bytearray() for _ in handles]
@@ -111,51 +91,23 @@ class Remote:
     def handles(self, tokens: list[int]) -> list[types_pb2.SlotHandle]:
         return [handle_of(entry) for entry in self.bench.store.peek(b"", tokens).entries]
 
-    async def release(self, lease_id: int) -> None:
-        await call(
-            self.stub.Release(
-                pb.ReleaseRequest(session_id=self.session, request_id=b"x", lease_ids=[lease_id])
-            )
-        )
-
-    async def stats(self) -> pb.GetStatsResponse:
-        answer: pb.GetStatsResponse
-        answer = await call(self.stub.GetStats(pb.GetStatsRequest(check_integrity=True)))
-        assert list(answer.integrity_violations) == []
-        return answer
-
-
-async def call(pending: Any) -> Any:
-    try:
-        return await pending
-    except grpc.RpcError as error:
-        raise error_of(error) from error
-
 
 @pytest.fixture
 async def remote(shm_folder: Path, socket_address: str) -> AsyncIterator[Remote]:
     # Only the end of its stream ends the client's session: it sends one heartbeat.
     bench = Bench(shm_folder, SLOTS, layout=LAYOUT, lease_seconds=3600)
     servicer = KvStoreServicer(bench.store)
-    server = create_server()
-    kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
-    listen(server, socket_address)
-    await server.start()
-    async with open_channel(socket_address) as channel:
-        client = Remote(bench, channel)
+    async with served(servicer, socket_address) as channel:
+        client = Remote(bench, servicer, channel)
         await client.attach()
         yield client
-    servicer.stop()
-    await server.stop(1)
-    await servicer.close()
     bench.close()
 
 
 async def test_a_remote_session_is_told_no_path_and_gives_no_process(remote: Remote) -> None:
     assert (await remote.attach()).arena_path == ""
-    request = pb.AttachRequest(client_name="x", is_remote=True, process_id=7)
     with pytest.raises(InvalidArgument) as caught:
-        await call(remote.stub.Attach(request))
+        await remote.attach(process_id=7)
     assert caught.value.field == "process_id"
 
 
@@ -220,11 +172,7 @@ async def test_a_short_session_has_ended_there_when_its_block_ends(
 
 async def test_mapped_and_remote_sessions_keep_to_their_ways(remote: Remote) -> None:
     with pytest.raises(FailedPrecondition) as caught:
-        await call(
-            remote.stub.Reserve(
-                pb.ReserveRequest(session_id=remote.session, request_id=b"x", slot_count=1)
-            )
-        )
+        await remote.reserve(1)
     assert caught.value.reason == "REMOTE_SESSION"
     mapped = remote.bench.attach()
     store_sequence(remote.bench.store, mapped, b"", TOKENS[:4], keep_leased=True)
@@ -246,7 +194,7 @@ async def test_a_flipped_byte_is_data_loss_and_the_chunk_goes(remote: Remote) ->
     stats = await remote.stats()
     assert (stats.sealed_slot_count, stats.quarantined_slot_count) == (1, 2)
     assert stats.checksum_failure_count == 1
-    await remote.release(found.lease_id)
+    await remote.release(lease_ids=[found.lease_id])
     stats = await remote.stats()
     assert (stats.sealed_slot_count, stats.free_slot_count) == (1, SLOTS - 1)
 
@@ -254,7 +202,7 @@ async def test_a_flipped_byte_is_data_loss_and_the_chunk_goes(remote: Remote) ->
 async def test_a_chunk_that_is_released_and_evicted_is_not_read(remote: Remote) -> None:
     remote.store(TOKENS[:4])
     found = await remote.match(TOKENS[:4])
-    await remote.release(found.lease_id)
+    await remote.release(lease_ids=[found.lease_id])
     assert (await call(remote.stub.Evict(pb.EvictRequest()))).evicted_chunk_count == 1
     with pytest.raises(FailedPrecondition):
         await remote.read(found.chunks)

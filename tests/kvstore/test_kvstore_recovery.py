@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from kvstore_helpers import LAYOUT, Bench, payload_of, read_payload, seed_of, store_sequence
+from kvstore_helpers import (
+    LAYOUT,
+    SLOTS,
+    Bench,
+    assert_payloads,
+    granted_slots,
+    read_payload,
+    store_sequence,
+)
 
 from kvstore_service.integrity.checker import IntegrityChecker
 from kvstore_service.pool.chunk_pool import WrittenChunk
@@ -27,15 +34,7 @@ from splitpoint.arena.records import CHUNK_OFFSET, GRANT_OFFSET, SlotState
 from splitpoint.errors import FailedPrecondition
 from splitpoint.keys import chunk_key
 
-SLOTS = 8
 SALT = b"tenant"
-
-
-@pytest.fixture
-def bench(shm_folder: Path) -> Iterator[Bench]:
-    bench = Bench(shm_folder, SLOTS)
-    yield bench
-    bench.close()
 
 
 # -- every prefix of every write ---------------------------------------------------------
@@ -170,11 +169,7 @@ def test_a_crash_while_evicting(bench: Bench, tmp_path: Path) -> None:
 
 def test_a_crash_while_releasing_and_quarantining(bench: Bench, tmp_path: Path) -> None:
     session, other = bench.attach(), bench.attach()
-    granted = [
-        (run.first + offset, generation)
-        for run in bench.store.reserve(session, 3, SALT)
-        for offset, generation in enumerate(run.generations)
-    ]
+    granted = granted_slots(bench.store.reserve(session, 3, SALT))
     bench.store.reserve(other, 2, SALT)
 
     def operate() -> None:
@@ -219,11 +214,9 @@ def test_sealed_chunks_are_served_again_and_verified_first(bench: Bench) -> None
     found = bench.store.match(again, SALT, tokens)
     assert found.cached_tokens == 6
     assert bench.store.recovered.some(9) == []
-    parent = b""
-    for entry, piece in zip(found.entries, ((1, 2, 3, 4), (5, 6)), strict=True):
-        expected = payload_of(LAYOUT, seed_of(parent, piece), len(piece))
-        assert read_payload(bench.arena, entry.slot) == expected
-        parent = entry.key
+    slots = [entry.slot for entry in found.entries]
+    keys = assert_payloads(bench.arena, slots, tokens, salt=SALT)
+    assert keys == [entry.key for entry in found.entries]
 
 
 def test_a_handle_of_the_old_epoch_names_the_same_bytes_or_nothing(bench: Bench) -> None:
@@ -349,7 +342,7 @@ def test_a_damaged_duplicate_or_parent_is_noticed_by_a_seal(bench: Bench) -> Non
     again = bench.attach()
     parent = chunk_key(LAYOUT.layout_hash, SALT, b"", [1] * 4)
     (run,) = bench.store.reserve(again, 1, SALT)
-    chunk = WrittenChunk(run.first, run.generations[0], parent, (1, 1, 1, 1), 0)
+    chunk = WrittenChunk(run.first_slot, run.generations[0], parent, (1, 1, 1, 1), 0)
     with pytest.raises(FailedPrecondition, match="parent"):
         bench.store.seal(again, SALT, [chunk], [None])
     store_sequence(bench.store, again, SALT, [1] * 8)  # new, not a duplicate of damage

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from kvstore_helpers import LAYOUT, Bench, seed_of, write_payload
+from kvstore_client import Service, call, eventually, serve
+from kvstore_helpers import LAYOUT, SLOTS, Bench, granted_slots, write_payload
 
-from kvstore_service.server import SERVICE_NAME, KvStoreServicer
+from kvstore_service.server import SERVICE_NAME
 from splitpoint.errors import (
     AlreadyExists,
     DataLoss,
@@ -28,141 +28,12 @@ from splitpoint.errors import (
 from splitpoint.keys import chunk_key
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.convert import layout_from_proto
-from splitpoint.transport.servers import create_server, listen
-from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
 
-SLOTS = 8
 
-
-class Service:
-    """A served bench, and a client with one session."""
-
-    def __init__(self, bench: Bench, servicer: KvStoreServicer, channel: grpc.aio.Channel) -> None:
-        self.bench = bench
-        self.servicer = servicer
-        self.channel = channel
-        self.stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
-        self.session = b""
-        self._requests = 0
-
-    def request_id(self) -> bytes:
-        self._requests += 1
-        return b"r%d" % self._requests
-
-    async def attach(self, **changes: Any) -> pb.AttachResponse:
-        request = pb.AttachRequest(client_name="test", process_id=55, process_start_ticks=7)
-        request.MergeFrom(pb.AttachRequest(**changes))
-        answer: pb.AttachResponse = await call(self.stub.Attach(request))
-        return answer
-
-    async def reserve(self, count: int, **changes: Any) -> pb.ReserveResponse:
-        request = pb.ReserveRequest(
-            session_id=self.session, request_id=self.request_id(), slot_count=count
-        )
-        request.MergeFrom(pb.ReserveRequest(**changes))
-        answer: pb.ReserveResponse = await call(self.stub.Reserve(request))
-        return answer
-
-    async def match(self, tokens: list[int], **changes: Any) -> pb.MatchResponse:
-        request = pb.MatchRequest(
-            session_id=self.session, request_id=self.request_id(), token_ids=tokens
-        )
-        request.MergeFrom(pb.MatchRequest(**changes))
-        answer: pb.MatchResponse = await call(self.stub.Match(request))
-        return answer
-
-    async def written(self, *pieces: tuple[int, ...], parent: bytes = b"") -> list[pb.SealChunk]:
-        """Reserve and write consecutive chunks."""
-        answer = await self.reserve(len(pieces))
-        slots = [
-            (run.first_slot + offset, generation)
-            for run in answer.runs
-            for offset, generation in enumerate(run.generations)
-        ]
-        chunks = []
-        for piece, (slot, generation) in zip(pieces, slots, strict=True):
-            checksum = write_payload(self.bench.arena, slot, seed_of(parent, piece), len(piece))
-            chunks.append(
-                pb.SealChunk(
-                    slot=slot,
-                    generation=generation,
-                    parent_key=parent,
-                    token_ids=piece,
-                    checksum=checksum,
-                )
-            )
-            parent = chunk_key(LAYOUT.layout_hash, b"", parent, piece)
-        return chunks
-
-    def seal_request(self, chunks: list[pb.SealChunk], **changes: Any) -> pb.SealRequest:
-        request = pb.SealRequest(
-            session_id=self.session, request_id=self.request_id(), chunks=chunks
-        )
-        request.MergeFrom(pb.SealRequest(**changes))
-        return request
-
-    async def seal(self, chunks: list[pb.SealChunk], **changes: Any) -> pb.SealResponse:
-        answer: pb.SealResponse = await call(self.stub.Seal(self.seal_request(chunks, **changes)))
-        return answer
-
-    async def release(self, **fields: Any) -> pb.ReleaseResponse:
-        request = pb.ReleaseRequest(session_id=self.session, request_id=self.request_id(), **fields)
-        answer: pb.ReleaseResponse = await call(self.stub.Release(request))
-        return answer
-
-    async def stats(self) -> pb.GetStatsResponse:
-        answer: pb.GetStatsResponse
-        answer = await call(self.stub.GetStats(pb.GetStatsRequest(check_integrity=True)))
-        assert list(answer.integrity_violations) == []
-        return answer
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            if await condition():
-                return
-            await asyncio.sleep(0.01)
-
-
-async def call(pending: Awaitable[Any]) -> Any:
-    try:
-        return await pending
-    except grpc.RpcError as error:
-        raise error_of(error) from error
-
-
-@asynccontextmanager
-async def serve(
-    bench: Bench, address: str, threads: ThreadPoolExecutor | None = None
-) -> AsyncIterator[Service]:
-    # With threads of their own tests want to see them used, however little there is to read.
-    servicer = (
-        KvStoreServicer(bench.store)
-        if threads is None
-        else KvStoreServicer(bench.store, threads, read_at_once_bytes=0)
-    )
-    server = create_server()
-    kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
-    listen(server, address)
-    await server.start()
-    async with open_channel(address) as channel:
-        service = Service(bench, servicer, channel)
-        service.session = (await service.attach()).session_id
-        yield service
-    servicer.stop()
-    await server.stop(1)
-    await servicer.close()
-
-
-@pytest.fixture
-async def service(shm_folder: Path, socket_address: str) -> AsyncIterator[Service]:
-    bench = Bench(shm_folder, SLOTS)
-    async with serve(bench, socket_address) as service:
-        yield service
-    bench.close()
+def handles(slots: Iterable[tuple[int, int]]) -> list[types_pb2.SlotHandle]:
+    return [types_pb2.SlotHandle(slot=slot, generation=generation) for slot, generation in slots]
 
 
 # -- the whole way --------------------------------------------------------------------
@@ -221,13 +92,7 @@ async def test_a_retry_gets_the_first_answer(service: Service) -> None:
     first = await service.stub.Reserve(request)
     assert await service.stub.Reserve(request) == first
     assert (await service.stats()).writing_slot_count == 2
-    await service.release(
-        slots=[
-            types_pb2.SlotHandle(slot=run.first_slot + i, generation=generation)
-            for run in first.runs
-            for i, generation in enumerate(run.generations)
-        ]
-    )
+    await service.release(slots=handles(granted_slots(first.runs)))
     seal = service.seal_request(await service.written((1, 2, 3, 4)), keep_leased=True)
     first = await service.stub.Seal(seal)
     assert await service.stub.Seal(seal) == first
@@ -275,9 +140,7 @@ async def test_wrong_bytes_and_rows_past_the_tokens_are_not_sealed(service: Serv
     with pytest.raises(DataLoss):
         await service.seal(chunks)
     assert (await service.stats()).sealed_slot_count == 1  # those before it stay
-    await service.release(
-        slots=[types_pb2.SlotHandle(slot=c.slot, generation=c.generation) for c in chunks]
-    )
+    await service.release(slots=handles((c.slot, c.generation) for c in chunks))
     [chunk] = await service.written((1, 2))
     chunk.checksum = write_payload(service.bench.arena, chunk.slot, 9, LAYOUT.chunk_tokens)
     with pytest.raises(DataLoss) as caught:
@@ -293,12 +156,7 @@ async def test_a_full_arena_may_be_asked_again(service: Service) -> None:
     with pytest.raises(ResourceExhausted, match="0 are free") as caught:
         await call(service.stub.Reserve(request))
     assert caught.value.retry_after_seconds == pytest.approx(0.25)
-    await service.release(
-        slots=[
-            types_pb2.SlotHandle(slot=first.runs[0].first_slot, generation=g)
-            for g in first.runs[0].generations[:1]
-        ]
-    )
+    await service.release(slots=handles(granted_slots(first.runs)[:1]))
     assert len((await call(service.stub.Reserve(request))).runs) == 1
     with pytest.raises(ResourceExhausted, match="the arena has 8") as caught:
         await service.reserve(SLOTS + 1)
@@ -320,9 +178,8 @@ class GatedThreads(ThreadPoolExecutor):
 
 async def test_seals_under_way_are_shared_by_retries(shm_folder: Path, socket_address: str) -> None:
     """Equal calls while the payload is read back; one of the callers is cancelled."""
-    bench = Bench(shm_folder, SLOTS)
     threads = GatedThreads()
-    async with serve(bench, socket_address, threads) as service:
+    async with serve(Bench(shm_folder, SLOTS), socket_address, threads) as service:
         request = service.seal_request(await service.written((1, 2, 3, 4)), keep_leased=True)
         leaving = service.stub.Seal(request)
 
@@ -343,7 +200,6 @@ async def test_seals_under_way_are_shared_by_retries(shm_folder: Path, socket_ad
         assert not answers[0].chunks[0].duplicate
         stats = await service.stats()
         assert (stats.sealed_chunk_count, stats.lease_count, threads.asked) == (1, 1, 1)
-    bench.close()
 
 
 # -- bad input ------------------------------------------------------------------------
@@ -552,15 +408,13 @@ async def test_streams_that_name_no_session(service: Service) -> None:
 
 
 async def test_a_silent_stream_expires(shm_folder: Path, socket_address: str) -> None:
-    bench = Bench(shm_folder, SLOTS, lease_seconds=0.2)
-    async with serve(bench, socket_address) as service:
+    async with serve(Bench(shm_folder, SLOTS, lease_seconds=0.2), socket_address) as service:
         stream = service.stub.KeepAlive()
         await stream.write(pb.KeepAliveRequest(session_id=service.session))
         await stream.read()
         with pytest.raises(FailedPrecondition, match="expired"):
             await call(stream.read())
         assert (await service.stats()).session_count == 0
-    bench.close()
 
 
 async def test_a_stopping_store_ends_the_streams(service: Service) -> None:

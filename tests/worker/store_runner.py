@@ -160,7 +160,7 @@ class StoreRunner:
             chain.parent_key, chain.is_private = b"", True
         runs = store.reserve(session, len(jobs), chain.salt)
         granted = [
-            (run.first + offset, generation)
+            (run.first_slot + offset, generation)
             for run in runs
             for offset, generation in enumerate(run.generations)
         ]

@@ -163,7 +163,7 @@ def _seal(
         if start // size % 4 == 2:
             store.reserve(session, 1)  # a gap
         run = store.reserve(session, 1)[0]
-        slot, generation = run.first, run.generations[0]
+        slot, generation = run.first_slot, run.generations[0]
         piece = tuple(token_ids[start : start + size])
         rows = slice(start, start + len(piece))
         for layer in range(layout.layer_count):

@@ -1,16 +1,67 @@
-"""Calls of a disk that may never answer: they run in threads, and are given up after a while.
+"""The system calls that read and write payloads, and the threads that wait for them.
 
-Such a thread keeps no process from ending.
+A disk may never answer: a call that takes too long is given up, and its thread keeps no process
+from ending. Tests replace `Files` to let calls fail.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
+
+# Bytes of a slot in one plane, or a header.
+Part = memoryview | bytes | bytearray
+
+# Most parts of one call (IOV_MAX).
+_MOST_PARTS = 1024
+
+
+class Files:
+    """Reads and writes at an offset from and into many parts. Raises OSError."""
+
+    def read(self, fd: int, parts: Sequence[Part], offset: int) -> int:
+        """Fill the parts one after another. Return the bytes read: fewer at the file's end."""
+        done = 0
+        for views in _calls(parts):
+            while views:
+                count = os.preadv(fd, views, offset + done)
+                if count == 0:
+                    return done
+                done += count
+                views = _after(views, count)
+        return done
+
+    def write(self, fd: int, parts: Sequence[Part], offset: int) -> None:
+        """Write all parts one after another."""
+        for views in _calls(parts):
+            while views:
+                count = os.pwritev(fd, views, offset)
+                offset += count
+                views = _after(views, count)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+
+def _calls(parts: Sequence[Part]) -> Iterator[list[memoryview]]:
+    """Yield the parts that one call takes."""
+    for start in range(0, len(parts), _MOST_PARTS):
+        yield [memoryview(part) for part in parts[start : start + _MOST_PARTS]]
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """Return what follows the first `count` bytes."""
+    for place, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[place + 1 :]]
+        count -= len(view)
+    return []
+
 
 Result = TypeVar("Result")
 _Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_service.pool.prefix_index import Entry
-from kvstore_service.tiers.disk.files import Files, Part
+from kvstore_service.tiers.disk.calls import Files, Part
 from kvstore_service.tiers.disk.folder import (
     FoundSegment,
     TierFolder,
@@ -54,11 +54,11 @@ _SQUEEZE_SECONDS = 60.0
 class LogCounts:
     """Counts since the start, over all logs of a tier, one after another."""
 
-    written_chunks: int = 0
-    read_chunks: int = 0
-    missed_chunks: int = 0
-    damaged_chunks: int = 0
-    evicted_chunks: int = 0
+    written_chunk_count: int = 0
+    read_chunk_count: int = 0
+    missed_chunk_count: int = 0
+    damaged_chunk_count: int = 0
+    evicted_chunk_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class SegmentLog:
         with self._lock:
             self._index.add_segment(segment)
             self._changed += [key for key in loaded.keys if key is not None]
-            self.counts.damaged_chunks += loaded.damaged_count
+            self.counts.damaged_chunk_count += loaded.damaged_count
         has_room = len(loaded.headers) < self._division.record_count
         if is_last and has_room and not loaded.is_finished:
             writer = SegmentWriter.reopen(self._files, loaded, self._layout)
@@ -225,7 +225,7 @@ class SegmentLog:
         with self._lock:
             place = self._index.find(key)
             if place is None:
-                self.counts.missed_chunks += 1
+                self.counts.missed_chunk_count += 1
             else:
                 self._index.use(place[0])
             return place
@@ -252,8 +252,8 @@ class SegmentLog:
         gone = [each.key for each, what in zip(wanted, found, strict=True) if what is Miss.GONE]
         self.drop(damaged)
         with self._lock:
-            self.counts.missed_chunks += len(gone)
-            self.counts.read_chunks += len(wanted) - len(gone) - len(damaged)
+            self.counts.missed_chunk_count += len(gone)
+            self.counts.read_chunk_count += len(wanted) - len(gone) - len(damaged)
             for key in gone:
                 self._forget(key)
         return [what if isinstance(what, int) else None for what in found]
@@ -265,7 +265,7 @@ class SegmentLog:
             for key in keys:
                 place = self._forget(key)
                 if place is not None:
-                    self.counts.damaged_chunks += 1
+                    self.counts.damaged_chunk_count += 1
                     places.append(place)
         records: dict[Path, list[int]] = {}
         for segment, index in places:
@@ -357,7 +357,7 @@ class SegmentLog:
             self._index.append(segment, entry.key)
             self._index.resize(segment, align(record_offset(self._layout, len(segment.keys))))
             self._changed.append(entry.key)
-            self.counts.written_chunks += 1
+            self.counts.written_chunk_count += 1
 
     def _leave(self) -> None:
         if self._active is not None:
@@ -438,5 +438,5 @@ class SegmentLog:
         with self._lock:
             keys = self._index.remove_segment(victim)
             self._changed += keys
-            self.counts.evicted_chunks += len(keys)
+            self.counts.evicted_chunk_count += len(keys)
         return True

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_service.pool.prefix_index import Entry
-from kvstore_service.tiers.disk.files import Files, Part
+from kvstore_service.tiers.disk.calls import Files, Part
 from kvstore_service.tiers.disk.folder import open_segment
 from kvstore_service.tiers.disk.format import (
     MOST_RECORDS,

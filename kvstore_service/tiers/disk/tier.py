@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +20,12 @@ from kvstore_service.tiers.disk.calls import (
     STALL_SECONDS,
     DaemonThreads,
     DiskCalls,
+    Files,
     NoAnswer,
+    Part,
     SlotHolds,
     to_the_end,
 )
-from kvstore_service.tiers.disk.files import Files, Part
 from kvstore_service.tiers.disk.folder import FolderLost, TierFolder
 from kvstore_service.tiers.disk.index import Segment
 from kvstore_service.tiers.disk.segment_log import LogCounts, SegmentLog
@@ -328,14 +330,10 @@ class DiskTier:
             return
         self._stats.used_bytes = log.used_bytes
         self._stats.chunk_count = log.chunk_count
-        counts, size = self._counts, self._layout.chunk_bytes
-        self._stats.written_chunks = counts.written_chunks
-        self._stats.written_bytes = counts.written_chunks * size
-        self._stats.read_chunks = counts.read_chunks
-        self._stats.read_bytes = counts.read_chunks * size
-        self._stats.missed_chunks = counts.missed_chunks
-        self._stats.damaged_chunks = counts.damaged_chunks
-        self._stats.evicted_chunks = counts.evicted_chunks
+        for each in fields(self._counts):
+            setattr(self._stats, each.name, getattr(self._counts, each.name))
+        self._stats.written_bytes = self._stats.written_chunk_count * self._layout.chunk_bytes
+        self._stats.read_bytes = self._stats.read_chunk_count * self._layout.chunk_bytes
         self._tell(log.take_changed())
 
     def _tell(self, keys: Sequence[bytes]) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-from kvstore_helpers import LAYOUT, Bench, seed_of, store_sequence, write_payload
-from test_kvstore_server import Service, call, eventually, serve
+from kvstore_client import Service, call, eventually
+from kvstore_helpers import (
+    LAYOUT,
+    Bench,
+    granted_slots,
+    store_sequence,
+    write_chunks,
+)
 
 from kvstore_service.integrity.inspection import Finder
 from kvstore_service.integrity.scrubber import Scrubber, Scrubbing
-from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.pool.prefix_index import Entry
 from splitpoint.arena.format import RECORD_BYTES, RECORDS_OFFSET
 from splitpoint.arena.records import CHUNK_OFFSET
@@ -24,22 +28,6 @@ from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 
 SALT = b"tenant"
-SLOTS = 8
-
-
-@pytest.fixture
-def bench(shm_folder: Path) -> Iterator[Bench]:
-    bench = Bench(shm_folder, SLOTS)
-    yield bench
-    bench.close()
-
-
-@pytest.fixture
-async def service(shm_folder: Path, socket_address: str) -> AsyncIterator[Service]:
-    bench = Bench(shm_folder, SLOTS)
-    async with serve(bench, socket_address) as service:
-        yield service
-    bench.close()
 
 
 def flip_payload(bench: Bench, slot: int) -> None:
@@ -113,9 +101,8 @@ def test_chunks_computed_under_a_lease_of_a_damaged_chunk_are_not_sealed(bench: 
     # Another writer stores the parent anew, so that its key is there again.
     store_sequence(bench.store, session, SALT, [1] * 4)
     parent = chunk_key(LAYOUT.layout_hash, SALT, b"", [1] * 4)
-    (run,) = bench.store.reserve(reader, 1, SALT)
-    checksum = write_payload(bench.arena, run.first, seed_of(parent, (2,)), 1)
-    chunk = WrittenChunk(run.first, run.generations[0], parent, (2,), checksum)
+    granted = granted_slots(bench.store.reserve(reader, 1, SALT))
+    [chunk] = write_chunks(bench.arena, granted, [(2,)], parent=parent)
     with pytest.raises(FailedPrecondition) as caught:
         bench.store.seal(reader, SALT, [chunk], [None], lease_id=lease)
     assert caught.value.reason == "CHUNK_LOST"
@@ -160,28 +147,34 @@ async def test_a_report_drops_damaged_chunks_and_keeps_the_rest(service: Service
     assert (await service.match([1, 2, 3, 4, 5, 6, 7, 8, 9])).cached_tokens == 4
 
 
+async def passes(
+    service: Service, scrubbing: Scrubbing, threads: ThreadPoolExecutor, count: int
+) -> Scrubber:
+    """Scrub three chunks until this many passes are over. Return the scrubber."""
+    await service.seal(await service.written((1, 2, 3, 4), (5, 6, 7, 8), (9,)))
+    store = service.bench.store
+    scrubber = Scrubber(store.pool, store.inspection, threads, scrubbing, idle_seconds=lambda: 1.0)
+    running = asyncio.create_task(scrubber.run())
+
+    async def has_passed() -> bool:
+        return scrubber.pass_count >= count
+
+    await eventually(has_passed)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return scrubber
+
+
 async def test_a_scrubber_passes_again_and_again(service: Service) -> None:
     """Three chunks at 10 chunks a second take longer than the configured pass."""
-    await service.seal(await service.written((1, 2, 3, 4), (5, 6, 7, 8), (9,)))
-    store, chunk = service.bench.store, LAYOUT.chunk_bytes
-    scrubbing = Scrubbing(pass_seconds=0.1, bytes_per_second=10 * chunk)
+    scrubbing = Scrubbing(pass_seconds=0.1, bytes_per_second=10 * LAYOUT.chunk_bytes)
     with ThreadPoolExecutor(1) as threads:
-        scrubber = Scrubber(
-            store.pool, store.inspection, threads, scrubbing, idle_seconds=lambda: 1.0
-        )
-        running = asyncio.create_task(scrubber.run())
-
-        async def has_passed() -> bool:
-            return scrubber.pass_count >= 2
-
-        await eventually(has_passed)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-    assert scrubber.byte_count >= 6 * chunk
+        scrubber = await passes(service, scrubbing, threads, 2)
+    assert scrubber.byte_count >= 6 * LAYOUT.chunk_bytes
     # It slept for its bound's sake, however fast the machine is.
     assert scrubber.last_pass_seconds is not None
     assert scrubber.last_pass_seconds > 0.1
-    assert store.inspection.damaged_count == 0
+    assert service.bench.store.inspection.damaged_count == 0
 
 
 class CountedThreads(ThreadPoolExecutor):
@@ -198,20 +191,8 @@ class CountedThreads(ThreadPoolExecutor):
 
 async def test_a_scrubber_wakes_for_a_batch_and_not_for_each_slot(service: Service) -> None:
     """All eight slots are due within 0.1 s, and are read at once."""
-    await service.seal(await service.written((1, 2, 3, 4), (5, 6, 7, 8), (9,)))
-    store = service.bench.store
     scrubbing = Scrubbing(pass_seconds=0.1, bytes_per_second=1 << 40)
     with CountedThreads() as threads:
-        scrubber = Scrubber(
-            store.pool, store.inspection, threads, scrubbing, idle_seconds=lambda: 1.0
-        )
-        running = asyncio.create_task(scrubber.run())
-
-        async def has_passed() -> bool:
-            return scrubber.pass_count >= 3
-
-        await eventually(has_passed)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        scrubber = await passes(service, scrubbing, threads, 3)
     assert scrubber.pass_count <= threads.count <= scrubber.pass_count + 1
     assert scrubber.byte_count >= 9 * LAYOUT.chunk_bytes

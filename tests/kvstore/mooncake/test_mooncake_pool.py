@@ -87,8 +87,12 @@ async def test_chunks_come_back_into_other_slots(shm_folder: Path, master: Maste
         await tier.drop([keys[0]])
         assert await tier.read([keys[0]], [23]) == [None]
         stats = tier.stats
-        assert (stats.written_chunks, stats.read_chunks, stats.missed_chunks) == (6, 2, 2)
-        assert stats.damaged_chunks == 1  # as the caller said
+        assert (stats.written_chunk_count, stats.read_chunk_count, stats.missed_chunk_count) == (
+            6,
+            2,
+            2,
+        )
+        assert stats.damaged_chunk_count == 1  # as the caller said
 
 
 async def test_an_object_of_another_size_is_none(shm_folder: Path, master: Master) -> None:
@@ -103,7 +107,7 @@ async def test_an_object_of_another_size_is_none(shm_folder: Path, master: Maste
         [larger] = entries(arena, [1])
         assert await tier.write([larger]) == 1
         assert await wrong.read([larger.key], [5]) == [None]
-        assert wrong.stats.damaged_chunks == 1
+        assert wrong.stats.damaged_chunk_count == 1
         assert await tier.held([larger.key]) == 0  # it is removed
 
 
@@ -130,7 +134,7 @@ async def test_garbage_under_a_chunks_name_is_removed(shm_folder: Path, master: 
         assert await stranger.wait() == 0
         assert await tier.held([chunk.key]) == 1
         assert await tier.read([chunk.key], [2]) == [None]
-        assert (tier.stats.damaged_chunks, await tier.held([chunk.key])) == (1, 0)
+        assert (tier.stats.damaged_chunk_count, await tier.held([chunk.key])) == (1, 0)
         assert await tier.write([chunk]) == 1
         assert await tier.read([chunk.key], [2]) == [chunk.checksum]
 

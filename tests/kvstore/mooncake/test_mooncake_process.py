@@ -136,13 +136,13 @@ async def test_a_killed_source_is_told_and_comes_back(shm_folder: Path) -> None:
         with pytest.raises(Unavailable):
             await pair.read(list(range(20)), list(range(20)))
         async with asyncio.timeout(SECONDS):
-            while pair.source.stats.restarts == 0:
+            while pair.source.stats.restart_count == 0:
                 await asyncio.sleep(0.01)
         await until_ready(pair.source)
         await pair.read([7], [8])
         assert pair.here.checksum(8) == pair.there.checksum(7)
         # The reader's own process went on.
-        assert pair.reader.stats.restarts == 0
+        assert pair.reader.stats.restart_count == 0
 
 
 async def test_a_reader_that_is_killed_fails_its_calls(shm_folder: Path) -> None:
@@ -189,7 +189,7 @@ async def test_a_segment_that_refuses_connections_costs_no_process(shm_folder: P
                 sources=[1],
                 targets=[1],
             )
-        assert pair.reader.stats.restarts == 0
+        assert pair.reader.stats.restart_count == 0
         await pair.read([1], [1])
 
 

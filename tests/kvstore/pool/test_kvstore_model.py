@@ -339,7 +339,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert counts == sorted(counts, reverse=True)
         for run in runs:
             for offset, generation in enumerate(run.generations):
-                slot = run.first + offset
+                slot = run.first_slot + offset
                 self.holders[name].granted[slot] = generation
                 if self.last_salt.get(slot, salt) != salt:
                     assert not any(map(any, read_payload(self.bench.arena, slot).values()))

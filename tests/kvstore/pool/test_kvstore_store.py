@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from kvstore_helpers import LAYOUT, Bench, read_payload, seed_of, store_sequence, write_payload
+from kvstore_helpers import (
+    LAYOUT,
+    SLOTS,
+    Bench,
+    granted_slots,
+    read_payload,
+    store_sequence,
+    write_chunks,
+    write_payload,
+)
 
 from kvstore_service.eviction.policies import LeastRecentlyUsed
 from kvstore_service.pool import prefix_index
@@ -19,25 +26,13 @@ from splitpoint.arena.records import SlotState, commit_word, first_generation
 from splitpoint.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted
 from splitpoint.keys import chunk_key
 
-SLOTS = 8
 SALT = b"salt"
-
-
-@pytest.fixture
-def bench(shm_folder: Path) -> Iterator[Bench]:
-    bench = Bench(shm_folder, SLOTS)
-    yield bench
-    bench.close()
 
 
 def grant(
     bench: Bench, session: bytes, count: int = 1, salt: bytes = SALT
 ) -> list[tuple[int, int]]:
-    return [
-        (run.first + offset, generation)
-        for run in bench.store.reserve(session, count, salt)
-        for offset, generation in enumerate(run.generations)
-    ]
+    return granted_slots(bench.store.reserve(session, count, salt))
 
 
 def written(
@@ -46,9 +41,8 @@ def written(
     token_ids: tuple[int, ...],
     parent_key: bytes = b"",
 ) -> WrittenChunk:
-    slot, generation = granted
-    checksum = write_payload(bench.arena, slot, seed_of(parent_key, token_ids), len(token_ids))
-    return WrittenChunk(slot, generation, parent_key, token_ids, checksum)
+    [chunk] = write_chunks(bench.arena, [granted], [token_ids], parent=parent_key)
+    return chunk
 
 
 def seal(bench: Bench, session: bytes, *chunks: WrittenChunk, **options: Any) -> SealOutcome:

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvstore_helpers import LAYOUT, read_payload, write_payload
 
 from kvstore_service.pool.prefix_index import ChunkIdentity, Entry
-from kvstore_service.tiers.disk.files import Files, Part
+from kvstore_service.tiers.disk.calls import Files, Part
 from kvstore_service.tiers.disk.format import FOLDER_BYTES, segment_size
 from kvstore_service.tiers.disk.tier import DiskTier
 from splitpoint.arena.owner import open_or_create_arena

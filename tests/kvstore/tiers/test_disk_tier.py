@@ -63,10 +63,12 @@ async def test_chunks_come_back_as_they_were_stored(bench: TierBench) -> None:
     assert await tier.held(bench.keys(1, 3, 4, 2)) == 2
     assert [tier.holds(key) for key in bench.keys(2, 4)] == [True, False]
     assert await bench.check_read(3, 4, 1, 2) == [True, False, True, True]
-    assert tier.stats.written_chunks == tier.stats.read_chunks == tier.stats.chunk_count == 3
+    assert (
+        tier.stats.written_chunk_count == tier.stats.read_chunk_count == tier.stats.chunk_count == 3
+    )
     assert tier.stats.read_bytes == 3 * LAYOUT.chunk_bytes
-    assert tier.stats.missed_chunks == 1
-    assert tier.stats.damaged_chunks == 0
+    assert tier.stats.missed_chunk_count == 1
+    assert tier.stats.damaged_chunk_count == 0
 
 
 async def test_many_chunks_are_read_in_one_call(bench: TierBench) -> None:
@@ -83,7 +85,7 @@ async def test_a_chunk_is_stored_once(bench: TierBench) -> None:
     tier = await bench.start()
     assert await bench.write(1, 2) == 2
     assert await bench.write(2, 1, 3) == 3
-    assert tier.stats.written_chunks == 3
+    assert tier.stats.written_chunk_count == 3
 
 
 async def test_a_restart_finds_finished_and_unfinished_segments(bench: TierBench) -> None:
@@ -111,9 +113,9 @@ async def test_the_bound_is_held_and_the_least_recently_used_go(bench: TierBench
         if number % RECORDS == 0:
             assert bench.disk_bytes() <= SIZE
             assert tier.stats.used_bytes <= SIZE
-    last = tier.stats.written_chunks - 1
-    assert tier.stats.evicted_chunks > 0
-    assert tier.stats.chunk_count == tier.stats.written_chunks - tier.stats.evicted_chunks
+    last = tier.stats.written_chunk_count - 1
+    assert tier.stats.evicted_chunk_count > 0
+    assert tier.stats.chunk_count == tier.stats.written_chunk_count - tier.stats.evicted_chunk_count
     assert tier.stats.used_bytes > SIZE * 3 // 4
     assert await bench.check_read(last, RECORDS + 1) == [True, False]
 
@@ -211,7 +213,7 @@ async def test_older_segments_make_room_on_a_full_disk(bench: TierBench) -> None
     room = bench.disk_bytes()
     bench.files.room = lambda: room - bench.disk_bytes()
     assert await bench.write(*range(1000, 1000 + RECORDS)) == RECORDS
-    assert tier.stats.evicted_chunks >= RECORDS
+    assert tier.stats.evicted_chunk_count >= RECORDS
     assert bench.disk_bytes() <= room
     assert await bench.check_read(1000) == [True]
 
@@ -224,17 +226,17 @@ async def test_a_disk_smaller_than_a_segment_still_turns_over(tmp_path: Path) ->
     room = segment // 2
     bench.files.room = lambda: room - bench.disk_bytes()
     held = 0
-    while (await bench.write(held)) and not tier.stats.evicted_chunks:
+    while (await bench.write(held)) and not tier.stats.evicted_chunk_count:
         held += 1
     assert held > 4 * RECORDS
     last = held
     for _ in range(4):
         # Once for all after the first segment, then as many as a small segment holds at most.
-        before = tier.stats.evicted_chunks
+        before = tier.stats.evicted_chunk_count
         for _ in range(held // 2):
             last += 1
             assert await bench.write(last) == 1
-        assert tier.stats.evicted_chunks - before <= held
+        assert tier.stats.evicted_chunk_count - before <= held
         assert bench.disk_bytes() <= room
         assert await bench.check_read(last, last - 1) == [True, True]
         bench.now += 100  # the tier tries to use more of it again
@@ -286,7 +288,7 @@ async def test_a_sector_that_cannot_be_read_is_a_miss(bench: TierBench) -> None:
     bench.files.read_error = errno.EIO
     assert await bench.check_read(1) == [False]
     bench.files.read_error = None
-    assert tier.stats.damaged_chunks == 1
+    assert tier.stats.damaged_chunk_count == 1
     assert await bench.check_read(1, 2) == [False, True]
 
 
@@ -391,7 +393,7 @@ async def test_a_removed_folder_costs_the_chunks_and_comes_back(
     await soon(lambda: tier.stats.is_up)
     assert await bench.write(3) == 1
     assert await bench.check_read(1, 3) == [False, True]
-    assert tier.stats.written_chunks == 3
+    assert tier.stats.written_chunk_count == 3
     # `splitpoint up` shows warnings and worse: both lines, or none.
     told_of_it = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
     assert [message.split(": ")[0] for message in told_of_it] == [
@@ -483,7 +485,7 @@ async def test_a_small_file_system_costs_reuse_only(bench: TierBench) -> None:
         for number in range(20 * RECORDS):
             await bench.write(number)
             bench.now += 0.001
-        assert tier.stats.evicted_chunks > 0
+        assert tier.stats.evicted_chunk_count > 0
         newest = list(tier.keys())[-1]
         [checksum] = await tier.read([newest], [0])
         assert checksum == bench.arena.checksum(0)
@@ -504,5 +506,5 @@ async def test_a_cancelled_read_ends_after_its_threads(bench: TierBench) -> None
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    assert tier.stats.read_chunks == 1
+    assert tier.stats.read_chunk_count == 1
     assert Arena.checksum(bench.arena, 0) == bench.entry(1, 1).checksum

@@ -129,12 +129,12 @@ async def test_a_flipped_byte_costs_one_chunk(bench: TierBench, is_finished: boo
         tier = await bench.start()
         found = await bench.check_read(*range(count))
         assert found == [number != damaged for number in range(count)], in_record
-        assert tier.stats.damaged_chunks == 1 or not found[damaged]
+        assert tier.stats.damaged_chunk_count == 1 or not found[damaged]
         await bench.close()
         # It stays forgotten.
         tier = await bench.start()
         assert await bench.check_read(damaged) == [False]
-        assert tier.stats.damaged_chunks <= 1
+        assert tier.stats.damaged_chunk_count <= 1
         await bench.close()
         path.write_bytes(whole)
 
@@ -148,7 +148,7 @@ async def test_damage_while_it_is_served_is_found(
     for number, in_record in enumerate((5, 50, 300, 900)):
         flip(path, record_offset(LAYOUT, number) + in_record)
     assert await bench.check_read(*range(6)) == [False] * 4 + [True] * 2
-    assert tier.stats.damaged_chunks == 4
+    assert tier.stats.damaged_chunk_count == 4
     assert tier.stats.chunk_count == RECORDS - 4
     told = [each.message for each in caplog.records if str(path) in each.message]
     assert any("damaged record" in each and "the first is number 0" in each for each in told), told

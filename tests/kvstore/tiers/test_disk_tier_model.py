@@ -65,8 +65,8 @@ class DiskTierMachine(RuleBasedStateMachine):
             self.certain.update(numbers)
         else:
             assert faulty or "pause" in self.bench.tier.stats.message
-        if self.bench.tier.stats.evicted_chunks > self.evicted:
-            self.evicted = self.bench.tier.stats.evicted_chunks
+        if self.bench.tier.stats.evicted_chunk_count > self.evicted:
+            self.evicted = self.bench.tier.stats.evicted_chunk_count
             held = set(self.bench.tier.keys())
             self.certain = {each for each in self.certain if self.bench.key(each) in held}
 

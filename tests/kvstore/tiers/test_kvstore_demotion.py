@@ -18,7 +18,7 @@ from tier_service import (
     OTHERS,
     SIZE,
     TOKENS,
-    Service,
+    TierService,
     eventually,
     fill_and_evict,
     serving,
@@ -34,13 +34,8 @@ from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 
 
-def dropped(service: Service) -> int:
-    return service.servicer.tiers.writers[Tier.DISK].dropped_chunks
-
-
-def give_back(service: Service, answer: pb.ReserveResponse) -> None:
-    slots = [(r.first_slot + n, g) for r in answer.runs for n, g in enumerate(r.generations)]
-    service.bench.store.sessions.release(service.session, [], slots)
+def dropped(service: TierService) -> int:
+    return service.servicer.tiers.writers[Tier.DISK].dropped_chunk_count
 
 
 async def test_reserve_waits_until_its_slots_are_copied(tmp_path: Path) -> None:
@@ -71,20 +66,20 @@ async def test_a_slow_tier_costs_chunks_and_no_request(
             store_sequence(store, service.session, b"", tokens)
         service.tier.gate.clear()
         # The write that has begun keeps its slots; the others are given up.
-        first = await service.reserve(8)
+        first = await service.granted(8)
         copied = len(store.pool.grants.copied)
         assert 0 < copied <= 4
         assert dropped(service) >= 8 - copied
         await asyncio.sleep(0.25)
         assert not service.servicer.tiers.writers[Tier.DISK].accepts()
-        give_back(service, first)
-        second = await service.reserve(12 - copied)
+        service.give_back(first)
+        second = await service.granted(12 - copied)
         assert service.bench.integrity.check_integrity() == []
         with pytest.raises(ResourceExhausted):
             await service.reserve(15)
         service.tier.gate.set()
         await eventually(lambda: not store.pool.grants.copied)
-        give_back(service, second)
+        service.give_back(second)
         await service.reserve(16)
         assert len(service.tier.chunks) >= copied
 
@@ -239,8 +234,8 @@ async def test_random_calls_lose_no_slot_and_serve_no_wrong_byte(
         assert not store.pool.grants.set_aside
 
 
-async def _reserve_and_return(service: Service, count: int) -> None:
-    give_back(service, await service.reserve(count))
+async def _reserve_and_return(service: TierService, count: int) -> None:
+    service.give_back(await service.granted(count))
 
 
 async def _ignoring(work: object) -> None:
@@ -355,12 +350,9 @@ async def test_a_pool_gets_again_what_it_may_lack(
             await asyncio.sleep(0.1)
             service.tier.come_back()
         elif loss == "fill":
-            answer = await service.reserve(5)
-            slots = [
-                (r.first_slot + n, g) for r in answer.runs for n, g in enumerate(r.generations)
-            ]
+            slots = await service.granted(5)
             await service.fill(slots, KEYS, tier=types_pb2.TIER_POOL)
-            give_back(service, answer)
+            service.give_back(slots)
         else:
 
             async def stale(keys: Sequence[bytes]) -> int:
@@ -386,7 +378,7 @@ async def test_a_reservation_does_not_wait_for_a_tier_without_an_answer(
             store_sequence(store, service.session, b"", tokens)
         await eventually(lambda: pool.grants.copied)  # written before they are evicted
         for _ in range(3):
-            give_back(service, await service.reserve(8))
+            service.give_back(await service.granted(8))
             for tokens in OTHERS[4:6]:
                 if not store.peek(b"", tokens).entries and pool.free_count >= 4:
                     store_sequence(store, service.session, b"", tokens)
@@ -413,8 +405,8 @@ async def test_slots_that_a_stuck_thread_holds_are_not_waited_for(
         evictor = WatermarkEvictor(pool, Watermarks(0.9, 0.75))
         evictor.step()
         assert (evictor.evicted_total, pool.free_count) == (4, 4)
-        give_back(service, await service.reserve(6))
+        service.give_back(await service.granted(6))
         with pytest.raises(ResourceExhausted):
             await service.reserve(13)
         pool.grants.end_copy(held)
-        give_back(service, await service.reserve(16))
+        service.give_back(await service.granted(16))

@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from kvstore_helpers import read_payload
-from tier_service import KEYS, SIZE, TOKENS, Service, eventually, fill_and_evict, serving
+from kvstore_helpers import granted_slots, read_payload
+from tier_service import KEYS, SIZE, TOKENS, TierService, eventually, fill_and_evict, serving
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
 from splitpoint.transport.statuses import error_of
@@ -18,38 +18,28 @@ from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 
 
-async def granted(service: Service, count: int) -> list[tuple[int, int]]:
-    answer = await service.reserve(count)
-    return [(run.first_slot + n, g) for run in answer.runs for n, g in enumerate(run.generations)]
-
-
 async def seal(
-    service: Service, slots: Sequence[tuple[int, int]], first: int, checksums: Sequence[int]
+    service: TierService, slots: Sequence[tuple[int, int]], first: int, checksums: Sequence[int]
 ) -> pb.SealResponse:
-    request = pb.SealRequest(
-        session_id=service.session,
-        request_id=service.request_id(),
-        chunks=[
-            pb.SealChunk(
-                slot=slot,
-                generation=generation,
-                parent_key=KEYS[index - 1] if index else b"",
-                token_ids=TOKENS[index * SIZE : (index + 1) * SIZE],
-                checksum=checksum,
-            )
-            for index, ((slot, generation), checksum) in enumerate(
-                zip(slots, checksums, strict=True), first
-            )
-        ],
-    )
-    answer: pb.SealResponse = await service.stub.Seal(request, timeout=10)
-    return answer
+    chunks = [
+        pb.SealChunk(
+            slot=slot,
+            generation=generation,
+            parent_key=KEYS[index - 1] if index else b"",
+            token_ids=TOKENS[index * SIZE : (index + 1) * SIZE],
+            checksum=checksum,
+        )
+        for index, ((slot, generation), checksum) in enumerate(
+            zip(slots, checksums, strict=True), first
+        )
+    ]
+    return await service.seal(chunks)
 
 
 async def test_the_back_is_filled_first_and_sealed_behind_the_front(tmp_path: Path) -> None:
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
-        slots = await granted(service, 5)
+        slots = await service.granted(5)
         back = await service.fill(slots[3:], KEYS[3:])
         assert [slot.is_filled for slot in back.slots] == [True, True]
         assert service.bench.store.peek(b"", TOKENS).cached_tokens == 0
@@ -65,19 +55,19 @@ async def test_missing_and_damaged_chunks_stay_empty(tmp_path: Path) -> None:
         await fill_and_evict(service)
         del service.tier.chunks[KEYS[1]]
         service.tier.damage(KEYS[2])
-        slots = await granted(service, 4)
+        slots = await service.granted(4)
         answer = await service.fill(slots, KEYS[:4])
         assert [slot.is_filled for slot in answer.slots] == [True, False, False, True]
         assert KEYS[2] not in service.tier.chunks
         stats = service.tier.stats
-        assert (stats.missed_chunks, stats.damaged_chunks) == (1, 1)
-        service.bench.store.sessions.release(service.session, [], slots)
+        assert (stats.missed_chunk_count, stats.damaged_chunk_count) == (1, 1)
+        service.give_back(slots)
 
 
 async def test_what_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
-        slots = await granted(service, 2)
+        slots = await service.granted(2)
         with pytest.raises(InvalidArgument, match="tier"):
             await service.fill(slots, KEYS[:2], tier=types_pb2.TIER_UNSPECIFIED)
         with pytest.raises(InvalidArgument, match="1 to 4096"):
@@ -98,7 +88,7 @@ async def test_what_is_refused(tmp_path: Path) -> None:
         service.tier.go_away()
         with pytest.raises(Unavailable):
             await service.fill(slots, KEYS[:2])
-        service.bench.store.sessions.release(service.session, [], slots)
+        service.give_back(slots)
 
 
 async def test_slots_that_are_released_under_the_read_are_not_reused_before_its_end(
@@ -107,13 +97,13 @@ async def test_slots_that_are_released_under_the_read_are_not_reused_before_its_
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
         pool = service.bench.store.pool
-        slots = await granted(service, 2)
+        slots = await service.granted(2)
         free = pool.free_count
         service.tier.gate.clear()
         calls = service.tier.calls
         filling = asyncio.create_task(service.fill(slots, KEYS[:2]))
         await eventually(lambda: service.tier.calls > calls)
-        service.bench.store.sessions.release(service.session, [], slots)
+        service.give_back(slots)
         assert pool.free_count == free
         service.tier.gate.set()
         await filling
@@ -127,19 +117,17 @@ async def test_what_was_filled_and_not_sealed_is_zeroed_before_it_is_granted(
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
         store, salt = service.bench.store, b"tenant B"
-        runs = store.reserve(service.session, 2, salt)
-        slots = [(run.first + n, g) for run in runs for n, g in enumerate(run.generations)]
+        slots = granted_slots(store.reserve(service.session, 2, salt))
         answer = await service.fill(slots, KEYS[:2])
         assert all(slot.is_filled for slot in answer.slots)
         assert any_bytes(service, slots)
-        store.sessions.release(service.session, [], slots)
+        service.give_back(slots)
         again = store.reserve(service.session, 8, salt)
         assert not any_bytes(service, slots)
-        places = [(run.first + n, g) for run in again for n, g in enumerate(run.generations)]
-        store.sessions.release(service.session, [], places)
+        service.give_back(granted_slots(again))
 
 
-def any_bytes(service: Service, slots: Sequence[tuple[int, int]]) -> bool:
+def any_bytes(service: TierService, slots: Sequence[tuple[int, int]]) -> bool:
     return any(
         any(plane)
         for slot, _ in slots
@@ -150,7 +138,7 @@ def any_bytes(service: Service, slots: Sequence[tuple[int, int]]) -> bool:
 async def test_sealed_slots_are_not_zeroed_for_their_own_tenant(tmp_path: Path) -> None:
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
-        slots = await granted(service, 2)
+        slots = await service.granted(2)
         filled = await service.fill(slots, KEYS[:2])
         await seal(service, slots, 0, [slot.checksum for slot in filled.slots])
         store = service.bench.store
@@ -163,7 +151,7 @@ async def test_a_slot_is_not_sealed_while_a_tier_reads_into_it(tmp_path: Path) -
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
         store = service.bench.store
-        slots = await granted(service, 1)
+        slots = await service.granted(1)
         checksum = store.arena.checksum(slots[0][0])
         service.tier.gate.clear()
         calls = service.tier.calls
@@ -188,7 +176,7 @@ async def test_a_slot_is_not_filled_while_it_is_being_sealed(
 ) -> None:
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
-        slots = await granted(service, 1)
+        slots = await service.granted(1)
         filled = await service.fill(slots, KEYS[:1])
         compared, may_seal = asyncio.Event(), asyncio.Event()
         sealer = service.servicer._sealer

@@ -43,7 +43,7 @@ async def test_a_prefix_goes_down_and_comes_back(tmp_path: Path) -> None:
         service.assert_payloads(TOKENS, 5)
         assert service.bench.store.pool.leases.leased_slot_count == 5
         assert set(KEYS) <= service.tier.chunks.keys()  # what comes up stays in the tier
-        service.release(last)
+        service.release_load(last)
         stats = (await service.stub.GetStats(pb.GetStatsRequest(check_integrity=True))).tiers
         assert [(s.tier, s.read_chunk_count, s.dropped_chunk_count) for s in stats] == [
             (types_pb2.TIER_DISK, 5, 0)
@@ -61,7 +61,7 @@ async def test_a_load_reports_each_batch_and_starts_where_the_arena_ends(
         answers = await service.loaded(TOKENS[: 4 * SIZE + 1])
         assert [a.cached_tokens for a in answers] == [4 * SIZE]
         assert answers[0].loaded_bytes == 2 * LAYOUT.chunk_bytes
-        service.release(answers[0])
+        service.release_load(answers[0])
         service.bench.store.evict_all()
         answers = await service.loaded()
         assert [a.cached_tokens // SIZE for a in answers] == [2, 4, 5]
@@ -85,7 +85,7 @@ async def test_a_missing_or_damaged_chunk_ends_the_load(
         answers = await service.loaded()
         assert [answer.cached_tokens // SIZE for answer in answers] == [1, 2]
         assert KEYS[2] not in service.tier.chunks
-        assert service.tier.stats.damaged_chunks == 1
+        assert service.tier.stats.damaged_chunk_count == 1
         service.assert_payloads(TOKENS, 2)
         assert service.bench.states()[2] == 2
         assert [t.cached_tokens for t in (await service.peek()).tiers] == []
@@ -217,7 +217,7 @@ async def test_loads_of_one_prefix_take_turns(tmp_path: Path) -> None:
         answers = await asyncio.gather(*(service.loaded() for _ in range(4)))
         assert {answer[-1].cached_tokens for answer in answers} == {5 * SIZE}
         assert sorted(answer[-1].loaded_bytes for answer in answers)[:3] == [0, 0, 0]
-        assert service.tier.stats.read_chunks == 5
+        assert service.tier.stats.read_chunk_count == 5
 
 
 @pytest.mark.parametrize("ending", ["cancel", "session"])

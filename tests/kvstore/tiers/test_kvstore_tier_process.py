@@ -16,14 +16,13 @@ from typing import Any
 import grpc
 import pytest
 from kvstore_helpers import LAYOUT as SMALL
-from kvstore_helpers import payload_of, read_payload, write_payload
+from kvstore_helpers import assert_payloads, granted_slots, mapped_arena, pieces_of, write_chunks
 from test_kvstore_process import StoreProcess
 
-from splitpoint.arena.mapping import Arena
 from splitpoint.errors import Unavailable
-from splitpoint.keys import chunk_key
 from splitpoint.options.store import TIER_POOL
 from splitpoint.transport.channels import open_channel
+from splitpoint.transport.convert import to_message
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
@@ -52,14 +51,7 @@ class Client:
         assert list(answer.tiers) == [types_pb2.TIER_DISK]
         assert not answer.loads_from_stores
         self.session = answer.session_id
-        self.arena = Arena.attach(
-            Path(answer.arena_path),
-            layout=LAYOUT,
-            slot_count=answer.slot_count,
-            instance_id=answer.instance_id,
-            epoch=answer.epoch,
-            session_id=answer.session_id,
-        )
+        self.arena = mapped_arena(answer)
         self._keeper = self.stub.KeepAlive()
         await self._keeper.write(pb.KeepAliveRequest(session_id=self.session))
         await self._keeper.read()
@@ -85,24 +77,9 @@ class Client:
         reserved = await self.stub.Reserve(
             pb.ReserveRequest(slot_count=CHUNKS, **self._ids()), timeout=10
         )
-        granted = [
-            (run.first_slot + offset, generation)
-            for run in reserved.runs
-            for offset, generation in enumerate(run.generations)
-        ]
-        request = pb.SealRequest(**self._ids())
-        parent = b""
-        for index, (slot, generation) in enumerate(granted):
-            piece = tokens[index * SIZE : (index + 1) * SIZE]
-            checksum = write_payload(self.arena, slot, tokens[0] + index, SIZE)
-            request.chunks.add(
-                slot=slot,
-                generation=generation,
-                parent_key=parent,
-                token_ids=piece,
-                checksum=checksum,
-            )
-            parent = chunk_key(LAYOUT.layout_hash, b"", parent, piece)
+        written = write_chunks(self.arena, granted_slots(reserved.runs), pieces_of(tokens, SIZE))
+        chunks = [to_message(pb.SealChunk, each) for each in written]
+        request = pb.SealRequest(chunks=chunks, **self._ids())
         await self.stub.Seal(request, timeout=10)
 
     async def load(self, tokens: list[int]) -> int:
@@ -111,9 +88,7 @@ class Client:
         answers = [answer async for answer in self.stub.LoadChunks(request, timeout=20)]
         match = await self.stub.Match(pb.MatchRequest(token_ids=tokens, **self._ids()))
         assert match.cached_tokens >= answers[-1].cached_tokens
-        for index, handle in enumerate(match.chunks):
-            payload = read_payload(self.arena, handle.slot)
-            assert payload == payload_of(LAYOUT, tokens[0] + index, SIZE)
+        assert_payloads(self.arena, [chunk.slot for chunk in match.chunks], tokens)
         leases = [answers[-1].lease_id, match.lease_id]
         await self.stub.Release(pb.ReleaseRequest(lease_ids=leases, **self._ids()))
         return len(match.chunks)

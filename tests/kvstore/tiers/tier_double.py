@@ -59,10 +59,10 @@ class MemoryTier:
         for key, slot in zip(keys, slots, strict=True):
             payload, checksum = self.chunks.get(key, (b"", None))
             if checksum is None:
-                self._stats.missed_chunks += 1
+                self._stats.missed_chunk_count += 1
             else:
                 self._payload.scatter(slot, 0, payload)
-                self._stats.read_chunks += 1
+                self._stats.read_chunk_count += 1
             checksums.append(checksum)
         return checksums
 
@@ -75,13 +75,13 @@ class MemoryTier:
                 payload = self._payload.gather(entry.slot, 0, self._payload.size_bytes)
                 self.chunks[entry.key] = (payload, entry.checksum)
                 stored += 1
-        self._stats.written_chunks += stored
+        self._stats.written_chunk_count += stored
         self._changed([entry.key for entry in entries])
         return stored
 
     async def drop(self, keys: Sequence[bytes]) -> None:
         for key in keys:
-            self._stats.damaged_chunks += self.chunks.pop(key, None) is not None
+            self._stats.damaged_chunk_count += self.chunks.pop(key, None) is not None
         self._changed(keys)
 
     async def start(self) -> None:

@@ -14,8 +14,8 @@ from local_stack import StackShape
 from tier_store import CHUNK, TierStack, tier_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from kvstore_service.calls.slots import places
 from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.slots import places
 from splitpoint.v1 import types_pb2, worker_pb2
 
 SHARED = 400  # tokens of the prefix: 25 chunks
@@ -81,7 +81,7 @@ async def test_both_ends_meet_and_give_the_same_text(case: Case) -> None:
         assert 0 < report.recomputed_tokens < SHARED
         assert report.recomputed_tokens + report.fetched_tokens == SHARED
         assert report.fetch_seconds > 0
-        assert stack.tier.stats.read_chunks == report.fetched_tokens // CHUNK
+        assert stack.tier.stats.read_chunk_count == report.fetched_tokens // CHUNK
         # All of it is in the arena now, for the next request.
         assert stack.cached_tokens(PREFIX) == SHARED
         other = await stack.ask("other", OTHER, 8)
@@ -129,7 +129,7 @@ async def test_a_load_that_need_not_begin_holds_up_no_other_request(case: Case) 
         assert (await stack.answer("short")).tokens == OTHER_WANTED
         assert stack.answers["long"].finish is None
         assert (await stack.answer("long")).tokens[:8] == WANTED
-        assert stack.tier.stats.read_chunks == 0
+        assert stack.tier.stats.read_chunk_count == 0
 
 
 async def test_a_missing_chunk_is_computed_and_what_follows_it_is_used(case: Case) -> None:
@@ -146,7 +146,7 @@ async def test_a_damaged_chunk_is_computed_and_dropped(case: Case) -> None:
         stack.tier.damage(key)
         report = await meet(stack)
         assert report.recomputed_tokens == 24 * CHUNK
-        assert stack.tier.stats.damaged_chunks == 1
+        assert stack.tier.stats.damaged_chunk_count == 1
 
 
 async def test_a_damaged_chunk_leaves_the_slots_of_what_was_loaded_before_it_to_the_front(
@@ -157,7 +157,7 @@ async def test_a_damaged_chunk_leaves_the_slots_of_what_was_loaded_before_it_to_
         stack.tier.damage(stack.keys(PREFIX)[-1])
         report = await meet(stack)
         assert (report.fetched_tokens, report.recomputed_tokens) == (0, SHARED)
-        assert stack.tier.stats.read_chunks > 1
+        assert stack.tier.stats.read_chunk_count > 1
         assert stack.cached_tokens(PREFIX) == SHARED
 
 
@@ -170,7 +170,7 @@ async def test_a_front_that_finds_the_arena_full_takes_the_slots_of_its_own_back
         other = sessions.attach("other", client).session_id
         taken = stack.store.grant(other, stack.store.prepare(other, 20, b""))
         report = await meet(stack)
-        assert stack.tier.stats.read_chunks > 0
+        assert stack.tier.stats.read_chunk_count > 0
         assert report.fetched_tokens == 0
         sessions.give_up_writing(other, places(taken))
 
@@ -217,7 +217,7 @@ async def test_requests_with_one_prefix_take_turns(case: Case) -> None:
         await stack.meet("b", OTHER, 8, cached=SHARED, expected=SHARED // 2)
         assert (await stack.answer("a")).tokens == WANTED
         assert (await stack.answer("b")).tokens == OTHER_WANTED
-        reads = stack.tier.stats.read_chunks
+        reads = stack.tier.stats.read_chunk_count
         assert reads <= SHARED // CHUNK, "the tier was read twice for one prefix"
 
 

@@ -12,8 +12,8 @@ import torch
 from store_runner import store_runner
 from tiny_models import write_tiny
 
-from kvstore_service.calls.slots import places
 from kvstore_service.pool.chunk_pool import WrittenChunk
+from kvstore_service.slots import places
 from splitpoint.arena.records import RowsNotZero
 from splitpoint.keys import chunk_key
 from splitpoint.planning.schedule import Lane, Schedule

@@ -8,7 +8,7 @@ both.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -68,10 +68,10 @@ class Reserver:
         return self._store.grant(session_id, prepared)
 
 
-def places(runs: list[GrantedRun]) -> list[tuple[int, int]]:
+def places(runs: Iterable[GrantedRun]) -> list[tuple[int, int]]:
     """Return each granted slot with its generation."""
     return [
-        (run.first + offset, generation)
+        (run.first_slot + offset, generation)
         for run in runs
         for offset, generation in enumerate(run.generations)
     ]

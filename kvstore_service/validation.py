@@ -6,9 +6,7 @@ state, such as the session that holds a slot.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.sessions import ProcessIdentity
@@ -27,9 +25,6 @@ from splitpoint.transport.convert import (
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 
-Message = TypeVar("Message")
-
-
 # The handle of an Entry, with the attributes of its fields' names.
 handle_of = plain_converter(types_pb2.SlotHandle)
 
@@ -45,31 +40,6 @@ def sealed_chunks(outcome: SealOutcome) -> list[pb.SealedChunk]:
         )
         for chunk in outcome.chunks
     ]
-
-
-async def next_message(
-    messages: AsyncIterator[Message], timeout: float, end: asyncio.Event
-) -> Message | None:
-    """Return the next message of a stream. None at the end of the stream.
-
-    Raises TimeoutError if it does not come within `timeout` seconds, or before `end` is set.
-    """
-    message = asyncio.ensure_future(_anext(messages))
-    ended = asyncio.ensure_future(end.wait())
-    try:
-        await asyncio.wait({message, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if message.done():
-            return message.result()
-        raise TimeoutError
-    finally:
-        message.cancel()
-        ended.cancel()
-        # Retrieve its error, too: no other task does.
-        await asyncio.gather(message, return_exceptions=True)
-
-
-async def _anext(messages: AsyncIterator[Message]) -> Message | None:
-    return await anext(messages, None)
 
 
 NAME_LIMIT = 64

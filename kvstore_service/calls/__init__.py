@@ -1,1 +1,0 @@
-"""The parts of a call: checks of requests, messages, reservations, and seals."""
