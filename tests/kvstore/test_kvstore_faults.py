@@ -49,13 +49,6 @@ def running(path: Path, address: str, *arguments: str) -> Iterator[StoreProcess]
         store.end(signal.SIGKILL)
 
 
-@contextmanager
-def stub_of(store: StoreProcess) -> Iterator[Any]:
-    assert store.address is not None
-    with open_sync_channel(store.address) as channel:
-        yield kvstore_pb2_grpc.KvStoreServiceStub(channel)
-
-
 def attach(stub: Any) -> tuple[bytes, Arena]:
     """Open a session of this process without a KeepAlive stream. It lasts one lease."""
     answer = stub.Attach(
@@ -69,7 +62,7 @@ def attach(stub: Any) -> tuple[bytes, Arena]:
 
 def test_a_lease_that_expires_protects_the_copy_under_way(path: Path, socket_address: str) -> None:
     """The slots of a reader that is three leases late are not reused before it is done."""
-    with running(path, socket_address, "--lease-seconds", "1") as store, stub_of(store) as stub:
+    with running(path, socket_address, "--lease-seconds", "1") as store, store.stub() as stub:
         worker = start_worker(socket_address, [1] * 8, seals=True)
         session, arena = attach(stub)
         found = stub.Match(pb.MatchRequest(session_id=session, request_id=b"m", token_ids=[1] * 8))
@@ -107,7 +100,7 @@ def test_a_flipped_bit_is_another_copy_or_a_miss(
     with running(path, socket_address) as store:
         for name in (1, 2):
             finish(start_worker(socket_address, [name] * 8, seals=True))
-        with stub_of(store) as stub:
+        with store.stub() as stub:
             found = stub.Match(pb.MatchRequest(token_ids=[1] * 8))
             slots = stats_of(stub).slot_count
         store.end(signal.SIGKILL)
@@ -123,7 +116,7 @@ def test_a_flipped_bit_is_another_copy_or_a_miss(
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ 8]))
-    with running(path, socket_address) as store, stub_of(store) as stub:
+    with running(path, socket_address) as store, store.stub() as stub:
         session, arena = attach(stub)
         cached = [
             stub.Match(
@@ -213,7 +206,7 @@ def test_another_user_can_neither_open_nor_plant(path: Path, socket_address: str
 
 
 def test_an_arena_full_of_leases_says_when_to_ask_again(path: Path, socket_address: str) -> None:
-    with running(path, socket_address) as store, stub_of(store) as stub:
+    with running(path, socket_address) as store, store.stub() as stub:
         writer = Writer(0, socket_address, random.Random(0))
         answer, arena = writer.attach(stub)
         stub.Reserve(
@@ -237,7 +230,7 @@ def test_an_arena_full_of_leases_says_when_to_ask_again(path: Path, socket_addre
 
 def test_a_store_out_of_descriptors_recovers(path: Path, free_port: int) -> None:
     address = f"127.0.0.1:{free_port}"
-    with running(path, address) as store, stub_of(store) as stub:
+    with running(path, address) as store, store.stub() as stub:
         assert stats_of(stub).epoch == 1
         resource.prlimit(store.pid, resource.RLIMIT_NOFILE, (40, 40))
         with ExitStack() as crowd:
@@ -262,7 +255,7 @@ def test_a_store_out_of_descriptors_recovers(path: Path, free_port: int) -> None
 
 
 def test_a_forked_child_that_ends_changes_nothing(path: Path, socket_address: str) -> None:
-    with running(path, socket_address) as store, stub_of(store) as stub:
+    with running(path, socket_address) as store, store.stub() as stub:
         worker = start_worker(socket_address, [1] * 10, forks=True)
         assert stats_of(stub).writing_slot_count == 3
         assert path.exists()
@@ -275,7 +268,7 @@ def test_sigterm_with_sessions_at_work(path: Path, socket_address: str) -> None:
     with running(path, socket_address, "--keep-arena") as store:
         worker = start_worker(socket_address, [1] * 10)
         assert store.end()[0] == 0
-        with running(path, socket_address) as again, stub_of(again) as stub:
+        with running(path, socket_address) as again, again.stub() as stub:
             # The writer lives: its slots are not granted again.
             assert stats_of(stub).quarantined_at_start_count == 3
             assert stats_of(stub).quarantined_slot_count == 3
@@ -294,7 +287,7 @@ def test_a_store_killed_while_allocating_blocks_no_other(path: Path, socket_addr
     half_made.chmod(0o600)
     left = os.statvfs(path.parent)
     assert left.f_bavail < free.f_bavail
-    with running(path, socket_address) as store, stub_of(store) as stub:
+    with running(path, socket_address) as store, store.stub() as stub:
         assert stats_of(stub).epoch == 1
         assert not half_made.exists()
         assert store.end()[0] == 0

@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from kvstore_helpers import LAYOUT, assert_payloads, mapped_arena
 
 from kvstore_service.server import SERVICE_NAME
 from splitpoint.errors import NotFound
+from splitpoint.options.store import TIER_POOL
 from splitpoint.transport.channels import open_sync_channel
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
@@ -35,6 +37,7 @@ from splitpoint.v1 import kvstore_pb2_grpc
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("kvstore_worker.py")
 LEASE_SECONDS = 2.0
+DISK = ("--tier-disk", "/nowhere/tier", "--tier-disk-size", "1GiB")
 
 
 def store_arguments(arena: Path, address: str) -> tuple[str, ...]:
@@ -67,10 +70,11 @@ class StoreProcess:
         """What it has written to stderr."""
         return self._told.read_text() if self._ended is None else self._ended[1]
 
-    def stub(self) -> tuple[grpc.Channel, Any]:
+    @contextmanager
+    def stub(self) -> Iterator[Any]:
         assert self.address is not None
-        channel = open_sync_channel(self.address)
-        return channel, kvstore_pb2_grpc.KvStoreServiceStub(channel)
+        with open_sync_channel(self.address) as channel:
+            yield kvstore_pb2_grpc.KvStoreServiceStub(channel)
 
     def wait(self) -> int:
         """Return the exit status once the process has ended."""
@@ -139,8 +143,7 @@ def stats_of(stub: Any) -> pb.GetStatsResponse:
 def test_one_process_writes_and_another_reads(store: StoreProcess) -> None:
     tokens = list(range(100, 110))
     worker = start_worker(store.address or "", tokens, seals=True)
-    channel, stub = store.stub()
-    with channel:
+    with store.stub() as stub:
         session = stub.Attach(
             pb.AttachRequest(client_name="reader", process_id=os.getpid(), process_start_ticks=1)
         )
@@ -166,8 +169,7 @@ def test_one_process_writes_and_another_reads(store: StoreProcess) -> None:
 @pytest.mark.parametrize("end", ["kill", "line"])
 def test_what_a_dead_worker_held_is_freed(store: StoreProcess, end: str) -> None:
     worker = start_worker(store.address or "", [1] * 10)
-    channel, stub = store.stub()
-    with channel:
+    with store.stub() as stub:
         assert stats_of(stub).writing_slot_count == 3
         if end == "kill":
             worker.kill()
@@ -179,8 +181,7 @@ def test_what_a_dead_worker_held_is_freed(store: StoreProcess, end: str) -> None
 
 def test_a_stopped_worker_keeps_its_slots_until_it_dies(store: StoreProcess) -> None:
     worker = start_worker(store.address or "", [1] * 10)
-    channel, stub = store.stub()
-    with channel:
+    with store.stub() as stub:
         worker.send_signal(signal.SIGSTOP)
         eventually(lambda: stats_of(stub).quarantined_slot_count == 3)
         time.sleep(LEASE_SECONDS)  # however long: its process lives
@@ -196,8 +197,7 @@ def test_the_seals_of_a_worker_that_was_stopped_beyond_its_lease_are_refused(
     store: StoreProcess, is_stopped: bool
 ) -> None:
     worker = start_worker(store.address or "", [1] * 10, seals_late=True)
-    channel, stub = store.stub()
-    with channel:
+    with store.stub() as stub:
         if is_stopped:
             worker.send_signal(signal.SIGSTOP)
             eventually(lambda: stats_of(stub).quarantined_slot_count == 3)
@@ -250,8 +250,7 @@ def test_a_second_store_on_the_same_path_refuses(store: StoreProcess, tmp_path: 
     assert status == 1
     assert "another store is running" in errors
     assert "Traceback" not in errors
-    channel, stub = store.stub()
-    with channel:
+    with store.stub() as stub:
         assert stats_of(stub).free_slot_count == stats_of(stub).slot_count
 
 
@@ -280,6 +279,14 @@ def test_a_kept_arena_stays(shm_folder: Path, socket_address: str) -> None:
         (["--listen", "0.0.0.0:1"], "loopback", 2),
         (["--layout", "{}"], "no layout", 2),
         (["--layout", "nonsense"], "no layout", 2),
+        (["--evict-to", "0.5"], "evict-to", 2),
+        (["--evict-above", "0.5", "--evict-to", "0.6"], "evict-to", 2),
+        (["--numa-node", "63"], "NUMA node 63", 2),
+        (["--tier-disk", "/nowhere/tier"], "--tier-disk-size", 2),
+        (["--tier-disk-size", "1GiB"], "--tier-disk", 2),
+        ([*DISK, "--tier-rate", "fast"], "is not a rate", 2),
+        (["--tier-rate", "1GB"], f"--tier-rate needs --tier-disk or {TIER_POOL.flag}", 2),
+        (["--tier-admission", "second-use"], "--tier-admission needs --tier-disk", 2),
     ],
 )
 def test_bad_arguments_end_with_one_line(

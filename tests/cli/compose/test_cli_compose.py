@@ -20,8 +20,10 @@ from typer.testing import CliRunner
 
 from splitpoint.config import parse_size
 from splitpoint.errors import InvalidArgument
+from splitpoint.options import store as store_options
 from splitpoint_cli.compose import Node, override_file, targets_file
 from splitpoint_cli.main import app
+from tools.compose.cluster import MASTER
 
 ROOT = Path(__file__).resolve().parents[3]
 OWN = ("kvstore", "worker-0", "worker-1", "worker-gpu-0", "scheduler")
@@ -192,11 +194,11 @@ def test_ports_are_published_on_loopback_only() -> None:
 def test_the_profile_cluster_starts_what_it_needs_and_nothing_else() -> None:
     services = base()["services"]
     started = {name for name, each in services.items() if "cluster" in each["profiles"]}
-    assert started == {*CLUSTER, "setup", "redis", "mooncake-master"}
+    assert started == {*CLUSTER, "setup", "redis", MASTER}
     for name in started:
         needed = services[name].get("depends_on", {})
         assert set(needed) <= started, name
-    # Nothing else reaches what Mooncake trusts, and nothing gets out.
+    # Nothing else reaches what the transfer engine trusts, and nothing gets out.
     assert base()["networks"]["cluster"] == {"internal": True}
     assert {name for name, each in services.items() if "cluster" in each.get("networks", ())} == {
         *started - {"setup"}
@@ -220,9 +222,13 @@ def test_each_host_of_the_cluster_has_its_store_and_its_worker(host: str) -> Non
     assert store.keep_arena
     # By the only network of its container, which is therefore eth0.
     assert services[f"store-{host}"]["networks"] == ["cluster"]
-    assert (store.transfer, store.transfer_interface) == ("mooncake", "eth0")
+    assert (store.transfer, store.transfer_interface) == (
+        store_options.TRANSFER.choices[-1],
+        "eth0",
+    )
     assert store.trusted_network
     master, _, port = store.tier_pool.rpartition(":")
+    assert master == MASTER
     assert f"--rpc_port={port}" in services[master]["command"]
     # By HTTP it tells all keys to whatever asks.
     assert "--metrics_host=127.0.0.1" in services[master]["command"]
@@ -391,9 +397,9 @@ def test_the_images_end_without_rights() -> None:
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     stages = re.findall(r"^FROM (\S+) AS (\S+)$(.*?)(?=^FROM |\Z)", text, re.M | re.S)
     bodies = {name: (parent, body) for parent, name, body in stages}
-    for target in ("control", "mooncake", "cpu", "cuda"):
-        parent, body = bodies[target]
-        assert parent == "runtime"
+    images = [body for parent, body in bodies.values() if parent == "runtime"]
+    assert len(images) == 4
+    for body in images:
         users = re.findall(r"^USER (\S+)$", body, re.M)
         assert users == [] or users[-1] == "10001:10001"
     assert "USER 10001:10001" in bodies["runtime"][1]

@@ -20,7 +20,6 @@ from kvstore_helpers import assert_payloads, granted_slots, mapped_arena, pieces
 from test_kvstore_process import StoreProcess
 
 from splitpoint.errors import Unavailable
-from splitpoint.options.store import TIER_POOL
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.convert import to_message
 from splitpoint.transport.statuses import error_of
@@ -120,30 +119,6 @@ def start(shm_folder: Path) -> Iterator[Start]:
     yield run
     for store in stores:
         store.end(signal.SIGKILL)
-
-
-DISK = ("--tier-disk", "/nowhere/tier", "--tier-disk-size", "1GiB")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tier-disk", "/nowhere/tier"], "--tier-disk-size"),
-        (["--tier-disk-size", "1GiB"], "--tier-disk"),
-        ([*DISK, "--tier-rate", "fast"], "is not a rate"),
-        (["--tier-rate", "1GB"], f"--tier-rate needs --tier-disk or {TIER_POOL.flag}"),
-        (["--tier-admission", "second-use"], "--tier-admission needs --tier-disk"),
-    ],
-)
-def test_options_that_do_not_fit(
-    shm_folder: Path, socket_address: str, options: list[str], message: str
-) -> None:
-    store = StoreProcess(shm_folder / "store" / "arena", socket_address, *options)
-    status, errors = store.end()
-    assert store.address is None
-    assert status == 2
-    assert message in errors
-    assert not (shm_folder / "store").exists()
 
 
 async def test_a_new_arena_finds_what_an_earlier_one_held(

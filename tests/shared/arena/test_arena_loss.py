@@ -83,8 +83,7 @@ def test_a_store_whose_arena_was_harmed_ends_and_the_next_one_begins_anew(
     for expected in (loss, ""):
         again = StoreProcess(arena, socket_address)
         try:
-            channel, stub = again.stub()
-            with channel:
+            with again.stub() as stub:
                 stats = stats_of(stub)
             assert stats.former_arena_loss == expected
             assert stats.free_slot_count == stats.slot_count
@@ -148,8 +147,7 @@ def test_a_killed_stores_arena_that_is_none_any_more_is_put_aside(
         again = StoreProcess(arena, socket_address)
         try:
             assert again.address == socket_address, again.end()
-            channel, stub = again.stub()
-            with channel:
+            with again.stub() as stub:
                 stats = stats_of(stub)
             assert stats.former_arena_loss == expected
             assert stats.free_slot_count == stats.slot_count
@@ -193,8 +191,7 @@ def test_an_arena_whose_lock_was_removed_is_adopted(shm_folder: Path, socket_add
         first.end(signal.SIGKILL)
     again = StoreProcess(arena, socket_address)
     try:
-        channel, stub = again.stub()
-        with channel:
+        with again.stub() as stub:
             stats = stats_of(stub)
         assert (stats.former_arena_loss, stats.adopted_chunk_count) == ("", 3)
     finally:

@@ -1,4 +1,4 @@
-"""The pieces of a transfer copy exactly the slots' bytes, joined where slots are adjacent."""
+"""Pure parts: the pieces of a transfer, which copy exactly the slots' bytes, and pool trailers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvstore_helpers import LAYOUT
 
+from kvstore_service.mooncake import trailer
 from kvstore_service.mooncake.engine import pieces_of, registered_ranges, slot_parts, slot_runs
+from kvstore_service.mooncake.trailer import TRAILER_BYTES
 from splitpoint.arena.format import Geometry
 
 SOURCE, TARGET = Geometry(LAYOUT, 40), Geometry(LAYOUT, 24)
@@ -68,3 +70,30 @@ def test_registered_ranges_cover_the_payload_without_cutting_a_plane(most: int) 
     assert ranges[0][0] == SOURCE.payload_offset  # tokens and records are not registered
     assert all(at + size <= SOURCE.size_bytes for at, size in ranges)
     assert all(first[0] + first[1] <= second[0] for first, second in pairwise(ranges))
+
+
+# -- trailers: they name a chunk and its checksum; any other bytes are no trailer ----------------
+
+KEY = bytes(range(32))
+
+
+@given(st.binary(min_size=32, max_size=32), st.integers(0, 2**64 - 1), st.integers(1, 2**40))
+def test_a_trailer_has_its_checksum(key: bytes, checksum: int, size: int) -> None:
+    block = trailer.encode(key, checksum, size)
+    assert len(block) == TRAILER_BYTES == 64
+    assert trailer.decode(block, key, size) == checksum
+    assert trailer.decode(block, bytes(32) if any(key) else KEY, size) is None
+    assert trailer.decode(block, key, size + 1) is None
+
+
+def test_any_flipped_bit_makes_it_none() -> None:
+    block = trailer.encode(KEY, 0x0123456789ABCDEF, 4096)
+    for bit in range(8 * TRAILER_BYTES):
+        damaged = bytearray(block)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert trailer.decode(bytes(damaged), KEY, 4096) is None
+
+
+@given(st.binary(max_size=80))
+def test_other_bytes_are_no_trailer(data: bytes) -> None:
+    assert trailer.decode(data, KEY, 4096) is None
