@@ -23,7 +23,6 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.options import store as store_options
 from splitpoint_cli.compose import Node, override_file, targets_file
 from splitpoint_cli.main import app
-from tools.compose.cluster import MASTER
 
 ROOT = Path(__file__).resolve().parents[3]
 OWN = ("kvstore", "worker-0", "worker-1", "worker-gpu-0", "scheduler")
@@ -194,7 +193,8 @@ def test_ports_are_published_on_loopback_only() -> None:
 def test_the_profile_cluster_starts_what_it_needs_and_nothing_else() -> None:
     services = base()["services"]
     started = {name for name, each in services.items() if "cluster" in each["profiles"]}
-    assert started == {*CLUSTER, "setup", "redis", MASTER}
+    master = parsed(services["store-a"]["command"]).tier_pool.rpartition(":")[0]
+    assert started == {*CLUSTER, "setup", "redis", master}
     for name in started:
         needed = services[name].get("depends_on", {})
         assert set(needed) <= started, name
@@ -228,7 +228,6 @@ def test_each_host_of_the_cluster_has_its_store_and_its_worker(host: str) -> Non
     )
     assert store.trusted_network
     master, _, port = store.tier_pool.rpartition(":")
-    assert master == MASTER
     assert f"--rpc_port={port}" in services[master]["command"]
     # By HTTP it tells all keys to whatever asks.
     assert "--metrics_host=127.0.0.1" in services[master]["command"]
