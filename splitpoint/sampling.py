@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypedDict, get_type_hints
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -31,10 +31,9 @@ class Field:
         least, most: bounds of a number, or of the values of a map; infinite: no bound.
         is_above: True if `least` itself is out of bounds.
         most_entries: of a list or a map; None: the size of the vocabulary.
-        default: value of an absent field; None if `help` says what happens then.
+        default: value of an absent field; None: `help` says what happens then. Fields without
+            presence get theirs from Protobuf.
         is_rare: True if `--help` leaves the option out.
-        option: name of the command's option, without dashes; empty: the field's.
-        unit: what `--help` shows for the value.
     """
 
     help: str
@@ -44,76 +43,41 @@ class Field:
     most_entries: int | None = None
     default: bool | float | None = None
     is_rare: bool = False
-    option: str = ""
-    unit: str = ""
 
 
 class SamplingOptions(TypedDict, total=False):
     """How tokens are chosen, and what ends the answer; absent or None: the field's default."""
 
-    max_tokens: Annotated[
-        int | None, Field("Generate at most this many tokens.", 1, default=128, unit="N")
-    ]
+    max_tokens: Annotated[int | None, Field("Generate at most this many tokens.", 1, default=128)]
     fills_context: Annotated[
-        bool | None,
-        Field(
-            "Generate until the context is full, whatever --max-tokens says.",
-            default=False,
-            option="fill-context",
-        ),
+        bool | None, Field("Generate until the context is full, whatever --max-tokens says.")
     ]
     min_tokens: Annotated[
         int | None,
         Field(
-            "Ignore the end-of-sequence token and stops before this many tokens.",
-            0,
-            default=0,
-            is_rare=True,
-            unit="N",
+            "Ignore the end-of-sequence token and stops before this many tokens.", 0, is_rare=True
         ),
     ]
-    ignore_eos: Annotated[
-        bool | None, Field("Go on after the end-of-sequence token.", default=False)
-    ]
+    ignore_eos: Annotated[bool | None, Field("Go on after the end-of-sequence token.")]
     keeps_special_tokens: Annotated[
         bool | None,
-        Field(
-            "Print special tokens as text, except the one that ends the answer.",
-            default=False,
-            is_rare=True,
-            option="keep-special-tokens",
-        ),
+        Field("Print special tokens as text, except the one that ends the answer.", is_rare=True),
     ]
     # One string or several.
     stop: Annotated[
         str | Iterable[str] | None,
-        Field(
-            "End before this text; up to 16 times, each 1 to 256 bytes.",
-            most_entries=16,
-            unit="TEXT",
-        ),
+        Field("End before this text; up to 16 times, each 1 to 256 bytes.", most_entries=16),
     ]
     stop_token_ids: Annotated[
         int | Iterable[int] | None,
-        Field(
-            "End after this token; up to 64 times.",
-            most_entries=64,
-            is_rare=True,
-            option="stop-token-id",
-            unit="ID",
-        ),
+        Field("End after this token; up to 64 times.", most_entries=64, is_rare=True),
     ]
     include_stop_str_in_output: Annotated[
         bool | None,
-        Field(
-            "Print the stop string or stop token that ends the answer, too.",
-            default=False,
-            is_rare=True,
-            option="include-stop",
-        ),
+        Field("Print the stop string or stop token that ends the answer, too.", is_rare=True),
     ]
     temperature: Annotated[float | None, Field("0: greedy.", 0, default=0.0)]
-    top_k: Annotated[int | None, Field("Keep the k likeliest tokens; 0: all.", 0, default=0)]
+    top_k: Annotated[int | None, Field("Keep the k likeliest tokens; 0: all.", 0)]
     top_p: Annotated[
         float | None,
         Field(
@@ -127,31 +91,17 @@ class SamplingOptions(TypedDict, total=False):
     min_p: Annotated[
         float | None,
         Field(
-            "Drop tokens below this share of the likeliest one's probability.",
-            0,
-            1,
-            default=0.0,
-            is_rare=True,
+            "Drop tokens below this share of the likeliest one's probability.", 0, 1, is_rare=True
         ),
     ]
     presence_penalty: Annotated[
         float | None,
-        Field(
-            "Subtract this from the logits of tokens generated before.",
-            -2,
-            2,
-            default=0.0,
-            is_rare=True,
-        ),
+        Field("Subtract this from the logits of tokens generated before.", -2, 2, is_rare=True),
     ]
     frequency_penalty: Annotated[
         float | None,
         Field(
-            "Subtract this for each time that the token was generated before.",
-            -2,
-            2,
-            default=0.0,
-            is_rare=True,
+            "Subtract this for each time that the token was generated before.", -2, 2, is_rare=True
         ),
     ]
     # Beyond these bounds logits may overflow.
@@ -174,17 +124,11 @@ class SamplingOptions(TypedDict, total=False):
             100,
             most_entries=1024,
             is_rare=True,
-            unit="ID=BIAS",
         ),
     ]
     allowed_token_ids: Annotated[
         Iterable[int] | None,
-        Field(
-            "Choose only this token; repeat it for each token that is allowed.",
-            is_rare=True,
-            option="allowed-token-id",
-            unit="ID",
-        ),
+        Field("Choose only this token; repeat it for each token that is allowed.", is_rare=True),
     ]
     bad_words: Annotated[
         Iterable[str] | None,
@@ -192,8 +136,6 @@ class SamplingOptions(TypedDict, total=False):
             "Never write this text; up to 128 times, each 1 to 256 bytes.",
             most_entries=128,
             is_rare=True,
-            option="bad-word",
-            unit="TEXT",
         ),
     ]
     seed: Annotated[int | None, Field("Same seed, same draws; absent: drawn by the server.")]
@@ -204,7 +146,6 @@ class SamplingOptions(TypedDict, total=False):
             "absent: none.",
             0,
             20,
-            unit="N",
         ),
     ]
     # Completion.prompt_logprobs.
@@ -216,13 +157,20 @@ class SamplingOptions(TypedDict, total=False):
             0,
             20,
             is_rare=True,
-            unit="N",
         ),
     ]
 
 
+def _with_default(name: str, field: Field) -> Field:
+    """Return a field with Protobuf's default if an absent one cannot be told from it."""
+    descriptor = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name]
+    if descriptor.has_presence or descriptor.default_value == []:
+        return field
+    return replace(field, default=descriptor.default_value)
+
+
 FIELDS: Mapping[str, Field] = {
-    name: hint.__metadata__[0]
+    name: _with_default(name, hint.__metadata__[0])
     for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
 }
 

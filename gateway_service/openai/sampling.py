@@ -200,7 +200,7 @@ def _sampled(name: str, field: sampling.Field) -> Field:
     return Field(
         name,
         _kind_of(name, field),
-        _HELP.get(name, f"{field.help}."),
+        _HELP.get(name, field.help),
         default=_DEFAULT_TEMPERATURE if name == "temperature" else field.default,
         is_extension=name not in _OF_OPENAI,
     )

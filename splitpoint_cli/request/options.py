@@ -33,26 +33,39 @@ _SELECTION = "Selection"
 _STRUCTURE = "Structured output, one of these"
 _AUTO = "auto"
 
-_KINDS: Mapping[int, type] = {
-    FieldDescriptor.CPPTYPE_BOOL: bool,
-    FieldDescriptor.CPPTYPE_INT32: int,
-    FieldDescriptor.CPPTYPE_INT64: int,
-    FieldDescriptor.CPPTYPE_DOUBLE: float,
+# Type and unit of a field's values on the command line; others are texts.
+_KINDS: Mapping[int, tuple[type, str]] = {
+    FieldDescriptor.CPPTYPE_BOOL: (bool, ""),
+    FieldDescriptor.CPPTYPE_INT32: (int, "N"),
+    FieldDescriptor.CPPTYPE_INT64: (int, "N"),
+    FieldDescriptor.CPPTYPE_DOUBLE: (float, "X"),
+    FieldDescriptor.CPPTYPE_MESSAGE: (str, "ID=BIAS"),
+}
+# Of options that are not called as their field.
+_NAMES = {
+    "fills_context": "fill-context",
+    "keeps_special_tokens": "keep-special-tokens",
+    "stop_token_ids": "stop-token-id",
+    "include_stop_str_in_output": "include-stop",
+    "allowed_token_ids": "allowed-token-id",
+    "bad_words": "bad-word",
 }
 
 
 def _option_of(name: str, field: Field) -> Option[Any]:
     """Return the command line's option of a sampling field. A map is given as several texts."""
     descriptor = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name]
+    kind, unit = _KINDS.get(descriptor.cpp_type, (str, "TEXT"))
+    is_repeatable = descriptor.default_value == []
     return Option(
-        field.option or name.replace("_", "-"),
-        _KINDS.get(descriptor.cpp_type, str),
+        _NAMES.get(name, name.replace("_", "-")),
+        kind,
         field.default,
         field.help,
-        unit=field.unit,
+        unit="ID" if kind is int and is_repeatable else unit,
         least=field.least if isfinite(field.least) else None,
         most=field.most if isfinite(field.most) else None,
-        is_repeatable=descriptor.default_value == [],
+        is_repeatable=is_repeatable,
         is_rare=field.is_rare,
     )
 

@@ -104,9 +104,21 @@ def another_value(option: Option[Any]) -> Any:
     return between
 
 
-def test_every_service_gets_its_options() -> None:
-    values = {name: another_value(option) for name, (_, option) in PASSED.items()}
-    stack = planned_with(workers=2, http="127.0.0.1:0", kv_encoding="int4", **values)
+def test_every_service_gets_its_options(tmp_path: Path) -> None:
+    """Those that `up` only passes on, and of its own those that it passes on as they are."""
+    password = tmp_path / "password"
+    password.touch(0o600)
+    password.write_text("secret\n")
+    values = {name: another_value(option) for name, (_, option) in PASSED.items()} | {
+        "kv_encoding": "int4",
+        "cpu_kernels": "decode=products,prefill=sdpa,linear=packed",
+        "redis": "rediss://ann@h",
+        "redis_password_file": str(password),
+        "redis_ca": "ca.pem",
+        "log_format": "json",
+        "max_model_len": 64,
+    }
+    stack = planned_with(workers=2, http="127.0.0.1:0", **values)
     assert stack.gateway is not None
     arrived = set()
     for service, command in (
@@ -116,10 +128,10 @@ def test_every_service_gets_its_options() -> None:
         (gateway_options, parse_gateway(list(stack.gateway.arguments[2:]))),
     ):
         for option in all_options(service.SECTIONS):
-            if option.field in PASSED:
+            if option.field in values:
                 assert getattr(command, option.field) == values[option.field] != option.default
                 arrived.add(option.field)
-    assert arrived == PASSED.keys()
+    assert arrived == values.keys()
     assert layout_of(parse_store(list(stack.store.arguments[2:]))).encoding is Encoding.INT4
 
 
@@ -303,26 +315,6 @@ def test_a_gpu_of_wsl2_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert visible_gpu_count(tmp_path, lambda: one) == 2
 
 
-def test_redis_is_for_every_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    password = tmp_path / "password"
-    password.touch(0o600)
-    password.write_text("secret\n")
-    stack = planned(
-        monkeypatch,
-        *("--redis", "rediss://ann@h", "--redis-password-file", str(password)),
-        *("--redis-ca", "ca.pem"),
-    )
-    parsed = [
-        parse_store(list(stack.store.arguments[2:])),
-        *(parse_worker(list(worker.arguments[2:])) for worker in stack.workers),
-        parse_scheduler(list(stack.schedulers[0].arguments[2:])),
-    ]
-    for service in parsed:
-        assert service.redis == "rediss://ann@h"
-        assert service.redis_password_file == str(password)
-        assert service.redis_ca == "ca.pem"
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -425,12 +417,6 @@ def test_nonsense_is_refused_before_anything_starts(
 def test_kernels_are_checked_before_anything_starts(text: str) -> None:
     with pytest.raises(InvalidArgument, match=r"--cpu-kernels: .* is none of auto, flags, decode="):
         plan_stack(StackOptions(device="cpu", cpu_kernels=text))
-
-
-@pytest.mark.parametrize("text", ["auto", "flags", "decode=products,prefill=sdpa,linear=packed"])
-def test_workers_get_the_kernels_that_are_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    stack = planned(monkeypatch, "--cpu-kernels", text)
-    assert parse_worker(list(stack.workers[0].arguments[2:])).cpu_kernels == text
 
 
 def test_every_service_gets_the_same_pages(monkeypatch: pytest.MonkeyPatch) -> None:
