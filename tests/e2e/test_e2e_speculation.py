@@ -88,8 +88,9 @@ async def ask(
     raise AssertionError("the stream ended without its completion")
 
 
-async def ask_all(client: AsyncClient, **more: Any) -> list[Completion]:
-    return await asyncio.gather(*(ask(client, index, **more) for index in range(len(PROMPTS))))
+async def ask_all(client: AsyncClient, count: int = len(PROMPTS), **more: Any) -> list[Completion]:
+    """Ask for the first `count` prompts at once."""
+    return await asyncio.gather(*(ask(client, index, **more) for index in range(count)))
 
 
 async def plain_texts(address: str, *, is_sampled: bool) -> list[tuple[int, ...]]:
@@ -119,12 +120,14 @@ def plain(stack: KeptFleet) -> Texts:
 async def test_every_method_and_number_gives_the_text_of_plain_decoding(
     stack: KeptFleet, plain: Texts
 ) -> None:
-    wanted = {key: [text[:TOKENS] for text in texts] for key, texts in plain.items()}
+    asked = scaled(4, chaos=len(PROMPTS))
+    wanted = {key: [text[:TOKENS] for text in texts[:asked]] for key, texts in plain.items()}
     async with AsyncClient(stack.address) as client:
         accepted = dict.fromkeys((SELF, SUFFIX, MODEL, AUTO), 0)
         for method, number, residency, is_sampled in CASES:
             answers = await ask_all(
                 client,
+                asked,
                 is_sampled=is_sampled,
                 residency=residency,
                 speculate=method,

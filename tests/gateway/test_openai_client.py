@@ -18,6 +18,7 @@ import pytest
 import torch
 from fleet import MODEL as MODEL_FOLDER
 from gateway_stack import HERMES_TEMPLATE, MODEL, GatewayStack, gateway_stack, logs
+from long_runs import scaled
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
@@ -480,10 +481,11 @@ class Asked:
     is_stream: bool
 
 
+@pytest.mark.scaled
 def test_the_text_through_http_is_that_through_grpc(stack: GatewayStack) -> None:
-    """100 random requests, texts and chats, each through both doors, whole or streamed."""
+    """Random requests, texts and chats, each through both doors, whole or streamed."""
     rng = random.Random("two doors")
-    asked = [random_request(rng, index) for index in range(100)]
+    asked = [random_request(rng, index) for index in range(scaled(40, chaos=100))]
 
     async def both() -> None:
         slots = asyncio.Semaphore(8)
