@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runner import Transcript, admission, make_engine, run_all
+from long_runs import scaled
 from tiny_models import CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import Internal, ResourceExhausted
@@ -18,6 +19,9 @@ from worker_service.engine.sampling import Sampling
 GREEDY_64 = Sampling(max_tokens=64, ignore_eos=True)
 # Below, at and above chunk (16) and step budget (64) borders.
 LENGTHS = (1, 15, 16, 17, 64, 65, 130, 200)
+# As many as in tests/e2e/test_e2e_parity.py: references are shared.
+NEW_TOKENS = scaled(24, chaos=64)
+GREEDY = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -30,19 +34,20 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("llama-3", tmp_path_factory.mktemp("llama"))
 
 
+@pytest.mark.scaled
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_equal_transformers_alone_and_together(case: str, tmp_path: Path) -> None:
     folder = write_tiny(case, tmp_path)
     reference = build_tiny(case)
-    prompts, wanted = zip(*(clear_prompt(reference, n, 64) for n in LENGTHS), strict=True)
+    prompts, wanted = zip(*(clear_prompt(reference, n, NEW_TOKENS) for n in LENGTHS), strict=True)
     engine = make_engine(folder)
     together = run_all(
         engine,
-        [admission(str(i), prompt, GREEDY_64) for i, prompt in enumerate(prompts)],
+        [admission(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)],
     )
     assert [together.tokens[str(i)] for i in range(len(prompts))] == list(wanted)
     for i in (0, 3, 6):
-        alone = run_all(engine, [admission("alone", prompts[i], GREEDY_64)])
+        alone = run_all(engine, [admission("alone", prompts[i], GREEDY)])
         assert alone.tokens["alone"] == wanted[i]
     assert engine.cache.pages.used_count == 0
     assert engine.cache.claims.promised_count == 0
