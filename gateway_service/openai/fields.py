@@ -67,12 +67,14 @@ def integer(least: int, most: int = LARGEST_INT32) -> Kind:
 
 
 def number(least: float, most: float = math.inf, *, above: bool = False) -> Kind:
-    """A finite number. `above`: greater than `least`, not equal to it."""
-    bounds = {"exclusiveMinimum" if above else "minimum": least}
-    words = f"{'above' if above else 'at least'} {least:g}"
+    """A finite number, from any `least` on. `above`: greater than `least`, not equal to it."""
+    bounds, words = {}, []
+    if least > -math.inf:
+        bounds["exclusiveMinimum" if above else "minimum"] = least
+        words.append(f" {'above' if above else 'at least'} {least:g}")
     if most < math.inf:
         bounds["maximum"] = most
-        words += f" and at most {most:g}"
+        words.append(f" at most {most:g}")
 
     def read(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -82,7 +84,7 @@ def number(least: float, most: float = math.inf, *, above: bool = False) -> Kind
         except OverflowError:
             found = math.inf
         if not math.isfinite(found) or found > most or (found <= least if above else found < least):
-            raise wrong(name, f"must be a finite number {words}")
+            raise wrong(name, f"must be a finite number{' and'.join(words)}")
         return found
 
     return Kind(read, {"type": "number", **bounds})

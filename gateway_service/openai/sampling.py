@@ -180,11 +180,11 @@ def _kind_of(name: str, field: sampling.Field) -> Kind:
         case "stop":
             assert most is not None
             return text_or_texts(_SAMPLED_TEXT, most=most)
-        case "logit_bias":
-            assert most is not None
-            return by_token_id(number(field.least, field.most), most=most)
         case "allowed_token_ids":
             return array(integer(0), least=1, most=_MOST_ALLOWED)
+    if descriptor.message_type is not None:  # a map
+        assert most is not None
+        return by_token_id(number(field.least, field.most), most=most)
     if descriptor.default_value == []:  # the oldest supported protobuf has no `is_repeated`
         is_text = kind == FieldDescriptor.CPPTYPE_STRING
         return array(_SAMPLED_TEXT if is_text else integer(0), most=most)
