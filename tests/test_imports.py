@@ -328,7 +328,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "files",
             "spool",
             "output",
-            "plots",
             "options",
             "models",
             "devices",

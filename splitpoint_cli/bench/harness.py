@@ -30,9 +30,10 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.extras import need
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
+from splitpoint_cli.files import check_output
 from splitpoint_cli.output import duration_text, err, hand_over, print_table
-from splitpoint_cli.plots import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -262,7 +263,7 @@ def ratio_lines(ratios: Mapping[str, float]) -> list[str]:
 def agreeing_share(mine: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> float:
     """Return the share of tokens before each sequence's first difference.
 
-    Of sequences of different lengths only the common part counts.
+    Sequences of different lengths are compared in their common part only.
     """
     agreeing = total = 0
     for ours, theirs in zip(mine, reference, strict=True):
@@ -290,6 +291,19 @@ def hand_over_report(
     )
 
 
+def check_picture(path: Path | None) -> None:
+    """Check that a picture can be drawn and has a place, before the work for it. Accept None.
+
+    Raises MissingExtra when matplotlib is missing, InvalidArgument for the path.
+    """
+    if path is None:
+        return
+    _new_figure()
+    if path.suffix.lower() != ".png":
+        raise InvalidArgument(f"{path}: pictures are PNG files", field="png")
+    check_output(path, "png")
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line over the split; `style`, `colour`: as matplotlib has them. None: the next colour."""
@@ -304,9 +318,9 @@ class Line:
 def sweep_picture(title: str, lines: Sequence[Line], contenders: Mapping[str, float]) -> Figure:
     """Draw lines over the split, and a bar for the seconds of each contender, the first on top.
 
-    Raises FailedPrecondition without matplotlib.
+    Raises MissingExtra without matplotlib.
     """
-    figure = new_figure(13, 5)
+    figure = _new_figure()
     curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
     for line in lines:
         curves.plot(line.splits, line.seconds, line.style, label=line.label, color=line.colour)
@@ -324,3 +338,11 @@ def sweep_picture(title: str, lines: Sequence[Line], contenders: Mapping[str, fl
     bars.set_xlabel("seconds, median")
     figure.suptitle(title, fontsize=10)
     return figure
+
+
+def _new_figure() -> Figure:
+    """Return an empty figure, without a display. Raises MissingExtra without matplotlib."""
+    need("a picture", "plots")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(13, 5), dpi=150, layout="constrained")

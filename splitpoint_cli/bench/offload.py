@@ -20,7 +20,7 @@ from splitpoint.selection import FULL, Selection, check_served, check_speculatio
 from splitpoint.shapes import DataType, Encoding
 from splitpoint.speculation import ALIASES, DraftMethod, Speculation
 from splitpoint_cli.bench import harness
-from splitpoint_cli.bench.harness import Progress, hand_over_report
+from splitpoint_cli.bench.harness import Progress, check_picture, hand_over_report
 from splitpoint_cli.bench.offload_report import (
     OffloadWorkload,
     drafts_report_of,
@@ -32,7 +32,6 @@ from splitpoint_cli.bench.offload_report import (
 from splitpoint_cli.files import check_output
 from splitpoint_cli.models import find_named, find_shape
 from splitpoint_cli.output import AsJson, OutputFile
-from splitpoint_cli.plots import check_picture, save
 
 # Draft methods that are measured here; "off" is what all are compared with.
 MEASURED = (DraftMethod.SELF, DraftMethod.SUFFIX, DraftMethod.OFF)
@@ -182,10 +181,9 @@ def offload(
         kv_heads=kv_heads,
         text=tuple(map(str, text)),
     )
-    if png_file is not None:
-        if not sweep or speculate is not None or select is not None:
-            raise InvalidArgument("--png draws what --sweep measures", field="png")
-        check_picture(png_file)
+    if png_file is not None and (not sweep or speculate is not None or select is not None):
+        raise InvalidArgument("--png draws what --sweep measures", field="png")
+    check_picture(png_file)
     if speculate is not None:
         method = _method(speculate)
         workload = replace(workload, speculate=method, select=_drafting(select, method))
@@ -206,7 +204,7 @@ def offload(
         )
         report = _measured(shape or "opt-125m", workload, trace_file)
     if png_file is not None:
-        save(picture_of(report), png_file)
+        picture_of(report).savefig(png_file, format="png")
     hand_over_report(report, table_of, as_json=as_json, output=output)
 
 

@@ -210,7 +210,7 @@ class OffloadHost:
             if output.ran and engine.last_step is not None:
                 times.append(engine.last_step)
             least = min(len(each) for each in tokens.values())
-            # Of a step in which some sequence had to wait for a page, the next is part.
+            # If a sequence had to wait for a page, the engine's next step is a part of this one.
             is_over = least > reached
             if is_over and begun is not None:
                 steps.append(_step(now - begun, times))

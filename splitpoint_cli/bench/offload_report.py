@@ -510,7 +510,7 @@ def _length(results: LengthResults, link_rate: float | None) -> dict[str, Any]:
         "fetching_differences": {
             "overlap": round(overlap, 4),
             "saved_rows_share": round(1 - rows.fetched / rows.chosen, 4),
-            # Of rows that the step before did not choose, and what was measured: rows of earlier
+            # Predicted: rows that the step before did not choose. Measured: rows of earlier
             # steps are there, too.
             "predicted_row_bytes_per_step": round((1 - overlap) * rows.chosen * row_bytes / steps),
             "row_bytes_per_step": round(rows.link_bytes / steps),
@@ -589,7 +589,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
 
 
 def picture_of(report: Mapping[str, Any]) -> Figure:
-    """Draw a report that has a sweep. Raises FailedPrecondition without matplotlib."""
+    """Draw a report that has a sweep. Raises MissingExtra without matplotlib."""
     points, contenders = report["sweep_points"], report["contenders"]
     splits = [point["split_tokens"] for point in points]
     chosen = contenders[PIPELINED]["split_tokens"]

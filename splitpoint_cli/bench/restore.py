@@ -13,7 +13,7 @@ import typer
 from splitpoint import config
 from splitpoint.extras import need_all
 from splitpoint_cli.bench import harness
-from splitpoint_cli.bench.harness import CHUNK_TOKENS, Progress, hand_over_report
+from splitpoint_cli.bench.harness import CHUNK_TOKENS, Progress, check_picture, hand_over_report
 from splitpoint_cli.bench.restore_report import (
     RestoreWorkload,
     picture_of,
@@ -22,7 +22,6 @@ from splitpoint_cli.bench.restore_report import (
 )
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import AsJson, OutputFile
-from splitpoint_cli.plots import check_picture, save
 from worker_service.lanes.timeline import Trace
 
 SWEEP_POINTS = 16
@@ -95,8 +94,7 @@ def restore(
         seed=seed,
         balance=balance,
     )
-    if png is not None:
-        check_picture(png)
+    check_picture(png)
     check_output(trace, "trace")
     from splitpoint_cli.bench.restore_runs import run_all
 
@@ -104,7 +102,7 @@ def restore(
     results = run_all(workload, Progress(), recorder)
     report = report_of(workload, results)
     if png is not None:
-        save(picture_of(report), png)
+        picture_of(report).savefig(png, format="png")
     if trace is not None and recorder is not None:
         recorder.write(trace)
     hand_over_report(report, table_of, as_json=as_json, output=output)

@@ -281,7 +281,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
 def picture_of(report: Mapping[str, Any]) -> Figure:
     """Draw the sweep, if there is one, and the contenders.
 
-    Raises FailedPrecondition without matplotlib.
+    Raises MissingExtra without matplotlib.
     """
     lines = []
     for schedule, name, colour in (

@@ -68,8 +68,10 @@ def read_unseen(tokenizer: Tokenizer, window_count: int, window_tokens: int) -> 
 def beginnings(files: Sequence[Path], folder: Path, count: int, length: int) -> Prompts:
     """Return the first `length` tokens of `count` files that are long enough, in order.
 
-    Of fewer files, further pieces follow. Raises InvalidArgument if that is too little text,
-    a file is no text, or the checkpoint folder has no tokenizer.
+    If there are fewer files, further pieces of them follow.
+
+    Raises InvalidArgument if that is too little text, a file is no text, or the checkpoint folder
+    has no tokenizer.
     """
     tokenizer = _tokenizer(folder, "shape")
     before = _opening(tokenizer)
