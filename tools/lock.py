@@ -2,7 +2,7 @@
 
     control.lock   what the image without torch has: scheduler, store, gateway, structured
     worker.lock    what the extra worker has beyond that
-    mooncake.lock  what the extra mooncake has beyond control: for the image of stores that use it
+    ENGINE.lock    what the extra of the transfer engine has beyond control: for stores' image
     dev.lock       what `make setup` has beyond control and worker
     build.lock     what the wheel is built with, complete
 
@@ -29,6 +29,8 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from shutil import which
+
+from splitpoint.options.store import ENGINE
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "requirements"
@@ -74,14 +76,14 @@ def main() -> None:
     services = ("scheduler", "store", "gateway", "structured")
     control = _resolve(uv, pins, (), extras=services).keys()
     worker = _resolve(uv, pins, (), extras=("worker",)).keys() - control
-    mooncake = _resolve(uv, pins, (), extras=("mooncake",)).keys() - control
+    engine = _resolve(uv, pins, (), extras=(ENGINE,)).keys() - control
     built = _resolve(uv, pins, (), more=building).keys()
     of_torch = {name for name in everything if _OF_TORCH.fullmatch(name)}
     # A test runs Triton's interpreter beside any build of torch.
     dev = everything.keys() - control - worker | {"triton"}
     _write("control", everything, control)
     _write("worker", everything, worker - of_torch)
-    _write("mooncake", everything, mooncake)
+    _write(ENGINE, everything, engine)
     _write("dev", everything, dev - (of_torch - {"triton"}))
     _write("build", everything, built)
 

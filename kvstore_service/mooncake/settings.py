@@ -22,10 +22,14 @@ from importlib.util import find_spec
 from splitpoint.config import check_address, parse_size
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import MissingExtra
-from splitpoint.options.store import OPEN_NETWORK, TIER_POOL, TIER_POOL_MEMORY, TIER_POOL_REPLICAS
+from splitpoint.options.store import (
+    ENGINE,
+    OPEN_NETWORK,
+    TIER_POOL,
+    TIER_POOL_MEMORY,
+    TIER_POOL_REPLICAS,
+)
 
-# As --transfer, GetStats, metrics and the extra have it.
-NAME = "mooncake"
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 16  # IFNAMSIZ, with the zero at the end
 
@@ -102,7 +106,7 @@ LIBRARIES = {
 
 
 def has_wheel() -> bool:
-    return find_spec(NAME) is not None
+    return find_spec(ENGINE) is not None
 
 
 def missing_packages() -> list[str]:
@@ -162,7 +166,7 @@ class MooncakeSettings:
 
 def settings_of(arguments: argparse.Namespace) -> MooncakeSettings | None:
     """Return None if the options use no Mooncake. Raises InvalidArgument, MissingExtra."""
-    has_transfer = arguments.transfer == NAME
+    has_transfer = arguments.transfer == ENGINE
     pool = _pool_of(arguments)
     interface = arguments.transfer_interface
     if not has_transfer and pool is None:
@@ -190,7 +194,7 @@ def settings_of(arguments: argparse.Namespace) -> MooncakeSettings | None:
         )
     address_of(interface)
     if not has_wheel():
-        raise MissingExtra(option, NAME, NAME)
+        raise MissingExtra(option, ENGINE, ENGINE)
     return MooncakeSettings(interface, has_transfer, pool)
 
 

@@ -12,11 +12,11 @@ from kvstore_service.mooncake.process import (
     MooncakeProcess,
     pool_seconds_for,
 )
-from kvstore_service.mooncake.settings import NAME
 from kvstore_service.mooncake.trailer import DAMAGED
 from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.tiers.tier import TierStats
 from splitpoint.errors import Unavailable
+from splitpoint.options.store import ENGINE
 from splitpoint.tiers import Tier
 
 
@@ -33,7 +33,7 @@ class MooncakeTier:
         self._process = process
         self._chunk_bytes = chunk_bytes
         self._stats = TierStats(
-            location=master, engine=NAME, is_up=False, message=process.pool_message
+            location=master, engine=ENGINE, is_up=False, message=process.pool_message
         )
         process.on_pool = self._set_state
 

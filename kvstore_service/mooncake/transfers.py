@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvstore_service.mooncake.process import MooncakeProcess, seconds_for
-from kvstore_service.mooncake.settings import NAME
 from kvstore_service.tiers.tier import TransferEndpoint, TransferStats
 from splitpoint.errors import FailedPrecondition, SplitpointError, Unavailable
 from splitpoint.keys import KEY_BYTES
+from splitpoint.options.store import ENGINE
 from splitpoint.shapes import ArenaLayout
 from splitpoint.transport.store_session import RemoteSession, call_once, remote_session
 from splitpoint.transport.tls import PLAIN, Identity
@@ -42,7 +42,7 @@ class MooncakeTransfer:
         self._reader = reader
         self._layout = layout
         self._identity = identity
-        self._stats = TransferStats(server.stats.interface, engine=NAME)
+        self._stats = TransferStats(server.stats.interface, engine=ENGINE)
 
     @property
     def stats(self) -> TransferStats:

@@ -202,7 +202,8 @@ TIER_RATE: Option[str | None] = Option(
     unit=RATE,
     is_rare=True,
 )
-# Of the transfer engine and its pool.
+# The transfer engine, which has a pool, too; its extra, lock and image have this name.
+ENGINE = "mooncake"
 OPEN_NETWORK = "Mooncake has neither encryption nor authentication"
 TRANSFER: Option[str] = Option(
     "transfer",
@@ -211,7 +212,7 @@ TRANSFER: Option[str] = Option(
     "How chunks come from other hosts' stores; mooncake: by its Transfer Engine, which has neither "
     "encryption nor authentication.",
     is_rare=True,
-    choices=("grpc", "mooncake"),
+    choices=("grpc", ENGINE),
 )
 TRANSFER_INTERFACE: Option[str | None] = Option(
     "transfer-interface",

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from splitpoint.options.store import ENGINE
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "deploy" / "Dockerfile").read_text()
 STAGES = {
@@ -16,9 +18,9 @@ STAGES = {
         r"^FROM (\S+) AS (\S+)$(.*?)(?=^FROM |\Z)", TEXT, re.M | re.S
     )
 }
-TARGETS = ("control", "mooncake", "cpu", "cuda")
+TARGETS = ("control", ENGINE, "cpu", "cuda")
 # Where a stage installs what its image has beyond control.
-ADDED = {"mooncake": "/mooncake", "cpu": "/torch", "cuda": "/torch"}
+ADDED = {ENGINE: f"/{ENGINE}", "cpu": "/torch", "cuda": "/torch"}
 SOURCE = "COPY --from=source /installed /opt/splitpoint"
 
 
@@ -55,7 +57,7 @@ def test_a_change_of_the_source_ships_the_last_layer_alone(target: str) -> None:
             if instruction.startswith("COPY"):
                 assert set(instruction.split()[1:-1]) <= {
                     "requirements/control.lock",
-                    "requirements/mooncake.lock",
+                    f"requirements/{ENGINE}.lock",
                     "requirements/worker.lock",
                     "constraints.txt",
                 }

@@ -10,6 +10,7 @@ from installation import PROJECT, ROOT, closure, requirements_of
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from splitpoint.options.store import ENGINE
 from tools.lock import entries_of
 
 LOCKS = {path.stem: path.read_text() for path in (ROOT / "requirements").glob("*.lock")}
@@ -50,7 +51,7 @@ def test_each_lock_holds_what_its_extras_bring() -> None:
     services = ("scheduler", "store", "gateway", "structured")
     control = set[str]().union(*map(closure, services))
     assert control <= NAMES["control"]
-    assert closure("mooncake") <= NAMES["control"] | NAMES["mooncake"]
+    assert closure(ENGINE) <= NAMES["control"] | NAMES[ENGINE]
     assert closure("worker") & without_torch <= NAMES["control"] | NAMES["worker"]
     assert without_torch <= NAMES["control"] | NAMES["worker"] | NAMES["dev"]
     system = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
@@ -58,7 +59,7 @@ def test_each_lock_holds_what_its_extras_bring() -> None:
 
 
 def test_nothing_is_in_two_locks_that_are_installed_together() -> None:
-    assert not NAMES["control"] & (NAMES["worker"] | NAMES["mooncake"])
+    assert not NAMES["control"] & (NAMES["worker"] | NAMES[ENGINE])
     assert not (NAMES["control"] | NAMES["worker"]) & NAMES["dev"]
     assert not NAMES["control"] & {"torch", "safetensors", "sympy"}
 

@@ -39,7 +39,7 @@ from kvstore_service.opening import missing_engine
 from splitpoint.client import AsyncClient, Client
 from splitpoint.client.requests import GenerateOptions
 from splitpoint.errors import DeadlineExceeded, SplitpointError, Unavailable
-from splitpoint.options.store import TRANSFER
+from splitpoint.options.store import ENGINE, TRANSFER
 from splitpoint.planning.plan import FORCED_METHODS, Residency
 from tools.monitoring.dashboards import ROOT, dashboards, recording_rules
 
@@ -301,7 +301,7 @@ def trial(folder: Path) -> Iterator[Trial]:
 def _up(address: str, http: str, metrics: int, redis: str, folder: Path) -> list[str]:
     tier = ["--tier-disk", str(folder / "tier"), "--tier-disk-size", "1GiB"]
     if not missing_engine():
-        tier += [TRANSFER.flag, TRANSFER.choices[-1], "--transfer-interface", "lo"]
+        tier += [TRANSFER.flag, ENGINE, "--transfer-interface", "lo"]
     return [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--listen", address, "--http", http),
         *("--device", "cpu", "--workers", "2", "--threads", "1", "--dtype", "float32"),

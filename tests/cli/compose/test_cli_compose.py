@@ -223,7 +223,7 @@ def test_each_host_of_the_cluster_has_its_store_and_its_worker(host: str) -> Non
     # By the only network of its container, which is therefore eth0.
     assert services[f"store-{host}"]["networks"] == ["cluster"]
     assert (store.transfer, store.transfer_interface) == (
-        store_options.TRANSFER.choices[-1],
+        store_options.ENGINE,
         "eth0",
     )
     assert store.trusted_network

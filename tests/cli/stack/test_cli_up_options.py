@@ -60,7 +60,7 @@ from worker_service.__main__ import parse_arguments as parse_worker
 from worker_service.speculation.model_draft import DraftModel
 
 INSTANCE = instance_name("options")
-ENGINE = store_options.TRANSFER.choices[-1]
+ENGINE = store_options.ENGINE
 
 
 @pytest.fixture(autouse=True)
