@@ -138,8 +138,16 @@ class Parent:
 
     def __init__(self, modules: Sequence[str]) -> None:
         self.orders = Orders(dict(os.environ))
+        try:
+            self._process = self._start(modules)
+        except OSError:
+            self.orders.close()
+            raise
+        self.process_id = self._process.pid
+
+    def _start(self, modules: Sequence[str]) -> subprocess.Popen[bytes]:
         with self.orders.theirs as theirs:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 # The last argument is the room for the commands of those that it forks.
                 [sys.executable, __file__, str(theirs.fileno()), *modules, " " * _COMMAND_BYTES],
                 stdin=subprocess.DEVNULL,
@@ -147,7 +155,6 @@ class Parent:
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 pass_fds=[theirs.fileno()],
             )
-        self.process_id = self._process.pid
 
     def fork(
         self,
