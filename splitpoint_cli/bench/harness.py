@@ -45,7 +45,9 @@ MAX_BATCHED_TOKENS = 512
 # -- options: each benchmark has its own defaults ----------------------------------------
 
 RandomShape = Annotated[
-    str, typer.Option(help="A built-in shape; its weights are random.", metavar="SHAPE")
+    # The flag is named: typer before 0.28 makes `--SHAPE` of this unit.
+    str,
+    typer.Option("--shape", help="A built-in shape; its weights are random.", metavar="SHAPE"),
 ]
 ElementType = Annotated[str, typer.Option(help="Element type.", metavar="float32|bfloat16|float16")]
 Batch = Annotated[int, typer.Option(help="Sequences at once.", min=1)]
