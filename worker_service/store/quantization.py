@@ -220,8 +220,10 @@ def _check_range(low: torch.Tensor, high: torch.Tensor, encoding: Encoding) -> N
 
 def _scale(span: torch.Tensor, levels: int, room: torch.Tensor | float) -> torch.Tensor:
     """Return the float16 step that covers `span` in `levels` steps, but not more than `room`."""
-    most = _at_most(torch.as_tensor(room, device=span.device) / levels)
-    return torch.minimum(_at_least(span / levels), most)
+    # A tensor: a GPU multiplies by the rounded inverse of a plain number, which gives other bytes.
+    count = torch.full((1,), float(levels), device=span.device)
+    most = _at_most(torch.as_tensor(room, device=span.device) / count)
+    return torch.minimum(_at_least(span / count), most)
 
 
 def _steps(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,8 @@ from worker_service.profiling.profiler import measure
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE = torch.device("cuda:0")
 GRAPH_BYTES = 256 << 20
+# With room for these graphs.
+MEMORY_BYTES = 1 << 30
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,8 +82,13 @@ def test_a_step_makes_the_host_wait_once(tmp_path: Path, has_graphs: bool) -> No
     """For its flags and tokens, by an event: torch raises for anything else that waits."""
     recorder = GraphRecorder(DEVICE) if has_graphs else None
     engine = make_engine(
-        write_tiny("opt", tmp_path), device=DEVICE, recorder=recorder, graph_bytes=GRAPH_BYTES
+        write_tiny("opt", tmp_path),
+        device=DEVICE,
+        device_memory_bytes=MEMORY_BYTES,
+        recorder=recorder,
+        graph_bytes=GRAPH_BYTES,
     )
+    assert (engine.graphs is not None) == has_graphs
     greedy = Sampling(max_tokens=40, ignore_eos=True)
     drawn = Sampling(
         max_tokens=40,
@@ -127,6 +134,7 @@ def test_a_step_that_verifies_drafts_makes_the_host_wait_once(
     engine = make_engine(
         folder,
         device=DEVICE,
+        device_memory_bytes=MEMORY_BYTES,
         recorder=GraphRecorder(DEVICE) if has_graphs else None,
         graph_bytes=GRAPH_BYTES,
         drafters={DraftMethod.MODEL: KnowingDrafter(wanted.tokens, sometimes_wrong(VOCABULARY, 1))},
@@ -162,6 +170,7 @@ def test_graphs_give_the_tokens_of_transformers(case: str, tmp_path: Path) -> No
     engine = make_engine(
         write_tiny(case, tmp_path),
         device=DEVICE,
+        device_memory_bytes=MEMORY_BYTES,
         has_activations=True,
         recorder=GraphRecorder(DEVICE),
         graph_bytes=GRAPH_BYTES,
