@@ -25,12 +25,12 @@ from splitpoint.shapes import ModelShape
 from splitpoint.speculation import Speculation
 from splitpoint.transport import channels, statuses
 from splitpoint.transport.convert import (
-    draft_method_from_proto,
+    known_draft_methods,
     layout_from_proto,
     numerics_from_proto,
     profile_from_proto,
     schedule_from_proto,
-    selection_support_from_proto,
+    selection_supports_from_proto,
     shape_from_proto,
     speculation_from_proto,
     weight_format_from_proto,
@@ -309,8 +309,8 @@ class WorkerConnection:
             encoding=layout.encoding,
             shares_pages=info.shares_pages,
             speculation=speculation_from_proto(info.speculation.defaults).over(Speculation()),
-            draft_methods=frozenset(map(draft_method_from_proto, info.speculation.methods)),
-            selections=dict(map(selection_support_from_proto, info.selections)),
+            draft_methods=frozenset(known_draft_methods(info.speculation.methods)),
+            selections=selection_supports_from_proto(info.selections),
             has_structured_output=info.has_structured_output,
             numerics=numerics_from_proto(info.numerics),
             numerics_digest=info.numerics_digest,

@@ -447,15 +447,11 @@ def _model(message: scheduler_pb2.Model) -> Model:
         Model,
         message,
         shape=convert.shape_from_proto(message.shape),
-        draft_methods=_methods(message.draft_methods),
+        draft_methods=tuple(convert.known_draft_methods(message.draft_methods)),
         selection_methods=convert.selection_methods(
             message.selection_method_names, message.selection_methods
         ),
     )
-
-
-def _methods(numbers: Iterable[types_pb2.DraftMethod]) -> tuple[DraftMethod, ...]:
-    return tuple(convert.draft_method_from_proto(number) for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,7 +489,7 @@ class WorkerSpeculation:
 def _speculation(message: types_pb2.Speculation) -> WorkerSpeculation:
     return WorkerSpeculation(
         convert.speculation_from_proto(message.defaults).over(PLAIN),
-        _methods(message.methods),
+        tuple(convert.known_draft_methods(message.methods)),
         message.draft_model,
     )
 

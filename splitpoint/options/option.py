@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+from urllib.parse import urlsplit
 
 from splitpoint.config import parse_rate, parse_size
 from splitpoint.errors import InvalidArgument
@@ -41,6 +42,8 @@ class Option(Generic[T_co]):
         least, most: inclusive bounds of a number.
         former_name: a name of earlier versions that is still understood; empty if there is none.
         is_rare: True if the `--help` of `up` and `generate` leaves the option out.
+        secret_file: of a secret, or of a URL with room for a password: the option that takes
+            it from a file of its own; empty for what is no secret.
         dest: the name of the value in Python; empty: the name with underscores.
     """
 
@@ -56,6 +59,7 @@ class Option(Generic[T_co]):
     is_repeatable: bool = False
     former_name: str = ""
     is_rare: bool = False
+    secret_file: str = ""
     dest: str = ""
 
     @property
@@ -71,6 +75,17 @@ class Option(Generic[T_co]):
     def field(self) -> str:
         """The name of the value in Python."""
         return self.dest or self.name.replace("-", "_")
+
+    def has_secret(self, value: object) -> bool:
+        """Return True if the value is a secret, or a URL with a password in it."""
+        if not self.secret_file or not isinstance(value, str):
+            return False
+        if self.unit != "URL":
+            return True
+        try:
+            return urlsplit(value).password is not None
+        except ValueError:  # not a URL: what uses it refuses it
+            return False
 
     def check(self, value: object) -> None:
         """Raise InvalidArgument if the value is no choice, size or rate, or out of bounds.

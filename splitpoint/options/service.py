@@ -125,6 +125,7 @@ REDIS: Option[str | None] = Option(
     "Redis for registry and catalog: redis://, rediss:// (TLS) or unix:///path, with USER@ where "
     "there are users; absent: none (docs/tiers.md).",
     unit="URL",
+    secret_file="redis-password-file",
 )
 REDIS_PASSWORD_FILE: Option[str | None] = Option(
     "redis-password-file",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.options.option import Option, Section, all_options, parser_of
+from splitpoint.transport.tls import is_private
 
 CONFIG: Option[Path | None] = Option(
     "config",
@@ -46,9 +48,17 @@ def given_values(
     known = {option.name: option for option in options}
     values: dict[str, Any] = {}
     if config is not None:
-        for key, value in _read(config).items():
+        content, is_private = _read(config)
+        for key, value in content.items():
             option = _option_of(known, key, str(config))
             values[option.field] = _checked(option, value, str(config))
+            if not is_private and option.has_secret(values[option.field]):
+                raise InvalidArgument(
+                    f"{config}: {option.flag} has a secret, and the file is open to others: it "
+                    f"must belong to this user, with mode 0600 (chmod 600 {config}), or "
+                    f"--{option.secret_file} must name a file with the secret",
+                    field=key,
+                )
     texts: dict[str, Any] = {}
     for setting in settings:
         key, has_value, text = setting.partition("=")
@@ -96,9 +106,13 @@ def parse_options(
     return found
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> tuple[Mapping[str, Any], bool]:
+    """Return the values of a file, and True if only this user, or root, can read or write it."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            found, groups = os.fstat(file.fileno()), {os.getegid(), *os.getgroups()}
+            is_secure = is_private(found, user=os.getuid(), groups=groups)
+            return tomllib.load(file), is_secure
     except OSError as error:
         reason = error.strerror or str(error)
     except ValueError as error:  # of TOML and of UTF-8

@@ -7,7 +7,7 @@ between the two sides is given by the caller.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import cache
 from operator import attrgetter
@@ -89,6 +89,10 @@ class _Enumeration(Generic[_Member, _Number]):
             raise InvalidArgument(f"unknown {self._words} {number}", field=self._field)
         return self._members[number]
 
+    def known(self, numbers: Iterable[int]) -> Iterator[_Member]:
+        """Yield the members of those numbers that have one: a newer peer may know more."""
+        return (self._members[number] for number in numbers if number in self._members)
+
 
 _DATA_TYPE = _Enumeration(DataType, pb.DataType, "data_type")
 _ENCODING = _Enumeration(Encoding, pb.Encoding, "encoding", Encoding.NATIVE)
@@ -126,6 +130,7 @@ weight_format_from_proto = _WEIGHT_FORMAT.from_proto
 numerics_to_proto, numerics_from_proto = _NUMERICS.to_proto, _NUMERICS.from_proto
 draft_method_to_proto = _DRAFT_METHOD.to_proto
 draft_method_from_proto = _DRAFT_METHOD.from_proto
+known_draft_methods = _DRAFT_METHOD.known
 tier_to_proto, tier_from_proto = _TIER.to_proto, _TIER.from_proto
 
 
@@ -297,14 +302,30 @@ def selection_numbers(methods: Iterable[SelectionMethod]) -> list[pb.SelectionMe
 def selection_methods(
     names: Iterable[str], numbers: Iterable[pb.SelectionMethod]
 ) -> tuple[SelectionMethod, ...]:
-    """Return the methods that a message lists by name, or, if it is older, by number."""
-    named = tuple(_selection_method(0, name) for name in names)
-    return named or tuple(map(_SELECTION_METHOD.from_proto, numbers))
+    """Return the methods that a message lists by name, or, if it is older, by number.
+
+    Methods that this version does not know are left out.
+    """
+    listed = tuple(names)
+    if not listed:
+        return tuple(_SELECTION_METHOD.known(numbers))
+    known = set(SelectionMethod)
+    return tuple(SelectionMethod(name) for name in listed if name in known)
 
 
-def selection_support_from_proto(message: pb.SelectionSupport) -> tuple[SelectionMethod, int]:
-    """Return a method that a worker can serve, and the columns of its artefacts."""
-    return _selection_method(message.method, message.method_name), message.columns
+def selection_supports_from_proto(
+    messages: Iterable[pb.SelectionSupport],
+) -> dict[SelectionMethod, int]:
+    """Return the methods that a worker can serve, with the columns of their artefacts.
+
+    Methods that this version does not know are left out.
+    """
+    supports: dict[SelectionMethod, int] = {}
+    for message in messages:
+        names = [message.method_name] if message.method_name else []
+        for method in selection_methods(names, [message.method]):
+            supports[method] = message.columns
+    return supports
 
 
 def _selection_method(number: int, name: str) -> SelectionMethod:

@@ -96,6 +96,7 @@ API_KEY: Option[str | None] = Option(
     "variable, else no key.",
     unit="KEY",
     is_rare=True,
+    secret_file="api-key-file",
 )
 API_KEY_FILE: Option[str | None] = Option(
     "api-key-file",

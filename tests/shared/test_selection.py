@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,10 @@ from splitpoint.selection import (
 )
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint.transport.convert import (
+    known_draft_methods,
     selection_from_proto,
     selection_methods,
-    selection_support_from_proto,
+    selection_supports_from_proto,
     selection_to_proto,
     selection_usage_from_proto,
     selection_usage_to_proto,
@@ -169,10 +171,26 @@ def test_a_method_is_known_by_its_name_or_by_its_number() -> None:
     for fields in ({"method": number}, {"method_name": "columns"}):
         assert selection_from_proto(types_pb2.SelectionParams(**fields, ratio=0.1)) == columns
         support = types_pb2.SelectionSupport(**fields, columns=7)
-        assert selection_support_from_proto(support) == (SelectionMethod.COLUMNS, 7)
+        assert selection_supports_from_proto([support]) == {SelectionMethod.COLUMNS: 7}
     assert selection_methods([], [number]) == selection_methods(["columns"], [])
     with pytest.raises(InvalidArgument, match="unknown selection method 'newest'"):
         selection_from_proto(types_pb2.SelectionParams(method_name="newest", ratio=0.1))
+
+
+def test_what_a_newer_peer_lists_is_left_out_if_it_is_unknown() -> None:
+    number, columns = types_pb2.SELECTION_METHOD_COLUMNS, SelectionMethod.COLUMNS
+    newest: Any = 99
+    assert selection_methods(["newest", "columns"], [number]) == (columns,)
+    assert selection_methods(["newest"], []) == ()
+    assert selection_methods([], [newest, number]) == (columns,)
+    supports = [
+        types_pb2.SelectionSupport(method_name="newest", columns=3),
+        types_pb2.SelectionSupport(method=newest, columns=4),
+        # A name that has got a number since.
+        types_pb2.SelectionSupport(method_name="columns", method=newest, columns=7),
+    ]
+    assert selection_supports_from_proto(supports) == {columns: 7}
+    assert list(known_draft_methods([newest, types_pb2.DRAFT_METHOD_SELF])) == [DraftMethod.SELF]
 
 
 def test_what_only_eval_measures_is_not_served() -> None:

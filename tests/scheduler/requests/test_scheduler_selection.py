@@ -183,3 +183,13 @@ async def test_models_and_status_show_what_a_worker_selects_by() -> None:
         listed = await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())
         shown = {status.worker_id: list(status.selection_methods) for status in listed.workers}
         assert shown == {"0": [types_pb2.SELECTION_METHOD_COLUMNS], "1": []}
+
+
+async def test_a_worker_with_methods_of_a_newer_version_serves_those_that_are_known() -> None:
+    worker = selecting_worker(SelectionMethod.COLUMNS)
+    worker.selections.append(types_pb2.SelectionSupport(method_name="newest", columns=3))
+    async with stack(worker) as running:
+        model = (await running.inference.GetModel(scheduler_pb2.GetModelRequest())).model
+        assert list(model.selection_method_names) == ["columns"]
+        done = (await running.generate(asking(2, "columns:0.1"))).done
+        assert done.usage.selection.step_count == 2

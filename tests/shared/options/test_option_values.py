@@ -12,9 +12,10 @@ from gateway_service.__main__ import parse_arguments as parse_gateway
 from kvstore_service.__main__ import parse_arguments as parse_store
 from scheduler_service.__main__ import parse_arguments as parse_scheduler
 from splitpoint.errors import InvalidArgument
-from splitpoint.options import store
+from splitpoint.options import service, store
 from splitpoint.options.option import Option, all_options
 from splitpoint.options.values import given_values
+from splitpoint_cli.stack.options import API_KEY
 from worker_service.__main__ import parse_arguments as parse_worker
 
 NAMES: Option[tuple[str, ...]] = Option("name", str, (), "Names.", is_repeatable=True)
@@ -116,6 +117,39 @@ def test_what_is_wrong_in_set_is_told(setting: str, field: str, said: str) -> No
         given_values(OPTIONS, None, [setting])
     assert caught.value.field == field
     assert caught.value.message.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "instead"),
+    [
+        ('api-key = "0123456789"', "api-key", "--api-key-file"),
+        ('redis = "redis://me:secret@host/0"', "redis", "--redis-password-file"),
+    ],
+)
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o602])
+def test_a_secret_is_not_read_from_a_file_that_is_open_to_others(
+    file: Callable[[str], str], text: str, key: str, instead: str, mode: int
+) -> None:
+    options, config = [API_KEY, service.REDIS], Path(file(text))
+    config.chmod(mode)
+    with pytest.raises(InvalidArgument) as caught:
+        given_values(options, config, [])
+    assert caught.value.field == key
+    for said in (str(config), f"--{key} ", f"chmod 600 {config}", instead):
+        assert said in caught.value.message
+    assert "secret@" not in caught.value.message
+    assert "0123456789" not in caught.value.message
+    config.chmod(0o600)
+    assert list(given_values(options, config, [])) == [key.replace("-", "_")]
+
+
+@pytest.mark.parametrize("url", ["redis://host:6379", "redis://me@host/0", "unix:///run/redis"])
+def test_an_url_without_a_password_may_be_read_by_others(
+    file: Callable[[str], str], url: str
+) -> None:
+    config = Path(file(f'redis = "{url}"'))
+    config.chmod(0o644)
+    assert given_values([service.REDIS], config, []) == {"redis": url}
 
 
 def test_values_have_the_types_of_their_options(file: Callable[[str], str]) -> None:
