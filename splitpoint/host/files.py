@@ -1,10 +1,11 @@
-"""Files that appear whole or not at all, and folders of one user alone."""
+"""Files that appear whole or not at all, and files and folders of one user alone."""
 
 from __future__ import annotations
 
 import os
 import stat
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from splitpoint.errors import FailedPrecondition, NotFound
@@ -51,3 +52,18 @@ def private_folder(folder: Path) -> None:
             f"{folder} must be a folder of this user alone (mode 700), not a link",
             folder=folder,
         )
+
+
+def is_private(
+    found: os.stat_result, *, user: int | None = None, groups: Collection[int] | None = None
+) -> bool:
+    """Return True if only this user, or root, can read or write a file.
+
+    A secret of root may belong to the service's group: Kubernetes mounts secrets so. `user` and
+    `groups`: in place of this process's own.
+    """
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid == (os.getuid() if user is None else user):
+        return not mode & 0o177
+    own_groups = {os.getegid(), *os.getgroups()} if groups is None else groups
+    return found.st_uid == 0 and found.st_gid in own_groups and not mode & 0o137

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.host.files import is_private
 from splitpoint.options.option import Option, Section, all_options, parser_of
-from splitpoint.transport.tls import is_private
 
 CONFIG: Option[Path | None] = Option(
     "config",
@@ -110,9 +110,7 @@ def _read(path: Path) -> tuple[Mapping[str, Any], bool]:
     """Return the values of a file, and True if only this user, or root, can read or write it."""
     try:
         with path.open("rb") as file:
-            found, groups = os.fstat(file.fileno()), {os.getegid(), *os.getgroups()}
-            is_secure = is_private(found, user=os.getuid(), groups=groups)
-            return tomllib.load(file), is_secure
+            return tomllib.load(file), is_private(os.fstat(file.fileno()))
     except OSError as error:
         reason = error.strerror or str(error)
     except ValueError as error:  # of TOML and of UTF-8

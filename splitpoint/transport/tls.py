@@ -11,11 +11,12 @@ import argparse
 import os
 import ssl
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from splitpoint.errors import InvalidArgument, PermissionDenied
+from splitpoint.host.files import is_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,24 +172,12 @@ def read_private(path: str | Path, what: str, *, field: str = "") -> bytes:
         raise InvalidArgument(f"{what} {path} is not a file", field=field)
     with os.fdopen(descriptor, "rb") as file:
         mode = stat.S_IMODE(found.st_mode)
-        own_groups = {os.getegid(), *os.getgroups()}
-        if not is_private(found, user=os.getuid(), groups=own_groups):
+        if not is_private(found):
             raise PermissionDenied(
                 f"{what} {path} is open to others (mode {mode:04o}): it must belong to this user, "
                 "with mode 0600 or 0400, or to root and this user's group, with 0640 or 0440"
             )
         return file.read()
-
-
-def is_private(found: os.stat_result, *, user: int, groups: Collection[int]) -> bool:
-    """Return True if only this user, or root, can read or write a file.
-
-    A secret of root may belong to the service's group: Kubernetes mounts secrets so.
-    """
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid == user:
-        return not mode & 0o177
-    return found.st_uid == 0 and found.st_gid in groups and not mode & 0o137
 
 
 def _read(path: str | Path, what: str) -> bytes:

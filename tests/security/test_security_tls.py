@@ -23,6 +23,7 @@ from splitpoint.errors import (
     SplitpointError,
     Unavailable,
 )
+from splitpoint.host.files import is_private
 from splitpoint.options.option import parser_of
 from splitpoint.options.service import COMMON
 from splitpoint.transport import channels, servers, statuses
@@ -32,7 +33,6 @@ from splitpoint.transport.tls import (
     Identity,
     client_identity,
     identity_of,
-    is_private,
     read_identity,
     trusting_own_server,
 )
