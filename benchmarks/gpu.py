@@ -9,7 +9,7 @@ that the machine lacks may be carried as wheels. Needs only the standard library
         [--json] [--output FILE]
     python -m benchmarks.gpu --device cpu --tiny      the same code, on any machine
 
-What is promised, and what no GPU has confirmed: docs/lab/gpu.md.
+What is promised, and what a GPU has confirmed: docs/lab/gpu.md.
 """
 
 from __future__ import annotations

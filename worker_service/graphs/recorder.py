@@ -1,7 +1,4 @@
-"""Records the device's work of a call, and plays it back: `torch.cuda.CUDAGraph`.
-
-Not confirmed on a GPU yet.
-"""
+"""Records the device's work of a call, and plays it back: `torch.cuda.CUDAGraph`."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class GraphRecorder:
 
     Graphs may share a pool if they never run at once and nothing but their results is read
     after them: they are played back in one stream, and every result keeps its own memory.
-    Not confirmed on a GPU yet. `cuda` is torch.cuda, or in tests a double of it.
+    `cuda` is torch.cuda, or in tests a double of it.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:

@@ -1,4 +1,4 @@
-"""Lanes of a GPU: CUDA streams, and events between them. Not confirmed on a GPU yet."""
+"""Lanes of a GPU: CUDA streams, and events between them."""
 
 from __future__ import annotations
 
@@ -88,8 +88,7 @@ class _Started:
 class StreamLanes(Lanes):
     """Lanes of a GPU: a CUDA stream each, and the caller's current stream for compute.
 
-    Not confirmed on a GPU yet. `cuda` is torch.cuda, or in tests a double of its streams
-    and events.
+    `cuda` is torch.cuda, or in tests a double of its streams and events.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:

@@ -4,7 +4,7 @@ The units of each decoding query are cut into spans, whatever else is in the bat
 result does not depend on the others. With kernels of one order (kernels/choice.py) each unit is
 a span, and the same compiled kernel prefills: as on a CPU (kernels/units.py), a row then has the
 same bits as a decoded token, a guess or a part of a prompt, and from pages of several planes.
-This module knows no plans and no requests. Not confirmed on a GPU yet.
+This module knows no plans and no requests.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def obstacle(
         if wish != Numerics.INVARIANT:
             return (
                 "a GPU's kernels of one order are used only if they are asked for "
-                "(--numerics invariant): no GPU has confirmed them yet"
+                "(--numerics invariant): one GPU has confirmed them so far"
             )
         return None if has_triton else "Triton's kernels cannot be built on this GPU (see the log)"
     if kernels is None:

@@ -11,7 +11,7 @@ one out alone.
 
 `Prefetcher`: a step gives all its tasks in list order, the copies of later tiles ahead of the
 attention to the present one. While layer i computes its MLP, the first tiles of layer i + 1 arrive.
-The host never waits. On a GPU the lanes wait for each other (not confirmed on a GPU yet).
+The host never waits. On a GPU the lanes wait for each other.
 
 Over `SerialLanes` either is the serial twin. This module knows no requests, no calls of the store,
 and not what attention does with a tile.

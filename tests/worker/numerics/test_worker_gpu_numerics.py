@@ -82,4 +82,4 @@ async def test_a_worker_is_invariant_if_asked(wish: str, tmp_path: Path) -> None
     assert adds_in_one_order() is is_wanted
     assert worker.numerics.numerics is (Numerics.INVARIANT if is_wanted else Numerics.FAST)
     if not is_wanted:
-        assert "no GPU has confirmed them yet" in worker.numerics.reason
+        assert "one GPU has confirmed them so far" in worker.numerics.reason
