@@ -88,8 +88,8 @@ class RequestPrefixes:
     ) -> tuple[Match | None, TwoEnds | None]:
         """Bring the prefix of a request that arrived, and lease it.
 
-        Returns None for the match if the store is away, and the meeting of its ends if a tier
-        loads its back from now on. `span`: the request's; what is done is a part of it.
+        Returns None for the match if the store is away, and its two ends if a tier loads its
+        back from now on. `span`: the request's; what is done is a part of it.
         """
         key, tokens, source = admission.key, admission.tokens, admission.source
         streamed = admission.residency is Residency.STREAMED
@@ -110,12 +110,12 @@ class RequestPrefixes:
             span=span,
             loader=loader,
         )
-        meeting = None
+        ends = None
         if loader is not None and source is not None and match is not None:
-            meeting = loader.begin(key, source, admission.salt, tokens, match)
-        if loader is not None and meeting is None:
+            ends = loader.begin(key, source, admission.salt, tokens, match)
+        if loader is not None and ends is None:
             loader.end_turn(key)
-        return match, meeting
+        return match, ends
 
     async def find_again(self, lookup: Lookup, span: tracing.Span) -> Matched:
         """Lease a prefix that is restored anew, or say that its damage is the request's end."""

@@ -355,9 +355,9 @@ class Runtime:
             # Only the end of its answer was lost.
             self._on_output(StepOutput(finishes=[FinishEvent(key, "stop")]))
             return
-        match = meeting = None
+        match = ends = None
         if self.prefixes is not None:
-            match, meeting = await self.prefixes.find(admission, self._span_of(key))
+            match, ends = await self.prefixes.find(admission, self._span_of(key))
         if match is None and admission.residency is Residency.STREAMED:
             error = Unavailable(
                 "streamed residency needs the KV store, which is not reachable",
@@ -366,7 +366,7 @@ class Runtime:
             )
             self._on_output(StepOutput(finishes=[FinishEvent(key, error=error)]))
             return
-        self.engine.admit(admission, match, self._spans.get(key), matcher, meeting)
+        self.engine.admit(admission, match, self._spans.get(key), matcher, ends)
 
     async def _matcher(self, admission: Admission) -> GrammarMatcher | None:
         """Compile the grammar of a request, beside the engine's steps; None if it has none."""

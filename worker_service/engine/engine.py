@@ -178,14 +178,14 @@ class Engine:
         match: Match | None = None,
         spans: RequestSpans | None = None,
         matcher: GrammarMatcher | None = None,
-        meeting: TwoEnds | None = None,
+        ends: TwoEnds | None = None,
     ) -> None:
         """Queue a request with its leased prefix for the next step; from any thread.
 
-        `matcher`: of the admission's grammar, behind what was delivered. `meeting`: of its front
-        with what a tier brings; it must be resident.
+        `matcher`: of the admission's grammar, behind what was delivered. `ends`: its front, and
+        what a tier brings; it must be resident.
         """
-        self.post(Sequence(admission, match, spans, matcher, meeting))
+        self.post(Sequence(admission, match, spans, matcher, ends))
 
     def post(self, command: Command) -> None:
         """Queue a command for the next step; from any thread."""
@@ -284,7 +284,7 @@ class Engine:
         self.queues.admit_waiting()
         self._begin_restores()
         self._settle_restores()
-        self._settle_meetings()
+        self._settle_met_ends()
         self._plan_shared_split(costs_changed=False)
         self._runner.begin_slow_masks(self.queues.running)
         batch = self._form_batch()
@@ -332,18 +332,18 @@ class Engine:
         """Report the restores that are over, and start sequences over that lost chunks."""
         for sequence, result in self.restorer.settle(self.queues.running):
             if isinstance(result, RestoreEvent):
-                if sequence.meeting is None:  # else the restore that follows is reported
+                if sequence.ends is None:  # else the restore that follows is reported
                     self.queues.output.restores.append(result)
             elif isinstance(result, ChunkLost):
                 self.queues.restart_after_loss(sequence, result)
             else:
                 self.queues.finish(sequence, FinishEvent(sequence.key, error=result))
 
-    def _settle_meetings(self) -> None:
+    def _settle_met_ends(self) -> None:
         """Look the prefixes up again whose computed fronts have met what a tier brought."""
         for sequence in list(self.queues.running):
-            meeting = sequence.meeting if sequence.stage is Stage.RUNNING else None
-            if meeting is not None and meeting.has_met(sequence.computed):
+            ends = sequence.ends if sequence.stage is Stage.RUNNING else None
+            if ends is not None and ends.has_met(sequence.computed):
                 # No step has told write-back of what the device held already.
                 self.queues.write_back(sequence)
                 self.queues.look_up_again(sequence)

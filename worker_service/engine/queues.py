@@ -175,7 +175,7 @@ class SequenceQueues:
             remaining = sequence.runnable_tokens
             if not remaining:
                 continue  # or it has just left
-            is_running = sequence.stage is Stage.RUNNING and sequence.meeting is None
+            is_running = sequence.stage is Stage.RUNNING and sequence.ends is None
             if is_running and remaining == 1:
                 if self._grow(sequence, 1):
                     decodes.append(sequence)

@@ -202,7 +202,7 @@ class Restorer:
         return read, check
 
     def _ends_of(self, sequence: Sequence, wanted: Wanted) -> TwoEnds | None:
-        """Return the ends of a prefix whose front is computed; None if it is none."""
+        """Return the two ends of a prefix whose front is computed; None for another prefix."""
         if not wanted.from_both_ends:
             return None
         return TwoEnds.over_link(

@@ -103,7 +103,7 @@ class Stage(Enum):
     """Where a request is in its life; it moves as `_NEXT` allows.
 
     A running sequence prefills while computed < len(tokens) - 1; then each step computes and
-    samples one token. One with a `meeting` computes its front, and is looked up again where it
+    samples one token. One with `ends` computes its front, and is looked up again where it
     meets what a tier brought.
     """
 
@@ -170,7 +170,7 @@ class Sequence:
     # A bit for each of the only ids that may be chosen, once a step chose; None: no such list.
     allowed: Mask | None = field(default=None, init=False)
     # Its back comes from a tier while steps compute its front; None: nothing comes.
-    meeting: TwoEnds | None = None
+    ends: TwoEnds | None = None
     tokens: list[int] = field(init=False)
     # Streamed: the split of each step by length; the engine redraws it.
     split_line: SplitLine | None = field(init=False)
@@ -291,7 +291,7 @@ class Sequence:
     @property
     def runnable_tokens(self) -> int:
         """Tokens that the next step may compute: all that are left, or the front of a restore
-        or a meeting.
+        or beside a tier.
 
         A restore goes on while its sequence is paused: until it ends, its pages cannot leave.
         """
@@ -301,8 +301,8 @@ class Sequence:
             return 0
         if self.matcher is not None and self.matcher.is_awaited:
             return 0
-        if self.meeting is not None:
-            return self.meeting.front_tokens(self.computed)
+        if self.ends is not None:
+            return self.ends.front_tokens(self.computed)
         return len(self.tokens) - self.computed
 
     def spare_rows(self, chunk_tokens: int) -> int:
@@ -377,7 +377,7 @@ class Sequence:
         self.first_approximate = None
         self.writes_back = False
         self.match = None
-        self.meeting = None
+        self.ends = None
         self.transfer = None
         self.restoring = None
 

@@ -1,7 +1,7 @@
-"""Runs tasks on the lanes: the one executor of restores and streamed steps.
+"""Runs tasks on the lanes: two drivers of one list of tasks, for restores and for streamed steps.
 
 `splitpoint.planning.schedule` lays tasks out, `task_work` makes their work, and here the lanes are
-given it. There are two drivers, because the moment differs at which a task is given:
+given it. They share no more, because the moment differs at which a task is given:
 
 `RestoreRun`: the link draws copies one by one, beside those of steps, when it has time for them.
 The owner calls `compute` between steps, and never has to wait. While other work wants the device, a
@@ -74,7 +74,7 @@ class RestoreRun:
         target: Target,
         *,
         schedule: Schedule = Schedule.PIPELINED,
-        tile_tokens: int = 0,
+        tile_tokens: int,
         ends: TwoEnds | None = None,
         copies: Iterable[Work] = (),
         piece_bytes: int = PIECE_BYTES,
@@ -83,8 +83,8 @@ class RestoreRun:
         """Prepare to bring `prefix` to `target`, and then do the further `copies`.
 
         Nothing begins before `begin`. Tiles have `tile_tokens`, as far as memory allows. With
-        `ends` only the back is brought, and the split does not matter. `on_change` is called from
-        any thread after pieces that the owner has to know of.
+        `ends` only the back is brought, and neither split nor tiles matter. `on_change` is called
+        from any thread after pieces that the owner has to know of.
         """
         self.group = Group(self._draw, None if on_change is None else self._changed)
         self.is_contended = False
@@ -201,7 +201,12 @@ class RestoreRun:
         return self._tasks[indices[-1]].tokens
 
     def finish(self) -> list[Span]:
-        """Do everything now, waiting where needed; return the spans. Raises the first error."""
+        """Do everything now, waiting where needed; return the spans. Raises the first error.
+
+        Raises ValueError with `ends`: the front is the owner's, and would never be computed.
+        """
+        if self._ends is not None:
+            raise ValueError("a restore from both ends needs an owner that computes the front")
         self.begin()
         try:
             while not self.is_done and self.group.error is None:

@@ -52,7 +52,9 @@ def restore_from_both_ends(
         expected_tokens=expected_tokens,
         in_turn=not lanes.overlapping,
     )
-    run = RestoreRun(transfer, lanes, prefix, Target(keys, values), ends=ends)
+    run = RestoreRun(
+        transfer, lanes, prefix, Target(keys, values), tile_tokens=block_tokens, ends=ends
+    )
     front = _FrontPrefill(transfer, prefix, keys, values, block_tokens)
     run.begin()
     try:

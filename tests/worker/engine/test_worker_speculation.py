@@ -31,7 +31,7 @@ CHANGES: dict[str, Callable[[], Change]] = {
     "mixed": lambda: sometimes_wrong(VOCABULARY, 1),
 }
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.scaled, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,6 @@ def same(found: Transcript, plain: Transcript) -> None:
     }
 
 
-@pytest.mark.scaled
 @pytest.mark.parametrize("case", FAMILY_CASES)
 def test_texts_are_those_of_plain_decoding(case: str, tmp_path: Path) -> None:
     """Decode 8 requests at once, with drafts that are right, wrong, and both."""

@@ -133,7 +133,7 @@ def both_ends(
         expected_tokens=expected,
         in_turn=not lanes.overlapping,
     )
-    return RestoreRun(transfer, lanes, prefix, target, ends=ends), ends
+    return RestoreRun(transfer, lanes, prefix, target, tile_tokens=block, ends=ends), ends
 
 
 def restore_alone(
@@ -232,6 +232,18 @@ def check_spans(stored: StoredPrefix, met: Met, cached: int) -> None:
     assert met.recomputed_tokens in (cached, met.recomputed_tokens // CHUNK * CHUNK)
     chunks = chunks_of(cached, CHUNK) - chunks_of(met.recomputed_tokens, CHUNK)
     assert sum(s.amount for s in loaded) == 2 * chunks * layers * stored.layout.kv_slot_bytes
+
+
+def test_a_restore_whose_front_nobody_computes_is_refused(one: StoredPrefix) -> None:
+    """It would wait for ever."""
+    lanes = SerialLanes(CPU)
+    keys, values = one.empty_cache(PAGES)
+    prefix = Prefix(one.chunks, 0, list(range(len(one.chunks))), one.token_ids, TOKENS, 0)
+    run, _ = both_ends(
+        one.transfer(), lanes, prefix, Target(keys, values), block=BLOCK, expected=TOKENS // 2
+    )
+    with pytest.raises(ValueError, match="owner that computes the front"):
+        run.finish()
 
 
 # -- every relation of speeds ----------------------------------------------------------
