@@ -23,7 +23,7 @@ from gateway_service.openai.tools import CallingJob
 from splitpoint.client.answers import drop_known
 from splitpoint.client.caller_spans import Metadata
 from splitpoint.client.requests import check_size
-from splitpoint.client.tries import (
+from splitpoint.client.scheduler_attempts import (
     DEFAULT_RETRY_SECONDS,
     HEALTH,
     INFERENCE,
@@ -239,7 +239,7 @@ async def prepare(job: Job, upstream: Upstream, models: Models, metadata: Metada
 
 
 class _Received:
-    """What has come of a generation, to go on with (`splitpoint.client.tries.Received`)."""
+    """What has come of a generation, to go on with; see `splitpoint.client.scheduler_attempts`."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []

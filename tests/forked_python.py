@@ -27,7 +27,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 # Libraries read these when they are imported. Those of which `splitpoint up` sets one for a worker,
 # how long threads spin and how many kernels are kept, change no answer.
 _READ_BY_IMPORTS = re.compile(
-    "PYTHON(?!PATH|UNBUFFERED)|LD_|OMP_|KMP_|MKL_|TORCH|CUDA|GRPC_|HF_"
+    "PYTHON(?!PATH|UNBUFFERED)|LD_|GLIBC_|MALLOC_|OMP_|KMP_|MKL_|OPENBLAS_|TORCH|CUDA|GRPC_|HF_"
     "|TRANSFORMERS_|LC_|LANG|TZ|CXX|MC_|VLLM"
 )
 _lock = threading.Lock()

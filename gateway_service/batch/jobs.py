@@ -19,7 +19,7 @@ from gateway_service.openai.fields import wrong
 from gateway_service.openai.responses import ResponseJob, read_response
 from gateway_service.upstream import Models, Upstream, prepare
 from splitpoint.client.caller_spans import Metadata
-from splitpoint.client.tries import INFERENCE
+from splitpoint.client.scheduler_attempts import INFERENCE
 from splitpoint.errors import SplitpointError
 from splitpoint.tasks import run_all
 from splitpoint.v1 import scheduler_pb2 as pb

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from gateway_service.batch.files import AnswerFile, Earlier, Fault, Source, fault_row, response_row
 from gateway_service.batch.jobs import Outcome, Requests, refused
 from gateway_service.batch.order import PrefixOrder
-from splitpoint.client.tries import pause_after
+from splitpoint.client.scheduler_attempts import pause_after
 from splitpoint.errors import (
     InvalidArgument,
     PermissionDenied,

@@ -10,7 +10,7 @@ from gateway_service.http.multipart import read_form
 from gateway_service.openai.batches import BATCH_FIELDS, DeletedFile, listed, read_upload
 from gateway_service.openai.errors import HttpError
 from splitpoint.client.caller_spans import Metadata
-from splitpoint.client.tries import INFERENCE
+from splitpoint.client.scheduler_attempts import INFERENCE
 from splitpoint.errors import PermissionDenied
 from splitpoint.transport.access import METADATA_KEY
 from splitpoint.v1 import scheduler_pb2 as pb

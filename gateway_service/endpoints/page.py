@@ -20,7 +20,7 @@ from gateway_service.http.exchange import Exchange
 from gateway_service.openai.errors import HttpError
 from gateway_service.openapi import Status
 from splitpoint.client.caller_spans import Metadata
-from splitpoint.client.tries import ADMIN
+from splitpoint.client.scheduler_attempts import ADMIN
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 

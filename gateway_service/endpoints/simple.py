@@ -25,7 +25,7 @@ from gateway_service.openai.tokens import (
 )
 from gateway_service.openapi import Health, Version, document
 from splitpoint.client.caller_spans import Metadata
-from splitpoint.client.tries import INFERENCE
+from splitpoint.client.scheduler_attempts import INFERENCE
 from splitpoint.errors import Unavailable
 from splitpoint.v1 import scheduler_pb2 as pb
 

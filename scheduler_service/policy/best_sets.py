@@ -15,7 +15,7 @@ from itertools import islice
 
 from scheduler_service.placement.account import Hold, Need
 from scheduler_service.placement.demand import Demand
-from scheduler_service.policy.choice import Budget, Offer, choose
+from scheduler_service.policy.knapsack import Budget, Offer, choose
 from scheduler_service.policy.order import Decision, Start, WaitingOrder, streamed_in
 from scheduler_service.policy.reservations import Reservations
 from scheduler_service.policy.settings import PolicySettings

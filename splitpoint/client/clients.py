@@ -15,8 +15,8 @@ SPLITPOINT_KEY); see docs/security.md.
 
 Retries: with several addresses a call that failed with UNAVAILABLE goes to the next one. A
 generation whose scheduler is lost goes on from its last token, at another address or, once it is
-back, at the same one (`splitpoint.client.tries`); before its first token a single address is asked
-again at most twice. Nothing else is ever repeated.
+back, at the same one (`splitpoint.client.scheduler_attempts`); before its first token a single
+address is asked again at most twice. Nothing else is ever repeated.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from splitpoint.client.requests import (
     Prompt,
     TokenizeOptions,
 )
-from splitpoint.client.tries import (
+from splitpoint.client.scheduler_attempts import (
     ADMIN,
     DEFAULT_RETRY_SECONDS,
     HEALTH,

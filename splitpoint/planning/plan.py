@@ -75,7 +75,7 @@ class RestoreMethod(Enum):
 
 
 class Objective(Enum):
-    """The quantity that a plan minimizes; see choices.py."""
+    """The quantity that a plan minimizes; see restore_choice.py."""
 
     LATENCY = "latency"
     THROUGHPUT = "throughput"

@@ -2,7 +2,7 @@
 
 gRPC repeats no call. With a retry policy, a stream whose server is killed before its first answer
 never ends: neither its deadline nor a cancellation reaches the reader (grpcio 1.85). Callers repeat
-what may be repeated (`splitpoint.client.tries`).
+what may be repeated (`splitpoint.client.scheduler_attempts`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from worker_service.device.cache import TORCH_TYPES
 from worker_service.evaluation.counts import SelectionCounts
 from worker_service.evaluation.teacher_forced import GuessRule, Reading, TeacherForced
 from worker_service.selection.guess import GuessFrom, GuessNorm
-from worker_service.selection.screens import Screens
+from worker_service.selection.screen_factory import Screens
 from worker_service.selection.token_choice import Union
 
 BLOCK_TOKENS = 64

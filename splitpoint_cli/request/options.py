@@ -17,7 +17,7 @@ import typer
 from google.protobuf.descriptor import FieldDescriptor
 
 from splitpoint.client.requests import GenerateOptions, Prompt
-from splitpoint.client.tries import DEFAULT_RETRY_SECONDS
+from splitpoint.client.scheduler_attempts import DEFAULT_RETRY_SECONDS
 from splitpoint.errors import InvalidArgument
 from splitpoint.options.option import Option
 from splitpoint.planning.plan import Residency, RestoreMethod

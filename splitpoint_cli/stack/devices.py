@@ -109,7 +109,7 @@ def default_threads(devices: tuple[str, ...], device: str) -> int | None:
 
 
 def worker_spin_count(threads: int, workers: int) -> str:
-    """Return how often threads of CPU workers spin before they sleep (openmp.py)."""
+    """Return how often threads of CPU workers spin before they sleep."""
     return spin_count(
         threads=threads,
         workers=workers,

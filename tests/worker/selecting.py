@@ -15,7 +15,7 @@ from worker_service.device.memory import MemoryPlan
 from worker_service.lanes.lanes import Lanes
 from worker_service.retrieval import selector
 from worker_service.retrieval.sequence_reads import SequenceReads
-from worker_service.selection.screens import Screens
+from worker_service.selection.screen_factory import Screens
 
 
 def select_always(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from worker_service.device.cache import DeviceCache
 from worker_service.device.upload import Upload
-from worker_service.engine.selected import SelectedStep
+from worker_service.engine.selected_step import SelectedStep
 from worker_service.engine.sequence import Segment, Sequence, device_pages
 from worker_service.engine.streamed_builder import StreamedBuilder
 from worker_service.engine.streamed_step import StreamedPrefill, StreamedStep, query_counts

@@ -20,7 +20,7 @@ from worker_service.engine.model_runner import StepResult
 from worker_service.engine.pages import PageManager
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.sampling import Choice, NonFiniteLogits
-from worker_service.engine.selected import usage_of
+from worker_service.engine.selected_step import usage_of
 from worker_service.engine.sequence import Sequence, Stage
 from worker_service.lanes.spans import LaneUse, add_lanes
 from worker_service.lanes.timeline import Span

@@ -18,7 +18,7 @@ import torch
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import PREFILL_TILE_PAGES, largest_tile
 from worker_service.device.upload import Upload
-from worker_service.engine.selected import SelectedStep
+from worker_service.engine.selected_step import SelectedStep
 from worker_service.engine.sequence import Segment, Sequence
 from worker_service.engine.streamed_step import (
     DevicePages,

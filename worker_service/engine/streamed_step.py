@@ -16,7 +16,7 @@ import torch
 
 from splitpoint.errors import ChunkLost
 from worker_service.device.cache import DeviceCache
-from worker_service.engine.selected import SelectedStep
+from worker_service.engine.selected_step import SelectedStep
 from worker_service.engine.sequence import Sequence
 from worker_service.kernels.units import UnitOrder
 from worker_service.lanes.cost_watch import StepTraffic

@@ -34,7 +34,7 @@ from worker_service.selection.screen import (
     grouped_products,
     to_logits,
 )
-from worker_service.selection.screens import Screens
+from worker_service.selection.screen_factory import Screens
 from worker_service.selection.token_choice import Union, choose, visible_tokens
 
 # Queries whose scores are in memory at once.

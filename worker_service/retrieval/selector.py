@@ -29,7 +29,7 @@ from worker_service.device.memory import collected_bytes
 from worker_service.lanes.lanes import Lanes
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.selection.artifacts import Artifacts, artifacts_path, load
-from worker_service.selection.screens import Screens
+from worker_service.selection.screen_factory import Screens
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from worker_service.retrieval.gather_rows import RowPlane, gather_rows
 from worker_service.retrieval.row_cache import RowCache
 from worker_service.selection.clusters import ClusterSums, HeldRows
 from worker_service.selection.screen import AttentionShape, Guess, LayerScreen, TokenRows
-from worker_service.selection.screens import Screens
+from worker_service.selection.screen_factory import Screens
 from worker_service.selection.token_choice import choose_rows
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 

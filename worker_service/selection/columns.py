@@ -11,13 +11,21 @@ approximation of q.k on calibration text; `ranked` has maps that were trained on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
-from splitpoint.selection import Selection
+from splitpoint.selection import Selection, SelectionMethod
 from worker_service.selection.kept_rows import KeptRows, Records
-from worker_service.selection.screen import AttentionShape, Guess, TokenRows, in_pieces, to_logits
+from worker_service.selection.screen import (
+    AttentionShape,
+    Factor,
+    Guess,
+    Maker,
+    TokenRows,
+    in_pieces,
+    to_logits,
+)
 
 
 class ColumnScreen:
@@ -131,9 +139,6 @@ class LowRankScreen:
         return to_logits(self._kept.products(queries), self._shape)
 
 
-Factor = Callable[[str], torch.Tensor]
-
-
 def _columns(
     selection: Selection, shape: AttentionShape, records: Records, factor: Factor
 ) -> ColumnScreen:
@@ -171,10 +176,10 @@ def _ranked(
     return LowRankScreen(shape, *maps, int8=selection.keeps_int8, records=records)
 
 
-MAKERS = {
-    "columns": _columns,
-    "infinigen": _infinigen,
-    "oracle": _oracle,
-    "lowrank": _lowrank,
-    "ranked": _ranked,
+MAKERS: Mapping[SelectionMethod, Maker] = {
+    SelectionMethod.COLUMNS: _columns,
+    SelectionMethod.INFINIGEN: _infinigen,
+    SelectionMethod.ORACLE: _oracle,
+    SelectionMethod.LOWRANK: _lowrank,
+    SelectionMethod.RANKED: _ranked,
 }

@@ -8,15 +8,15 @@ newest tokens, as in the paper.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
-from splitpoint.selection import Selection
-from worker_service.selection.kept_rows import Records
+from splitpoint.selection import Selection, SelectionMethod
 from worker_service.selection.screen import (
     AttentionShape,
     Guess,
+    Maker,
     TokenRows,
     grouped_products,
     to_logits,
@@ -131,13 +131,6 @@ class HeavyHitterScreen:
         return max(wanted, min(visible, selection.sinks + selection.recent))
 
 
-def _make(
-    selection: Selection,
-    shape: AttentionShape,
-    records: Records,
-    factor: Callable[[str], torch.Tensor],
-) -> HeavyHitterScreen:
-    return HeavyHitterScreen(shape, selection)
-
-
-MAKERS = {"h2o": _make}
+MAKERS: Mapping[SelectionMethod, Maker] = {
+    SelectionMethod.H2O: lambda selection, shape, _, __: HeavyHitterScreen(shape, selection)
+}

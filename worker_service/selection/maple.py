@@ -6,16 +6,18 @@ P is a sparse random matrix, W_Q and W_K are trained on a frozen model and quant
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from splitpoint.selection import Selection
+from splitpoint.selection import Selection, SelectionMethod
 from worker_service.selection.kept_rows import KeptRows, Records
 from worker_service.selection.screen import (
     AttentionShape,
+    Factor,
     Guess,
+    Maker,
     TokenRows,
     to_logits,
 )
@@ -74,9 +76,6 @@ class MapleScreen:
         return to_logits(self._kept.products(self._weights.queries(guess.inputs)), self._shape)
 
 
-Factor = Callable[[str], torch.Tensor]
-
-
 def maple_weights(factor: Factor) -> MapleWeights:
     """Return a layer's factors, W_Q and W_K out of int8. Raises InvalidArgument."""
     query, key = (factor(name).float() * factor(f"{name}_scale") for name in ("query", "key"))
@@ -90,4 +89,4 @@ def _make(
     return MapleScreen(shape, maple_weights(factor), int8=selection.keeps_int8)
 
 
-MAKERS = {"maple": _make}
+MAKERS: Mapping[SelectionMethod, Maker] = {SelectionMethod.MAPLE: _make}

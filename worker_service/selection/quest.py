@@ -6,16 +6,17 @@ query, `sum_i max(q_i * low_i, q_i * high_i)`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
 from splitpoint.residency.selecting import QUEST_TOKENS
-from splitpoint.selection import Selection
+from splitpoint.selection import SelectionMethod
 from worker_service.selection.kept_rows import Records
 from worker_service.selection.screen import (
     AttentionShape,
     Guess,
+    Maker,
     TokenRows,
     grouped_products,
     to_logits,
@@ -63,13 +64,6 @@ class QuestScreen:
         return to_logits(bounds, self._shape)
 
 
-def _make(
-    selection: Selection,
-    shape: AttentionShape,
-    records: Records,
-    factor: Callable[[str], torch.Tensor],
-) -> QuestScreen:
-    return QuestScreen(shape, records)
-
-
-MAKERS = {"quest": _make}
+MAKERS: Mapping[SelectionMethod, Maker] = {
+    SelectionMethod.QUEST: lambda _, shape, records, __: QuestScreen(shape, records)
+}

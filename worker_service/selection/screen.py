@@ -6,12 +6,17 @@ A screen belongs to one layer of one sequence. `extend` takes the layer's new to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from splitpoint.checkpoint.decoder import DecoderConfig
+from splitpoint.selection import Selection
+
+if TYPE_CHECKING:
+    from worker_service.selection.kept_rows import Records
 
 # Tokens that a screen maps, widens or encodes at once: the keys of a long context are many.
 PIECE_TOKENS = 1024
@@ -98,6 +103,19 @@ class LayerScreen(Protocol):
 
         Tokens behind a query's own position may have any score: `choose` drops them.
         """
+
+
+# Returns a layer's tensor of the artefacts by its name; raises InvalidArgument if there is none.
+Factor = Callable[[str], torch.Tensor]
+
+
+class Maker(Protocol):
+    """Makes an empty screen of a layer; `MAKERS` of a module has those of its methods."""
+
+    def __call__(
+        self, selection: Selection, shape: AttentionShape, records: Records, factor: Factor, /
+    ) -> LayerScreen:
+        """`records`: the memory for what it keeps."""
 
 
 def in_pieces(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:

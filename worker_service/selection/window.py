@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
-from splitpoint.selection import Selection
-from worker_service.selection.kept_rows import Records
-from worker_service.selection.screen import AttentionShape, Guess, TokenRows
+from splitpoint.selection import SelectionMethod
+from worker_service.selection.screen import AttentionShape, Guess, Maker, TokenRows
 
 
 class WindowScreen:
@@ -29,13 +28,6 @@ class WindowScreen:
         return positions.expand(len(guess.queries), self._query_heads, -1)
 
 
-def _make(
-    selection: Selection,
-    shape: AttentionShape,
-    records: Records,
-    factor: Callable[[str], torch.Tensor],
-) -> WindowScreen:
-    return WindowScreen(shape)
-
-
-MAKERS = {"window": _make}
+MAKERS: Mapping[SelectionMethod, Maker] = {
+    SelectionMethod.WINDOW: lambda _, shape, *__: WindowScreen(shape)
+}

@@ -16,7 +16,7 @@ from splitpoint.selection import Selection, SelectionMethod
 from splitpoint_cli.calibrate import HELD_OUT, calibration_passages, table_of
 from splitpoint_cli.main import app
 from splitpoint_cli.output import print_table
-from worker_service.selection.screens import Screens
+from worker_service.selection.screen_factory import Screens
 
 SMALL = ("--tokens", "256", "--length", "64", "--epochs", "1", "--columns", "4")
 

@@ -19,7 +19,7 @@ from splitpoint import errors
 from splitpoint.client import AsyncClient, Client
 from splitpoint.client.answers import Completion, Tokens
 from splitpoint.client.requests import generate_request
-from splitpoint.client.tries import pause_after
+from splitpoint.client.scheduler_attempts import pause_after
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint_cli.main import app
 from splitpoint_cli.request.findings import findings_of

@@ -17,7 +17,7 @@ from worker_service.distillation.measures import TOP_SHARE, spearman
 from worker_service.distillation.training import Training
 from worker_service.model.decoder import Decoder
 from worker_service.selection.artifacts import Artifacts
-from worker_service.selection.screens import Screens
+from worker_service.selection.screen_factory import Screens
 
 RANK, LENGTH, PASSAGES = 4, 64, 4
 ONE_EPOCH = Training(epochs=1)

@@ -38,7 +38,7 @@ from worker_service.engine.pages import PageManager
 from worker_service.engine.postprocessor import Postprocessor
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.sampling import Choice, Sampling
-from worker_service.engine.selected import Reader
+from worker_service.engine.selected_step import Reader
 from worker_service.engine.sequence import Admission, Segment, Sequence, Stage
 from worker_service.engine.streamed_step import LostSequence
 from worker_service.retrieval.selector import EXACT, SelectionPlan

@@ -23,7 +23,7 @@ from worker_service.engine.pages import PageManager
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.lanes import SerialLanes
 from worker_service.retrieval.selector import Selector
-from worker_service.selection.screens import Screens
+from worker_service.selection.screen_factory import Screens
 
 CHUNK = 8
 CONFIG = read_decoder(resolve_model(None), DataType.FLOAT32)

@@ -21,7 +21,7 @@ from worker_service.selection.artifacts import Artifacts
 from worker_service.selection.guess import GuessFrom, GuessNorm, guess_of
 from worker_service.selection.pool import TokenPool
 from worker_service.selection.screen import Guess, LayerScreen, TokenRows
-from worker_service.selection.screens import Screens
+from worker_service.selection.screen_factory import Screens
 from worker_service.selection.token_choice import choose
 
 CPU = torch.device("cpu")

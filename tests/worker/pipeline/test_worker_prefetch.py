@@ -19,7 +19,7 @@ from tiny_models import VOCABULARY, write_tiny
 from splitpoint.planning.schedule import Lane, Schedule
 from worker_service.device.upload import Upload
 from worker_service.engine.sampling import Sampling
-from worker_service.engine.selected import SelectedStep
+from worker_service.engine.selected_step import SelectedStep
 from worker_service.engine.sequence import Sequence as Running
 from worker_service.engine.streamed_builder import StreamedBuilder
 from worker_service.engine.streamed_step import StreamedStep

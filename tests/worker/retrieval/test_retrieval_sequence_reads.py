@@ -19,7 +19,7 @@ from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.selection.columns import ColumnScreen
 from worker_service.selection.screen import AttentionShape, Guess, TokenRows
-from worker_service.selection.screens import Screens
+from worker_service.selection.screen_factory import Screens
 from worker_service.selection.token_choice import choose
 
 CHUNK = 16

@@ -39,7 +39,7 @@ from worker_service.selection.screen import (
     TokenRows,
     grouped_products,
 )
-from worker_service.selection.screens import Screens
+from worker_service.selection.screen_factory import Screens
 from worker_service.selection.token_choice import choose
 from worker_service.selection.window import WindowScreen
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from scheduler_service.policy.choice import Budget, Offer, choose, worth
+from scheduler_service.policy.knapsack import Budget, Offer, choose, worth
 
 
 def best_worth(offers: list[Offer], budget: Budget) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from worker_service.selection.artifacts import Artifacts, load
 from worker_service.selection.clusters import Centroids
 from worker_service.selection.kept_rows import Records
 from worker_service.selection.maple import maple_weights
-from worker_service.selection.screen import AttentionShape, LayerScreen
+from worker_service.selection.screen import AttentionShape, LayerScreen, Maker
 
 
 class Screens:
@@ -119,11 +119,6 @@ class Screens:
                 _check_sizes(weights.key, (inner, heads, rank), "the keys")
 
 
-# Makes a screen of one layer of a sequence, from what the selection says, the layer's attention,
-# the memory for its records, and the layer's tensors of the artefacts by name.
-Maker = Callable[[Selection, AttentionShape, Records, Callable[[str], torch.Tensor]], LayerScreen]
-
-
 def _makers() -> dict[SelectionMethod, Maker]:
     """Return what `MAKERS` of the modules beside this one make, by method.
 
@@ -131,13 +126,13 @@ def _makers() -> dict[SelectionMethod, Maker]:
     """
     makers: dict[SelectionMethod, Maker] = {}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name == "screens":
+        if module.name == Path(__file__).stem:
             continue
         found = importlib.import_module(f"worker_service.selection.{module.name}")
-        made: Mapping[str, Maker] = getattr(found, "MAKERS", {})
-        for name, maker in made.items():
-            if makers.setdefault(SelectionMethod(name), maker) is not maker:
-                raise RuntimeError(f"several modules make screens of {name}")
+        made: Mapping[SelectionMethod, Maker] = getattr(found, "MAKERS", {})
+        for method, maker in made.items():
+            if makers.setdefault(method, maker) is not maker:
+                raise RuntimeError(f"several modules make screens of {method}")
     if forgotten := {*SelectionMethod} - {SelectionMethod.FULL, *makers}:
         raise RuntimeError(f"methods without a screen: {', '.join(sorted(forgotten))}")
     return makers
