@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,13 +11,16 @@ from splitpoint_cli.stack.child import child_environment
 
 
 @contextmanager
-def up_process(command: Sequence[str | Path]) -> Iterator[subprocess.Popen[str]]:
+def up_process(
+    command: Sequence[str | Path], environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """Start `up`; `environment` is added to that of this process."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=child_environment({}),
+        env=child_environment(environment or {}),
     )
     try:
         yield process
