@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PR_SET_CHILD_SUBREAPER = 36
 ROOT = str(Path(__file__).resolve().parent.parent)
+# What it is now: a test may set another one.
+PYTHON = sys.executable
 # Libraries read these when they are imported. Those of which `splitpoint up` sets one for a worker,
 # how long threads spin and how many kernels are kept, change no answer.
 _READ_BY_IMPORTS = re.compile(
@@ -68,7 +70,7 @@ def _is_plain(options: Mapping[str, Any]) -> bool:
     is_module = (
         isinstance(command, list | tuple)
         and len(command) > 2
-        and [*map(str, command[:2])] == [sys.executable, "-m"]
+        and [*map(str, command[:2])] == [PYTHON, "-m"]
     )
     special = ("executable", "preexec_fn", "shell", "gid", "gids", "uid")
     return (
