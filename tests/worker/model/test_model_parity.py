@@ -97,16 +97,17 @@ def test_keys_and_values_rebuilt_from_activations(case: str, folders: dict[str, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["opt", "llama-3", "qwen3", "gemma2", "gemma3"])
 def test_half_precision_stays_near(case: str, dtype: torch.dtype, folders: dict[str, Path]) -> None:
-    """Half precision is not exact, but it must be the same model."""
+    """Half precision is not exact, but as near to the model as transformers' own is."""
     text = tokens(40, seed=4)
     with torch.inference_mode():
         wanted = build_tiny(case)(torch.tensor([text])).logits[0]
+        theirs = build_tiny(case).to(dtype)(torch.tensor([text])).logits[0]
     runner = PagedRunner(Decoder.load(folders[case], CPU, dtype), list(range(16)))
     pages: list[int] = []
     got = [runner.prefill(text[:30], pages, 0)]
     got += [runner.decode([text[at]], [pages], [at]) for at in range(30, 40)]
-    distance = (torch.cat(got) - wanted).norm() / wanted.norm()
-    assert distance < 0.05
+    # Which rounding comes of it is the processor's: the peer runs on the same one.
+    assert (torch.cat(got) - wanted).norm() < 1.25 * (theirs - wanted).norm()
     assert torch.cat(got).dtype == torch.float32
 
 
