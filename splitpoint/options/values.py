@@ -48,11 +48,11 @@ def given_values(
     known = {option.name: option for option in options}
     values: dict[str, Any] = {}
     if config is not None:
-        content, is_private = _read(config)
+        content, has_private_mode = _read(config)
         for key, value in content.items():
             option = _option_of(known, key, str(config))
             values[option.field] = _checked(option, value, str(config))
-            if not is_private and option.has_secret(values[option.field]):
+            if not has_private_mode and option.has_secret(values[option.field]):
                 raise InvalidArgument(
                     f"{config}: {option.flag} has a secret, and the file is open to others: it "
                     f"must belong to this user, with mode 0600 (chmod 600 {config}), or "
