@@ -17,7 +17,7 @@ from worker_service.engine.batch import Batch
 from worker_service.engine.model_runner import ModelRunner, StepResult
 from worker_service.engine.sampling import Choice, NonFiniteLogits
 
-# Of the bundled model: ids with text.
+# Token ids of the bundled model that have text.
 FIRST_TOKEN, LAST_TOKEN = 300, 4000
 FLAG = "--step-ms"
 

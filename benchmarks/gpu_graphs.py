@@ -36,7 +36,7 @@ from worker_service.model.decoder import Decoder
 CHUNK = 64
 PROMPT = 512
 DRAFTS = 4
-# Of the steps that decode the whole batch, these come first: kernels are built, a graph recorded.
+# The first steps that decode the whole batch: kernels are built, a graph recorded.
 WARM_UP_STEPS = 6
 GRAPH_BYTES = 1 << 30
 

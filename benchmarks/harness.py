@@ -179,7 +179,7 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-# Of the bundled model, for random token ids.
+# Vocabulary of the bundled model, for random token ids.
 VOCABULARY = 4096
 
 

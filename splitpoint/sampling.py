@@ -18,7 +18,7 @@ from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
 from splitpoint.v1 import types_pb2
 
-# Of each text of a list, in UTF-8.
+# Bound of each text of a list, in UTF-8.
 TEXT_BYTES_LIMIT = 256
 
 

@@ -86,7 +86,7 @@ def _lines(console: Console, total: int, clock: Callable[[], float]) -> Callable
 _SERVICES = ("kvstore_service", "worker_service", "scheduler_service", "splitpoint")
 _OFFLINE = "Model in this process (docs/usage.md)"
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
-# Of unary calls: tokenizing, and reading facts of models.
+# Seconds of a unary call: tokenizing, and reading facts of models.
 _CALL_SECONDS = 60.0
 
 ORDER: Option[str] = Option(

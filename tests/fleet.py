@@ -30,7 +30,7 @@ from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "stdlib-llama"
 CHUNK_TOKENS = 16
-# Of each log, when a test failed.
+# Lines of each log, when a test failed.
 _TOLD_LINES = 12
 SOURCES = ("asyncio", "collections", "contextlib", "dataclasses", "functools", "itertools")
 
@@ -284,7 +284,7 @@ class Load:
         return cls(dict(zip(asked, answers, strict=True)), random.Random(seed), **fields)
 
     async def keep(self, addresses: Sequence[str], streams: int, **options: Any) -> None:
-        """Keep so many streams open until `is_over`; then let them end."""
+        """Keep this number of streams open until `is_over`; then let them end."""
         async with asyncio.TaskGroup() as group:
             for number in range(streams):
                 group.create_task(self._ask_on(addresses, number, options))

@@ -323,7 +323,7 @@ class Image:
         return cls(programs, environment)
 
     def serve(self, orders: socket.socket) -> None:
-        """Fork what is ordered until nobody can order any more."""
+        """Fork what is ordered until no process can order any more."""
         codes: dict[int, int] = {}
 
         def reap(*_: object) -> None:

@@ -37,7 +37,7 @@ def owner_of(entry: str) -> int | None:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that are free, and that no other test process gets.
+    """Return the first of several free ports in a row that no other test process gets.
 
     A service that is told to use them may need seconds until it does. Nothing else takes them
     until then: this process keeps them reserved for as long as it lives.

@@ -23,7 +23,7 @@ PATTERNS = (
     "^\\d{1,3}(,\\d{3})?$",
     '^[^\\s"\\\\]{1,5}$',
 )
-# Of names: none that an object's own ones match, whose members would have to satisfy both.
+# Names: none that an object's own ones match, whose members would have to satisfy both.
 NAME_PATTERNS = ("^x[0-9]?$", "^[x-z]{1,3}$", "^[A-Z]{0,3}z$", "^key_[0-9]{1,2}$", "^X.?$")
 FORMATS = ("date", "time", "date-time", "ipv4", "uuid", "email")
 TEXTS = ('a "quoted" word', "naïve café", "日本", "back\\slash", "😀", "two\nlines", "", "plain")

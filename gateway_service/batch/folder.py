@@ -39,7 +39,7 @@ KEPT_SECONDS = 30 * 24 * 3600
 OPEN_STATUSES = frozenset({"validating", "in_progress", "cancelling"})
 _NAME = re.compile(r"\.?((?:file-|batch_)[0-9a-f]{32})\.(json|data)(\..*)?")
 _BLOCK_BYTES = 4096
-# Of content that is written or read at a time.
+# Bytes of content that are written or read at a time.
 PIECE_BYTES = 1 << 20
 
 

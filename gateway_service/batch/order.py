@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 # Tokens of a prompt that count. Prompts that are equal so far keep the file's order.
 MOST_TOKENS = 4096
-# Of keys in memory; more of them are sorted in parts, which are merged from temporary files.
+# Bytes of keys in memory; more of them are sorted in parts, which are merged from temporary files.
 MEMORY_BYTES = 64 << 20
 # What one key costs in memory besides its bytes.
 _OVERHEAD_BYTES = 120

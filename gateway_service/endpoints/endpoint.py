@@ -243,7 +243,7 @@ class Endpoint:
         except SplitpointError as error:
             await exchange.fail(error_answer(error, exchange.parameter_names))
         except asyncio.CancelledError:
-            # Of `drain`: nothing else cancels the task of an exchange.
+            # `drain` does this: nothing else cancels the task of an exchange.
             await exchange.fail(error_answer(_stopped()))
         except Exception as error:
             await exchange.fail(error_answer(_incident(self._name, error)))

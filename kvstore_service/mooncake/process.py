@@ -60,7 +60,7 @@ GOODBYE_SECONDS = 3.0
 CANCEL_SECONDS = 10.0
 # Lines of the process's errors that are kept to explain its end.
 _LAST_LINES = 5
-# Of lines that the engine writes at each start.
+# Lines that the engine writes at each start.
 _ROUTINE = ("InitGoogleLogging", "Local segment descriptor not found")
 
 

@@ -22,9 +22,9 @@ KVSTORE: Option[str | None] = Option(
     "Address of the store; absent: prefixes are not reused.",
     unit="ADDRESS",
 )
-# Of a GPU's free memory; workers leave the rest to the driver, libraries and fragmentation.
+# Share of a GPU's free memory; workers leave the rest to the driver, libraries and fragmentation.
 GPU_MEMORY_SHARE = 0.9
-# Of the memory available on a host, beside the weights, for a CPU worker.
+# Share of the memory available on a host, beside the weights, for a CPU worker.
 CPU_MEMORY_SHARE = 0.2
 
 DEVICE: Option[str] = Option(

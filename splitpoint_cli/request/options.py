@@ -41,7 +41,7 @@ _KINDS: Mapping[int, tuple[type, str]] = {
     FieldDescriptor.CPPTYPE_DOUBLE: (float, "X"),
     FieldDescriptor.CPPTYPE_MESSAGE: (str, "ID=BIAS"),
 }
-# Of options that are not called as their field.
+# Names of options that differ from their field.
 _NAMES = {
     "fills_context": "fill-context",
     "keeps_special_tokens": "keep-special-tokens",

@@ -11,7 +11,7 @@ from splitpoint.options import gateway, scheduler, service, store, worker
 from splitpoint.options.option import SIZE, Option
 from splitpoint_cli.options import each_of, made_of, of
 
-# Of the environment: the key of --api-key.
+# Variable of the environment with the key of --api-key.
 API_KEY_VARIABLE = "SPLITPOINT_API_KEY"
 # Groups of --help.
 _ARENA = "Arena"

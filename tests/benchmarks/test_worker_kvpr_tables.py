@@ -31,7 +31,7 @@ from splitpoint_cli.bench.offload_report import FULL_LOAD, KVPR, PIPELINED
 
 
 def test_the_profile_is_that_of_the_papers_card() -> None:
-    """Of 40 GB, with 1,555 GB/s; the card of 80 GB has 1,935."""
+    """It has 40 GB and 1,555 GB/s; the card of 80 GB has 1,935."""
     assert 1 / A100.memory_seconds_per_byte == pytest.approx(0.8 * 1.555e12)
 
 

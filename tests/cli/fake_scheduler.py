@@ -65,7 +65,7 @@ class Script:
     has_chat_template: bool = True
     # Requests in the queue.
     waiting_count: int = 1
-    # Of worker 1.
+    # For worker 1.
     lost_address: str = ""
     tail: str = ""
     step_seconds: float | None = None

@@ -94,7 +94,7 @@ def run(source: Path, target: Path, *arguments: str, code: int = 0) -> dict[str,
 
 
 def killed(source: Path, target: Path, *arguments: str, lines: int) -> None:
-    """Run the command and kill it once it has written so many lines more."""
+    """Run the command and kill it once it has written this number of lines more."""
     before = size_of(target)
     process = subprocess.Popen(
         command(source, target, *arguments),
@@ -126,7 +126,7 @@ def rows_of(target: Path) -> dict[str, dict[str, Any]]:
 def check_killed(
     tmp_path: Path, lines: list[dict[str, Any]], kills: int, *arguments: str
 ) -> dict[str, dict[str, Any]]:
-    """Answer the lines with so many kills on the way; return the answers."""
+    """Answer the lines with this number of kills on the way; return the answers."""
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     rng = random.Random(7)
     for _ in range(kills):

@@ -23,7 +23,7 @@ from splitpoint.client import AsyncClient
 from splitpoint.planning.plan import Residency
 from splitpoint_cli.stack.child import child_environment
 
-# Of a finding to show: some of what is read travels once a second.
+# Seconds until a finding shows: some of what is read travels once a second.
 SECONDS = 40.0
 CHUNK_TOKENS = 64
 

@@ -29,7 +29,7 @@ SIZES = {
 
 
 def quarter(folder: Path) -> int:
-    """Of the bytes of the weights."""
+    """Return the bytes of the weights."""
     return weight_sizes(read_decoder(folder), torch.device("cpu"), torch.float32).total // 4
 
 

@@ -53,7 +53,7 @@ SCRAPED = (Service.SCHEDULER, Service.KVSTORE, Service.WORKER)
 
 @dataclass(frozen=True)
 class Scraped:
-    """Of each service: the text, and its families by their documented name."""
+    """Return the text of each service, and its families by their documented name."""
 
     texts: dict[Service, str]
     families: dict[Service, dict[str, Family]]

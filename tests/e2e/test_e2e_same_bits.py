@@ -29,7 +29,7 @@ NEW_TOKENS = scaled(28, chaos=48)
 PAGE = 16
 # Several pages, and prompts that end inside of one. The first token of all is the same.
 LENGTHS = (20, 130, 203, 64, 301, 97)
-# A victim dies once each request has so many tokens.
+# A victim dies once each request has this number of tokens.
 BEFORE_DEATH = 8
 
 pytestmark = [

@@ -206,7 +206,7 @@ def reference_logprobs(ids: list[int]) -> torch.Tensor:
 def test_prompt_logprobs_are_those_of_transformers(
     stack: GatewayStack, residency: Residency
 ) -> None:
-    """Of prompts within a prefill chunk and beyond it, also where all of it is cached."""
+    """Prompts lie within a prefill chunk and beyond it, also where all of it is cached."""
     text = "import os\n\n\ndef add(a, b):\n    return a + b\n\n\n" * 60
     with Client(stack.scheduler_address) as direct:
         ids = list(direct.tokenize(text).token_ids)
@@ -375,7 +375,7 @@ def test_seeds_repeat_answers(client: openai.OpenAI) -> None:
         return found.choices[0].message.content or ""
 
     assert answer(seed=7) == answer(seed=7)
-    # Of a request with several answers the second has the next seed.
+    # The second answer of a request has the next seed.
     assert answer(seed=8) != answer(seed=7)
     assert answer() != answer()
 

@@ -564,7 +564,7 @@ async def stack(
 async def moved(
     running: Stack, reading: Coroutine[Any, Any, Answer], tokens: int
 ) -> tuple[Answer, WorkerDouble, WorkerDouble]:
-    """Kill the one of two workers that runs a request once it has made so many tokens.
+    """Kill the one of two workers that runs a request once it has made this number of tokens.
 
     Return the answer, the worker that was killed, and the other one.
     """
@@ -593,7 +593,7 @@ def ids_request(
 
 
 def started(account: WorkerAccount, arrival: int, pages: int, marks: Sequence[bytes] = ()) -> None:
-    """Start a request that takes so many pages, beside those of chunks."""
+    """Start a request that takes this number of pages, beside those of chunks."""
     fits = Fits(Residency.RESIDENT, (pages + len(marks)) * account.facts.page_bytes)
     need = Need(fits, Charge(marks, pages), pages=pages, cached_tokens=0, new_tokens=1)
     account.start(queued_request(arrival, 2), need)

@@ -80,7 +80,7 @@ async def serving(
 
 
 async def ask(address: str, own: Identity) -> str:
-    """Who the server says we are. Raises what the call raises."""
+    """Return the name that the server gives this client. Raises what the call raises."""
     async with channels.open_channel(address, own) as channel:
         send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
         try:

@@ -32,7 +32,7 @@ def select_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cache_of(prefix: StoredPrefix, page_count: int) -> DeviceCache:
-    """Return a cache for the prefix's model, with so many pages."""
+    """Return a cache for the prefix's model, with this number of pages."""
     page_bytes = prefix.model.shape.page_bytes(prefix.layout.chunk_tokens)
     plan = MemoryPlan(1 << 30, 0, 0, page_bytes, page_count, 0)
     return DeviceCache(prefix.layout, plan, CPU)

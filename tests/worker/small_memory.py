@@ -24,7 +24,7 @@ LIMITS: Any = {"max_batch_size": 4, "max_batched_tokens": 4, "has_store": False}
 
 
 def total_bytes(folder: Path, device: torch.device = CPU) -> int:
-    """Of the weights, as a worker holds them."""
+    """Return the bytes of the weights, as a worker holds them."""
     return weight_sizes(read_decoder(folder), device, torch.float32).total
 
 

@@ -49,7 +49,7 @@ def test_each_stream_gets_exactly_its_own_events_in_their_order() -> None:
     for step in range(200):
         output = StepOutput(running_count=step)
         for _ in range(rng.randrange(6)):
-            # Of a stream that has ended, too.
+            # A stream that has ended, too.
             number = rng.choice([*numbers, 99])
             key = ("r", rng.randrange(3), number)
             event: object

@@ -101,7 +101,7 @@ def main() -> int:
         print(f"{time.monotonic() - start:7.1f} s  {text}", flush=True)
 
     os.environ.update({name: f"127.0.0.1:{free_port()}" for name in PUBLISHED})
-    # Of v1, for each call: a storage driver that copies whole images can take minutes.
+    # Seconds of v1 for each call: a storage driver that copies whole images can take minutes.
     os.environ.setdefault("COMPOSE_HTTP_TIMEOUT", "600")
     for name in [options.only] if options.only else list(PARTS):
         if try_out(name, options, said) is not None:

@@ -28,7 +28,7 @@ class SharedPages:
         self._cache = cache
         self._chunk = cache.layout.chunk_tokens
         self._keeps_inputs = bool(cache.inputs)
-        # Who restores or computes a chunk that is not registered yet.
+        # The sequence that restores or computes a chunk that is not registered yet.
         self._bringing: dict[bytes, Sequence] = {}
         # Pages of damaged chunks that sequences still hold.
         self._tainted: set[int] = set()

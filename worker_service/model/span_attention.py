@@ -70,7 +70,7 @@ class Variant:
         )
 
 
-# Of callers that tried nothing before: benchmarks and tests.
+# For callers that tried nothing before: benchmarks and tests.
 _SMALL = Variant(torch.float32, 16, 16, 1, 1, has_cap=False)
 _tried: dict[torch.device, Any] = {}
 

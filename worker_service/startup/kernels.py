@@ -111,7 +111,7 @@ def numerics_of(wish: str, against: str | None, model: Decoder, page_tokens: int
     facts = facts_of(model, page_tokens)
     found = replace(found, digest=numerics_digest(facts))
     log.info("numerics digest %s", found.digest)
-    # Of two workers that should be alike, the logs show what differs.
+    # The logs show what differs between two workers that should be alike.
     log.debug("numerics digest %s is of %s", found.digest, facts)
     return found
 

@@ -102,7 +102,7 @@ async def test_a_torn_tail_is_no_damage(bench: TierBench) -> None:
 
 @pytest.mark.parametrize("record_count", [1, MOST_RECORDS])
 def test_a_footer_that_promises_more_than_the_file_holds(tmp_path: Path, record_count: int) -> None:
-    """Of a layout whose chunks have terabytes."""
+    """The layout has chunks of terabytes."""
     layout = replace(
         LAYOUT,
         chunk_tokens=4096,

@@ -436,7 +436,7 @@ def test_a_small_run_of_drafts_gives_equal_texts_and_fewer_bytes(
     assert report["kv_heads"] == (kv_heads or 4)
     assert report["heads_are_averaged"] is (kv_heads == 2)
     assert report["select"] == (select and f"{select},verify")
-    # Of eight chunks the first and the newest four stay.
+    # The first and the newest four of eight chunks stay.
     assert report["window_tokens"] == 256
     assert report["ratios"]["link_bytes_per_token_over_plain"] < 0.5
 

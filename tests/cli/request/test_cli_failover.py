@@ -274,7 +274,7 @@ with fake_scheduler("127.0.0.1:0") as script:
 def silent_scheduler(call_count: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """A process that answers nothing: its address, and a function that kills it.
 
-    It is killed once so many calls have come.
+    It is killed once this number of calls has come.
     """
     process = subprocess.Popen(
         [sys.executable, "-c", SILENT, str(call_count)],

@@ -24,7 +24,7 @@ PROFILE = Profile(1e9, 1e-5, 1e12, 1e-5, 1e12, step_compute_seconds=0.01)
 def worker(
     *, pages: int = 200, batch: int = 8, budget: int = 256, overheads: Overheads = NO_OVERHEADS
 ) -> Worker:
-    """Return a worker with so many pages of cache."""
+    """Return a worker with this number of pages of cache."""
     kind = DeviceType("small", PROFILE, 0, 50, 400, cache_bytes=pages * SHAPE.page_bytes(CHUNK))
     node = Node(PROFILE, 0, max_batch=batch, max_batched_tokens=budget, chunk_tokens=CHUNK)
     return worker_on(kind, SHAPE, node, overheads)

@@ -200,7 +200,7 @@ def test_many_readings_of_one_interval_begin_where_each_was_first_seen() -> None
         "early": 3,
         "late": 1,
     }
-    # Who started again is compared with what it told first.
+    # A worker that started again is compared with its first reading.
     again = following(begun, reading(14, worker("early", telemetry(0.5)), store=stats(1, epoch=2)))
     begun = with_newcomers(begun, again)
     readings = following(begun, reading(15, worker("early", telemetry(1)), store=stats(1, epoch=2)))

@@ -237,7 +237,7 @@ def test_the_filter_remembers_between_one_and_two_capacities(sequences: list[lis
             if place < admitted:
                 assert since is not None
             elif place == admitted:
-                # The first one refused is new, or so many others came since.
+                # The first one refused is new, or that number of others came since.
                 assert since is None or len(since - {number}) >= capacity
         asked += sequence
         assert len(filter_) <= 2 * capacity

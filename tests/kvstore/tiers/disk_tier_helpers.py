@@ -22,7 +22,7 @@ SALT = b"a salt"
 
 
 def bound_of(segments: int, records: int, layout: ArenaLayout = LAYOUT) -> int:
-    """Return a bound that holds so many segments of so many records."""
+    """Return a bound that holds this number of segments of these records."""
     return FOLDER_BYTES + segments * segment_size(layout, records)
 
 

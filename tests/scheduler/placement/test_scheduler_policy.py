@@ -330,7 +330,7 @@ def test_a_streamed_request_keeps_half_of_what_is_free_when_nothing_waits() -> N
         assert admitted is not None
         placed.append(admitted)
         grant = admitted.grant
-        # Of 10 pages 3 are charged and 3 of the other 7 stay; of the 4 left it is only 3.
+        # 3 of 10 pages are charged and 3 of the other 7 stay; of the 4 left it is only 3.
         share = (3 if arrival == 0 else 0) * PAGE_BYTES
         assert (grant.spare_bytes, grant.size_bytes) == (share, 3 * PAGE_BYTES + share)
         assert dict(grant.reasons).get(ReasonKind.SPARE) == ((share,) if share else None)

@@ -77,7 +77,7 @@ def test_a_long_answer_waits_for_memory_that_is_free_soon(objective: Objective) 
 
 
 def test_the_wait_ends_when_enough_pages_are_free() -> None:
-    """Of two requests, the first frees two pages soon, the other one twenty much later."""
+    """The first of two requests frees two pages soon, the other one twenty much later."""
     soon, late = running(10, pages=2), running(2000, pages=20)
     few = SHORT[0], 2
     assert reason_to_stream(WORKER, *few, [late, soon], Objective.LATENCY) is None

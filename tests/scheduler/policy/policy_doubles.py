@@ -53,7 +53,7 @@ class QueuedJob(Demand):
 
 
 class Devices:
-    """Workers that compute in steps of one second. A job ends after so many steps."""
+    """Workers that compute in steps of one second. A job ends after its number of steps."""
 
     def __init__(
         self,

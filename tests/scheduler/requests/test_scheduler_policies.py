@@ -23,7 +23,7 @@ Tasks = list[asyncio.Task[object]]
 
 
 async def send(running: Stack, tasks: Tasks, name: str, pages: int, priority: int = 0) -> None:
-    """Send a request of so many pages, and wait until the scheduler has it."""
+    """Send a request of this number of pages, and wait until the scheduler has it."""
     request = ids_request([7], pages * CHUNK_TOKENS - 1, request_id=name, priority=priority)
     tasks.append(asyncio.create_task(running.generate(request)))
     manager = running.manager

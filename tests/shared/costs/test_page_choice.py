@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 
 def costs(rows: float) -> PageCosts:
-    """A page costs as much as so many rows."""
+    """A page costs as much as a number of rows."""
     return PageCosts(step_seconds=1e-4, page_seconds=rows * 1e-6, row_seconds=1e-6)
 
 

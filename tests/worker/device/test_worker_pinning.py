@@ -82,7 +82,7 @@ def payload_bytes(arena: Arena) -> int:
     return sum(plane.slot_bytes * arena.slot_count for plane in arena.geometry.planes)
 
 
-# Of K or V in LAYOUT: two slots are a memory page.
+# Bytes of K or V in LAYOUT: two slots are a memory page.
 SLOT_BYTES = 2 * 16 * 16 * 4
 PLANE_BYTES = 8 * SLOT_BYTES
 

@@ -232,7 +232,7 @@ def test_rounds_of_any_size_give_the_bits_of_one(
     view = plan.views[window]
     assert isinstance(view, UnitView)
     assert len(view.cuts) > 2
-    # Of each query at least one.
+    # At least one for each query.
     assert view.room <= max(most, len(case.lengths))
 
 

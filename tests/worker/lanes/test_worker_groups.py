@@ -27,7 +27,7 @@ def nothing() -> None:
 def pieces_of(
     count: int, done: list[str], name: str = "piece", call: Callable[[int], None] | None = None
 ) -> Group:
-    """Return a group of so many copies, which note that they were done."""
+    """Return a group of this number of copies, which note that they were done."""
     left = list(range(count))
 
     def draw() -> Piece | None:

@@ -37,7 +37,7 @@ def test_the_workers_attention_is_measured() -> None:
     )
     assert costs.row_seconds > 0
     assert min(costs.step_seconds, costs.page_seconds) >= 0
-    # Small pages of so many rows cost more, on any machine: 8 a page are 16 times the pages.
+    # Small pages of equal rows cost more, on any machine: 8 a page are 16 times the pages.
     assert costs.seconds(Rows(512, 1), 1) >= costs.seconds(Rows(512, 1), 512)
 
 

@@ -40,7 +40,7 @@ from worker_service.model.decoder import Decoder
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.speculation.self_draft import SelfDrafter
 
-# So many stored tokens that every row is fetched.
+# With this number of stored tokens every row is fetched.
 WHOLE = Selection.parsed("columns:0.999,verify")
 SOME = Selection.parsed("columns:0.2,columns=4,int8,verify")
 

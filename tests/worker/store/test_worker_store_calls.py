@@ -375,7 +375,7 @@ async def test_chunks_that_are_not_exact_are_stored_for_their_writer_alone(
 
 
 def has_sealed(posted: list[Any], name: str, count: int) -> bool:
-    """Return True if the store has sealed so many chunks of a request."""
+    """Return True if the store has sealed this number of chunks of a request."""
     return sum(len(each.chunks) for each in posted if each.key == (name, 0, 0)) == count
 
 
