@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from splitpoint.residency.selecting import CLUSTER_TOKENS, SEGMENT_TOKENS
 from worker_service.model.attention import PartialAttention
-from worker_service.selection.kept_rows import Records
+from worker_service.selection.records import Records
 from worker_service.selection.screen import AttentionShape, to_logits
 from worker_service.selection.token_choice import visible_tokens
 

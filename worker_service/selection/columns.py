@@ -16,7 +16,8 @@ from collections.abc import Mapping
 import torch
 
 from splitpoint.selection import Selection, SelectionMethod
-from worker_service.selection.kept_rows import KeptRows, Records
+from worker_service.selection.kept_rows import KeptRows
+from worker_service.selection.records import Records
 from worker_service.selection.screen import (
     AttentionShape,
     Factor,

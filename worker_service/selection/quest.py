@@ -12,7 +12,7 @@ import torch
 
 from splitpoint.residency.selecting import QUEST_TOKENS
 from splitpoint.selection import SelectionMethod
-from worker_service.selection.kept_rows import Records
+from worker_service.selection.records import Records
 from worker_service.selection.screen import (
     AttentionShape,
     Guess,

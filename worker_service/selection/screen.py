@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.selection import Selection
-
-if TYPE_CHECKING:
-    from worker_service.selection.kept_rows import Records
+from worker_service.selection.records import Records
 
 # Tokens that a screen maps, widens or encodes at once: the keys of a long context are many.
 PIECE_TOKENS = 1024

@@ -15,8 +15,8 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.selection.artifacts import Artifacts, load
 from worker_service.selection.clusters import Centroids
-from worker_service.selection.kept_rows import Records
 from worker_service.selection.maple import maple_weights
+from worker_service.selection.records import Records
 from worker_service.selection.screen import AttentionShape, LayerScreen, Maker
 
 

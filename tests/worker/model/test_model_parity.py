@@ -101,7 +101,7 @@ def test_half_precision_stays_near(case: str, dtype: torch.dtype, folders: dict[
     text = tokens(40, seed=4)
     with torch.inference_mode():
         wanted = build_tiny(case)(torch.tensor([text])).logits[0]
-        theirs = build_tiny(case).to(dtype)(torch.tensor([text])).logits[0]
+        theirs = build_tiny(case).type(dtype)(torch.tensor([text])).logits[0]
     runner = PagedRunner(Decoder.load(folders[case], CPU, dtype), list(range(16)))
     pages: list[int] = []
     got = [runner.prefill(text[:30], pages, 0)]

@@ -29,9 +29,10 @@ from worker_service.selection import screen as screens_of_one
 from worker_service.selection.artifacts import Artifacts, artifacts_path, encoded, load
 from worker_service.selection.columns import ColumnScreen, LowRankScreen
 from worker_service.selection.h2o import HeavyHitterScreen
-from worker_service.selection.kept_rows import KeptRows, Records, to_int8
+from worker_service.selection.kept_rows import KeptRows, to_int8
 from worker_service.selection.maple import MapleScreen, MapleWeights, sparse_projection
 from worker_service.selection.quest import QuestScreen
+from worker_service.selection.records import Records
 from worker_service.selection.screen import (
     AttentionShape,
     Guess,
