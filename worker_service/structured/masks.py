@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from worker_service.structured.matcher import GrammarMatcher
+from worker_service.structured.matcher import GrammarMatcher, Mask, Masks
 
 # Threads that compute masks of usual costs, and threads for all others.
 QUICK_THREADS = max(2, min(8, os.cpu_count() or 1))
@@ -28,8 +28,6 @@ PATIENCE_SECONDS = 0.01
 # sequence joins a step. Most that one may take: more ends its request.
 SLOW_SECONDS = 0.004
 MOST_SECONDS = 0.5
-# Bit i of a mask, least significant first, is set if id i may be chosen. `[words]`.
-Mask = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -38,18 +36,6 @@ class MaskTotals:
 
     count: int = 0
     seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """The masks behind an answer and behind each of its drafts, with their processor seconds.
-
-    `masks` is empty if the matcher has an error, and shorter if nothing may follow a draft.
-    """
-
-    drafts: tuple[int, ...]
-    masks: list[Mask]
-    seconds: float
 
 
 class MaskFiller:

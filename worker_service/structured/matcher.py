@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.structured.grammar import FIELD
@@ -12,7 +16,20 @@ from splitpoint.structured.grammar import FIELD
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from worker_service.structured.masks import Masks
+# Bit i of a mask, least significant first, is set if id i may be chosen. `[words]`.
+Mask = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """The masks behind an answer and behind each of its drafts, with their processor seconds.
+
+    `masks` is empty if the matcher has an error, and shorter if nothing may follow a draft.
+    """
+
+    drafts: tuple[int, ...]
+    masks: list[Mask]
+    seconds: float
 
 
 class GrammarMatcher:
