@@ -34,14 +34,8 @@ from worker_service.pipeline.executor import Prefetcher, compute
 from worker_service.pipeline.staging import Staging
 from worker_service.store.verifier import Check, Verifier
 from worker_service.store.write_back import SequenceKey
-from worker_service.structured.masks import (
-    PATIENCE_SECONDS,
-    Mask,
-    MaskFiller,
-    MaskTotals,
-    mask_with,
-)
-from worker_service.structured.matcher import GrammarMatcher
+from worker_service.structured.masks import PATIENCE_SECONDS, MaskFiller, MaskTotals, mask_with
+from worker_service.structured.matcher import GrammarMatcher, Mask
 
 # By the key of each sequence that a grammar rules: masks behind its newest token and each draft.
 # As many rows of it can be used: none if its matcher has an error, or they are not ready.

@@ -17,7 +17,8 @@ import torch
 from splitpoint.transport.convert import from_message
 from splitpoint.v1 import types_pb2
 from worker_service.model.draws import MOST_ELEMENTS, NUCLEUS, Entry, PendingDraws, RowParameters
-from worker_service.structured.masks import Mask, allowed_ids
+from worker_service.structured.masks import allowed_ids
+from worker_service.structured.matcher import Mask
 
 DEFAULT_MAX_TOKENS = 128
 

@@ -26,8 +26,7 @@ from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Match
 from worker_service.store.session import Connection
 from worker_service.store.write_back import SequenceKey
-from worker_service.structured.masks import Mask
-from worker_service.structured.matcher import GrammarMatcher
+from worker_service.structured.matcher import GrammarMatcher, Mask
 
 
 @dataclass(frozen=True, slots=True)

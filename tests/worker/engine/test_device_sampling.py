@@ -18,7 +18,8 @@ from worker_service.engine.sampling import (
     choose,
 )
 from worker_service.model.draws import most_likely
-from worker_service.structured.masks import Mask, allowed_ids
+from worker_service.structured.masks import allowed_ids
+from worker_service.structured.matcher import Mask
 
 DEVICES = [
     "cpu",
