@@ -31,6 +31,7 @@ PACKAGES = {
     "google.rpc": "googleapis-common-protos",
     "prometheus_client": "prometheus-client",
     "pynvml": "nvidia-ml-py",
+    "hiredis": "hiredis",
     "redis": "redis",
     "rich": "rich",
     "typer": "typer",
