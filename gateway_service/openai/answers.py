@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NotRequired, Protocol, TypedDict
@@ -108,7 +109,7 @@ class Form:
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class Job(ABC):
     """One body, read: what to ask of the scheduler, and how its answers are rendered.
 
     Attributes:
@@ -126,16 +127,16 @@ class Job:
     form: Form
     parameter_names: dict[str, str]
 
+    @abstractmethod
     def result(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
         """Return the JSON object for whole answers, in the order of `requests`.
 
         Raises Internal, Unavailable if an answer is not whole.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def writer(self) -> StreamWriter:
         """Return a new renderer of the stream."""
-        raise NotImplementedError
 
 
 # -- parts that endpoints share --------------------------------------------------------------
