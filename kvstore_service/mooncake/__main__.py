@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvstore_service.mooncake import messages
-from kvstore_service.mooncake.engine import pieces_of
 from kvstore_service.mooncake.messages import Message
+from kvstore_service.mooncake.pieces import pieces_of
 from kvstore_service.mooncake.settings import how_to_install
 from splitpoint.arena.format import Geometry
 from splitpoint.arena.mapping import Arena, open_arena, read_superblock

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-from kvstore_service.mooncake.engine import Engine, slot_parts
+from kvstore_service.mooncake.engine import Engine
+from kvstore_service.mooncake.pieces import slot_parts
 from kvstore_service.mooncake.trailer import DAMAGED, TRAILER_BYTES, decode, encode
 from splitpoint.arena.mapping import Arena
 from splitpoint.errors import Unavailable

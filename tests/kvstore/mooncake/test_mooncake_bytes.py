@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore_helpers import LAYOUT
 
 from kvstore_service.mooncake import trailer
-from kvstore_service.mooncake.engine import pieces_of, registered_ranges, slot_parts, slot_runs
+from kvstore_service.mooncake.pieces import pieces_of, registered_ranges, slot_parts, slot_runs
 from kvstore_service.mooncake.trailer import TRAILER_BYTES
 from splitpoint.arena.format import Geometry
 
