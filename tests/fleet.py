@@ -1,6 +1,7 @@
 """A fleet of real service processes to kill, and a load that checks every token it is sent.
 
-One store, some workers, some schedulers that all know all workers; each serves the bundled model.
+One store, some workers, some schedulers that all know all workers; each serves a model that
+answers fast (`small_model.py`).
 `tests/fork_server.py` starts them, so a killed one is back in a second or two.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 
 from fork_server import SECONDS, Child, ForkServer
 from own_names import shared_memory_folder
+from small_model import small_model
 
 from splitpoint.client import AsyncClient, Client
 from splitpoint.client.answers import Completion, Tokens, Worker
@@ -27,8 +29,6 @@ from splitpoint.errors import Retryable, SplitpointError
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 
-ROOT = Path(__file__).resolve().parent.parent
-MODEL = ROOT / "models" / "stdlib-llama"
 CHUNK_TOKENS = 16
 # Lines of each log, when a test failed.
 _TOLD_LINES = 12
@@ -57,6 +57,7 @@ class Fleet:
         self.scheduler_options = scheduler_options
         self.arena = arena
         self.server = server
+        self.model = str(small_model())
         self.worker_count = worker_count
         self.workers: dict[int, Child] = {}
         self.schedulers: dict[int, Child] = {}
@@ -73,7 +74,7 @@ class Fleet:
     def start_store(self) -> Child:
         self.store = self.server.start(
             "kvstore_service",
-            *("--listen", self.address("k"), "--model", str(MODEL), "--dtype", "float32"),
+            *("--listen", self.address("k"), "--model", self.model, "--dtype", "float32"),
             *("--arena", str(self.arena), "--host-memory", "192MiB", "--lease-seconds", "2"),
             *("--chunk-tokens", str(CHUNK_TOKENS), "--activations", "always"),
             *self.store_options,
@@ -84,7 +85,7 @@ class Fleet:
         child = self.server.start(
             "worker_service",
             *("--listen", self.address("w", number), "--worker-id", str(number)),
-            *("--model", str(MODEL), "--dtype", "float32", "--kvstore", self.address("k")),
+            *("--model", self.model, "--dtype", "float32", "--kvstore", self.address("k")),
             *("--device", "cpu", "--threads", "1", "--device-memory", "128MiB"),
             *self.worker_options,
             failpoint=failpoint,
@@ -96,7 +97,7 @@ class Fleet:
         workers = (("--worker", self.address("w", each)) for each in range(self.worker_count))
         child = self.server.start(
             "scheduler_service",
-            *("--listen", self.address("s", number), "--model", str(MODEL), "--dtype", "float32"),
+            *("--listen", self.address("s", number), "--model", self.model, "--dtype", "float32"),
             *("--server-key-file", str(self.folder / "key")),
             *(word for pair in workers for word in pair),
             *self.scheduler_options,

@@ -30,6 +30,11 @@ def use_folder_of(session: pytest.TempPathFactory) -> None:
     _folders[0].mkdir(exist_ok=True)
 
 
+def session_folder() -> Path:
+    """Return the folder that all processes of this test session share."""
+    return _folders[0]
+
+
 def find(key: str, count: int) -> Greedy | None:
     """Return the first `count` tokens kept under a key; None if there are not as many."""
     for folder in _folders:
