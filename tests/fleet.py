@@ -46,6 +46,7 @@ class Fleet:
         folder: Path,
         arena: Path,
         server: ForkServer,
+        model: Path,
         worker_count: int,
         store_options: Sequence[str],
         worker_options: Sequence[str],
@@ -57,7 +58,7 @@ class Fleet:
         self.scheduler_options = scheduler_options
         self.arena = arena
         self.server = server
-        self.model = str(small_model())
+        self.model = str(model)
         self.worker_count = worker_count
         self.workers: dict[int, Child] = {}
         self.schedulers: dict[int, Child] = {}
@@ -175,17 +176,21 @@ def fleet(
     workers: int,
     schedulers: int = 0,
     *,
+    model: Path | None = None,
     store_options: Sequence[str] = (),
     worker_options: Sequence[str] = (),
     scheduler_options: Sequence[str] = (),
 ) -> Iterator[Fleet]:
-    """Start a store and, with `schedulers`, everything else, too."""
+    """Start a store and, with `schedulers`, everything else, too.
+
+    `model`: the folder of another one than the small model.
+    """
     folder = Path(tempfile.mkdtemp(prefix="fleet-"))
     arena = shared_memory_folder() / "arena"
     try:
         with ForkServer(folder) as server:
             running = Fleet(
-                *(folder, arena, server, workers),
+                *(folder, arena, server, model or small_model(), workers),
                 *(store_options, worker_options, scheduler_options),
             )
             try:

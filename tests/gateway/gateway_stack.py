@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import openai
 from fleet import Fleet, fleet
@@ -27,6 +28,7 @@ HERMES_TEMPLATE = """\
 {% endfor %}
 {%- endfor %}"""
 MODEL = "stdlib-llama"
+BUNDLED = Path(__file__).resolve().parents[2] / "models" / MODEL
 
 
 @dataclass
@@ -59,10 +61,12 @@ class GatewayStack:
 
 @contextmanager
 def gateway_stack(
-    *, chat_template: str | None = None, scheduler_options: Sequence[str] = ()
+    *,
+    chat_template: str | None = None,
+    scheduler_options: Sequence[str] = (),
 ) -> Iterator[GatewayStack]:
     """Start a stack with one worker; end it without a trace."""
-    with fleet(1) as running:
+    with fleet(1, model=BUNDLED) as running:
         options = [*scheduler_options]
         if chat_template is not None:
             template = running.folder / "template.jinja"

@@ -29,7 +29,7 @@ def test_a_stream_leaves_a_scheduler_that_hangs() -> None:
         with serving("--listen", "127.0.0.1:0", "--scheduler", ",".join(addresses)) as (_, gateway):
             with Client(addresses[1]) as client:
                 expected = client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True).complete()
-            body = {"model": "stdlib-llama", "prompt": PROMPT, "max_tokens": TOKENS}
+            body = {"model": "small-llama", "prompt": PROMPT, "max_tokens": TOKENS}
             more: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "stream": True}
             more |= {"stream_options": {"include_usage": True}}
             with closing(http.client.HTTPConnection(gateway, timeout=SECONDS)) as connection:

@@ -16,8 +16,7 @@ import jsonschema
 import openai
 import pytest
 import torch
-from fleet import MODEL as MODEL_FOLDER
-from gateway_stack import HERMES_TEMPLATE, MODEL, GatewayStack, gateway_stack, logs
+from gateway_stack import BUNDLED, HERMES_TEMPLATE, MODEL, GatewayStack, gateway_stack, logs
 from long_runs import scaled
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel
@@ -160,7 +159,7 @@ def test_a_stream_tells_the_usage_so_far(client: openai.OpenAI) -> None:
 def test_embeddings_are_the_states_that_transformers_computes(
     client: openai.OpenAI, stack: GatewayStack
 ) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
     long = "def add(a, b):\n    return a + b\n\n\n" * 60
     texts = ["import os", long, f"{long}class A:", "x"]
     with Client(stack.scheduler_address) as direct:
@@ -192,7 +191,7 @@ def test_embeddings_are_the_states_that_transformers_computes(
 
 @functools.cache
 def reference_model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
 
 
 def reference_logprobs(ids: list[int]) -> torch.Tensor:
