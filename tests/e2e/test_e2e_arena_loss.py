@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from own_names import instance_name
+from small_model import small_model
 from test_e2e_cli import assert_nothing_left
 from up_process import up_process, wait_until_up
 
@@ -105,7 +106,7 @@ def up(
     """Two CPU workers with these options more; nothing of the stack is left behind."""
     command = [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--workers", "2"),
-        *("--threads", "1", "--dtype", "float32", "--host-memory", host_memory),
+        *("--model", str(small_model()), "--threads", "1", "--host-memory", host_memory),
         *("--device-memory", device_memory, "--listen", "127.0.0.1:0", "--instance", instance),
         *more,
     ]

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 from own_names import instance_name
+from small_model import small_model
 from test_e2e_cli import assert_nothing_left, service_processes
 from test_e2e_two_schedulers import listens
 from up_process import up_process, wait_until_up
 
-from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.client import AsyncClient, Completion
 from splitpoint.errors import InvalidArgument
@@ -41,7 +41,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[
     command = [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--chat-template", str(template)),
         *("--device", "cpu", "--threads", "1", "--host-memory", "64MiB", "--schedulers", "2"),
-        *("--listen", "127.0.0.1:0", "--instance", instance),
+        *("--model", str(small_model()), "--listen", "127.0.0.1:0", "--instance", instance),
     ]
     with up_process(command) as process:
         yield instance, re.findall(r"scheduler  (\S+)", wait_until_up(process))
@@ -78,7 +78,7 @@ def test_a_chat_is_the_text_that_its_template_makes(stack: tuple[str, list[str]]
             chat = await client.chat(MESSAGES, max_tokens=24, temperature=0, logprobs=3).complete()
             assert chat.token_ids == as_text.token_ids
             assert chat.text == as_text.text
-            tokenizer = Tokenizer.load(resolve_model(None))
+            tokenizer = Tokenizer.load(small_model())
             assert tokenizer is not None
             assert chat.usage.prompt_tokens == len(tokenizer.encode(text))
             assert spelled(chat).decode() == chat.text

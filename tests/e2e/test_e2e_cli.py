@@ -1,4 +1,7 @@
-"""The whole stack as a user runs it: `up`, `generate`, `status`, Ctrl-C, with the bundled model."""
+"""The whole stack as a user runs it: `up`, `generate`, `status`, Ctrl-C.
+
+The bundled model is the subject of tests/e2e/test_e2e_readme.py.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from typing import Any
 import pytest
 from own_names import instance_name
 from redis_server import RedisServer
+from small_model import small_model
 from splitpoint_command import splitpoint
 from up_process import up_process, wait_until_up
 
@@ -38,6 +42,7 @@ def stack(address: str, instance: str, *more: str) -> Iterator[subprocess.Popen[
     with up_process(
         [
             *(*COMMAND, "up", "--device", "cpu", "--workers", "2", "--threads", "1"),
+            *("--model", str(small_model())),
             *("--dtype", "float32", "--host-memory", "256MiB", "--device-memory", "256MiB"),
             *("--listen", address, "--instance", instance, *more),
         ]

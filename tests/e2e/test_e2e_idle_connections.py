@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from own_names import instance_name
+from small_model import small_model
 from test_e2e_cli import assert_nothing_left, service_processes
 from test_e2e_restarts import complete
 from up_process import up_process, wait_until_up
@@ -46,7 +47,7 @@ def test_a_stack_works_and_heals_beside_2000_silent_connections() -> None:
         *("prlimit", "--nofile=1024:4096"),
         *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--threads", "1"),
         *("--host-memory", "64MiB", "--device-memory", "128MiB", "--workers", "1"),
-        *("--listen", "127.0.0.1:0", "--instance", instance),
+        *("--model", str(small_model()), "--listen", "127.0.0.1:0", "--instance", instance),
     ]
     with up_process(command) as process, ExitStack() as opened:
         address = wait_until_up(process).partition("scheduler  ")[2].splitlines()[0]

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from own_names import instance_name
+from small_model import small_model
 from splitpoint_command import splitpoint
 from test_e2e_keep_arena import complete
 from test_e2e_restarts import SECONDS, wait_sealed
@@ -19,17 +20,17 @@ from splitpoint.host.processor import compiler
 from splitpoint.planning.plan import ReasonKind
 
 INSTANCE = instance_name("int8")
-COMMAND = [
-    *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--threads", "1"),
-    *("--dtype", "float32", "--host-memory", "64MiB", "--device-memory", "128MiB"),
-    *("--keep-arena", "--listen", "127.0.0.1:0", "--instance", INSTANCE),
-]
 
 
 @pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 def test_an_int8_stack_answers_and_keeps_its_cache_to_itself() -> None:
+    command = [
+        *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--threads", "1"),
+        *("--model", str(small_model()), "--host-memory", "64MiB", "--device-memory", "128MiB"),
+        *("--keep-arena", "--listen", "127.0.0.1:0", "--instance", INSTANCE),
+    ]
     try:
-        with up_process([*COMMAND, "--weights", "int8"]) as process:
+        with up_process([*command, "--weights", "int8"]) as process:
             printed = wait_until_up(process)
             address = printed.partition("scheduler  ")[2].splitlines()[0]
             cold = complete(address)
@@ -46,7 +47,7 @@ def test_an_int8_stack_answers_and_keeps_its_cache_to_itself() -> None:
         assert [each["weight_format"] for each in status["workers"]] == ["int8"]
         assert [each["weight_format"] for each in status["models"]] == ["int8"]
 
-        native = subprocess.run(COMMAND, capture_output=True, text=True, timeout=SECONDS)
+        native = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         assert native.returncode != 0
         assert "Traceback" not in native.stderr
         assert "another model" in native.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from own_names import instance_name
+from small_model import small_model
 from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
@@ -19,7 +20,7 @@ VARIABLE = ("PYTHONHASHSEED", "7")
 def test_a_stack_of_new_interpreters_answers() -> None:
     command = [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--threads", "1"),
-        *("--dtype", "float32", "--host-memory", "64MiB", "--listen", "127.0.0.1:0"),
+        *("--model", str(small_model()), "--host-memory", "64MiB", "--listen", "127.0.0.1:0"),
         *("--instance", instance_name("interpreters")),
     ]
     with up_process(command, dict([VARIABLE])) as process:

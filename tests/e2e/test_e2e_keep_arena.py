@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from own_names import instance_name
+from small_model import small_model
 from splitpoint_command import splitpoint
 from test_e2e_cli import assert_nothing_left
 from test_e2e_restarts import PROMPT, SECONDS, wait_sealed
@@ -27,7 +28,7 @@ def stack(*more: str) -> Iterator[tuple[str, str]]:
     with up_process(
         [
             *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--threads", "1"),
-            *("--dtype", "float32", "--device-memory", "128MiB", "--keep-arena"),
+            *("--model", str(small_model()), "--device-memory", "128MiB", "--keep-arena"),
             *("--listen", "127.0.0.1:0", "--instance", INSTANCE, *more),
         ]
     ) as process:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from own_names import instance_name
+from small_model import small_model
 from test_e2e_arena_loss import Up, up
 from test_e2e_cli import assert_nothing_left, service_processes
 from up_process import up_process, wait_until_up
@@ -54,7 +55,7 @@ def test_every_service_comes_back_after_kill_9(tmp_path: Path) -> None:
     instance = instance_name("restarts")
     command = [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--threads", "1"),
-        *("--dtype", "float32", "--host-memory", "64MiB", "--device-memory", "128MiB"),
+        *("--model", str(small_model()), "--host-memory", "64MiB", "--device-memory", "128MiB"),
         *("--listen", "127.0.0.1:0", "--instance", instance),
     ]
     with up_process(command) as process:
