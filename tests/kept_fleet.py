@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from fleet import Fleet, fleet
 from fork_server import SECONDS
@@ -49,12 +50,14 @@ class KeptFleet:
 @contextmanager
 def kept_fleet(
     *worker_options: str,
+    model: Path | None = None,
     store_options: Sequence[str] = ("--host-memory", "64MiB"),
     scheduler_options: Sequence[str] = (),
 ) -> Iterator[KeptFleet]:
     """Start two workers with these options more, a store and a scheduler, until all are ready."""
     with fleet(
         *(2, 1),
+        model=model,
         store_options=("--lease-seconds", "30", *store_options),
         worker_options=worker_options,
         scheduler_options=scheduler_options,

@@ -23,16 +23,19 @@ _SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+# The widths of the bundled model: for tests of the order of sums, or of bytes a token.
+WIDE = {"hidden_size": 256, "intermediate_size": 704, "head_dim": 64}
 
 
-def small_model() -> Path:
-    """Return its folder, written once in a test session."""
-    folder = reference_cache.session_folder() / "small-llama"
+def small_model(**sizes: int) -> Path:
+    """Return its folder, written once in a test session. `sizes`: those to change."""
+    name = "-".join(["small-llama", *(f"{key}-{value}" for key, value in sorted(sizes.items()))])
+    folder = reference_cache.session_folder() / name
     if not folder.exists():
-        working = folder.with_name(f"{folder.name}.{os.getpid()}")
-        write_tiny("llama", working, **_SIZES)
-        for name in _TEXT_FILES:
-            shutil.copy(_BUNDLED / name, working)
+        working = folder.with_name(f"{name}.{os.getpid()}")
+        write_tiny("llama", working, **{**_SIZES, **sizes})
+        for file in _TEXT_FILES:
+            shutil.copy(_BUNDLED / file, working)
         try:
             working.rename(folder)
         except OSError:  # another process was first

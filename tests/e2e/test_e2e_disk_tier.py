@@ -19,17 +19,18 @@ from typing import Any
 
 import pytest
 from fleet import Fleet, Load, Question, fleet, until
+from small_model import WIDE, small_model
 
 from splitpoint.client import AsyncClient
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 
 SEED = int(os.environ.get("SPLITPOINT_CHAOS_SEED", "1818"))
-BOUND = 48 << 20
+BOUND = 12 << 20
 # Holds 58 chunks; each question has 17. Without layer inputs loading pays on a busy machine, too.
-ARENA = ("--host-memory", "16MiB", "--activations", "never")
-# Keys and values of 16 tokens in 8 layers, float32.
-CHUNK_BYTES = 256 << 10
+ARENA = ("--host-memory", "4MiB", "--activations", "never")
+# Keys and values of 16 tokens in 2 layers, float32.
+CHUNK_BYTES = 64 << 10
 SHARED = "import asyncio\nimport collections\nimport contextlib\n"
 WORDS = ("stream", "buffer", "reader", "writer", "parser", "format", "number", "window")
 FIRST = ("def", "import", "class", "for", "if", "try", "with", "while", "return", "print", "0", "#")
@@ -57,7 +58,12 @@ def asked(count: int) -> list[Question]:
 def one(store_options: tuple[str, ...] = ARENA, workers: int = 1) -> Iterator[Fleet]:
     """A fleet whose workers keep no prefix themselves."""
     options = ("--no-device-prefix-cache",)
-    with fleet(workers, 1, store_options=store_options, worker_options=options) as running:
+    with fleet(
+        *(workers, 1),
+        model=small_model(**WIDE),
+        store_options=store_options,
+        worker_options=options,
+    ) as running:
         yield running
 
 
@@ -171,9 +177,9 @@ async def test_prefixes_come_back_from_the_disk_after_a_new_arena(tmp_path: Path
 
 
 def damage(path: Path) -> None:
-    """Flip a bit in each 64 KiB: in the payload of every record."""
+    """Flip a bit in each 16 KiB: in the payload of every record."""
     content = bytearray(path.read_bytes())
-    for place in range(70_000, len(content), 64 << 10):
+    for place in range(20_000, len(content), 16 << 10):
         content[place] ^= 1
     path.write_bytes(content)
 
@@ -238,12 +244,12 @@ async def test_the_store_is_killed_under_load(tmp_path: Path, kills: int) -> Non
 async def test_a_full_disk_costs_reuse_not_requests(tmp_path: Path) -> None:
     tier = tmp_path / "tier"
     tier.mkdir(mode=0o700)
-    mount = ("mount", "-t", "tmpfs", "-o", "size=10m,mode=700", "tmpfs", str(tier))
+    mount = ("mount", "-t", "tmpfs", "-o", "size=2560k,mode=700", "tmpfs", str(tier))
     if await run(*mount) != 0:
         pytest.skip("this container mounts no file system")
     try:
         other, rest = tier / "other", tier / "rest"
-        other.write_bytes(bytes(5 << 20))
+        other.write_bytes(bytes(5 << 18))
         with one(tier_options(tier)) as running:
             async with AsyncClient(running.addresses[0]) as client:
                 # The disk is full long before the bound is reached.
@@ -252,8 +258,8 @@ async def test_a_full_disk_costs_reuse_not_requests(tmp_path: Path) -> None:
                     await ask_all(load, client)
                 found = await tier_stats(running)
                 assert found.is_up
-                assert 0 < found.used_bytes <= 5 << 20
-                assert found.written_chunk_count * CHUNK_BYTES > 5 << 20
+                assert 0 < found.used_bytes <= 5 << 18
+                assert found.written_chunk_count * CHUNK_BYTES > 5 << 18
                 # Now nothing can be written at all.
                 other.unlink()
                 fill(rest)
