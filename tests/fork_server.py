@@ -146,13 +146,15 @@ class Parent:
         self.process_id = self._process.pid
 
     def _start(self, modules: Sequence[str]) -> subprocess.Popen[bytes]:
+        paths = filter(None, [os.environ.get("PYTHONPATH")])
         with self.orders.theirs as theirs:
             return subprocess.Popen(
                 # The last argument is the room for the commands of those that it forks.
                 [sys.executable, __file__, str(theirs.fileno()), *modules, " " * _COMMAND_BYTES],
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                # With the folders of this one: else nothing that it forks could start more.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *paths])},
                 pass_fds=[theirs.fileno()],
             )
 
