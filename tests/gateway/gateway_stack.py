@@ -1,6 +1,7 @@
 """A stack of real processes with a gateway in front, and the official client of OpenAI.
 
-Store, worker, scheduler and gateway serve the bundled model. `tests/fork_server.py` starts them.
+Store, worker, scheduler and gateway serve the small model, or another one. `tests/fork_server.py`
+starts them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ HERMES_TEMPLATE = """\
 <tool_call>{{ call.function | tojson }}</tool_call>
 {% endfor %}
 {%- endfor %}"""
-MODEL = "stdlib-llama"
-BUNDLED = Path(__file__).resolve().parents[2] / "models" / MODEL
+MODEL = "small-llama"
+BUNDLED = Path(__file__).resolve().parents[2] / "models" / "stdlib-llama"
 
 
 @dataclass
@@ -62,11 +63,12 @@ class GatewayStack:
 @contextmanager
 def gateway_stack(
     *,
+    model: Path | None = None,
     chat_template: str | None = None,
     scheduler_options: Sequence[str] = (),
 ) -> Iterator[GatewayStack]:
-    """Start a stack with one worker; end it without a trace."""
-    with fleet(1, model=BUNDLED) as running:
+    """Start a stack with one worker, of the small model or another; end it without a trace."""
+    with fleet(1, model=model) as running:
         options = [*scheduler_options]
         if chat_template is not None:
             template = running.folder / "template.jinja"

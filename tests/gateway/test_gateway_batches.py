@@ -14,6 +14,7 @@ import openai
 import pytest
 from fork_server import Child
 from gateway_stack import MODEL, GatewayStack, gateway_stack, logs
+from long_runs import scaled
 from openai.types import Batch
 
 from splitpoint.transport.access import Caller, Role, TokenEntry, digest_of, entry_text
@@ -217,13 +218,13 @@ def test_uploads_are_bounded(start: Callable[..., Gateway]) -> None:
 
 
 def test_answers_that_do_not_fit_end_the_batch(start: Callable[..., Gateway]) -> None:
-    with start("--batch-disk", "128KiB").client() as client:
-        asked = [request(str(n), prompt="a" * 100, echo=True) for n in range(300)]
+    with start("--batch-disk", "43KiB").client() as client:
+        asked = [request(str(n), prompt="a" * 100, echo=True) for n in range(100)]
         batch = until(client, begun(client, lines(*asked)), "failed")
         assert batch.errors is not None
         assert [error.code for error in batch.errors.data] == ["disk_full"]
         found = rows(client, batch.output_file_id)
-        assert 0 < len(found) == batch.request_counts.completed < 300
+        assert 0 < len(found) == batch.request_counts.completed < 100
 
 
 def test_forms_that_are_wrong(start: Callable[..., Gateway]) -> None:
@@ -266,8 +267,8 @@ def test_tenants_do_not_see_each_other(
     tokens = tmp_path / "tokens.toml"
     tokens.touch(0o600)
     tokens.write_text("".join(entries))
-    gateway = start("--tokens", str(tokens))
-    asked = [request(str(n), prompt="a", max_tokens=64) for n in range(40)]
+    gateway = start("--tokens", str(tokens), "--batch-requests", "1")
+    asked = [request(str(n), prompt="a", max_tokens=64) for n in range(16)]
     with gateway.client("k1") as ada, gateway.client("k2") as bob:
         batch_id = begun(ada, lines(*asked))
         file_id = ada.batches.retrieve(batch_id).input_file_id
@@ -297,16 +298,18 @@ def test_tenants_do_not_see_each_other(
     with gateway.client("k3") as eve:
         batch = until(eve, batch_id, "completed")
         assert sorted(int(row["custom_id"]) for row in rows(eve, batch.output_file_id)) == [
-            *range(40)
+            *range(16)
         ]
 
 
 # -- kills, and early ends --------------------------------------------------------------------
 
 
+@pytest.mark.scaled
 def test_a_killed_gateway_answers_each_line_once(start: Callable[..., Gateway]) -> None:
+    count = scaled(30, chaos=60)
     gateway = start("--batch-requests", "2")
-    asked = [request(str(n), prompt=f"x{n} = ", max_tokens=24) for n in range(60)]
+    asked = [request(str(n), prompt=f"x{n} = ", max_tokens=24) for n in range(count)]
     with gateway.client() as client:
         batch_id = begun(client, lines(*asked))
     seen = 0
@@ -324,8 +327,8 @@ def test_a_killed_gateway_answers_each_line_once(start: Callable[..., Gateway]) 
     with gateway.client() as client:
         batch = until(client, batch_id, "completed")
         found = rows(client, batch.output_file_id)
-        assert sorted(int(row["custom_id"]) for row in found) == [*range(60)]
-        assert completed(batch) == 60
+        assert sorted(int(row["custom_id"]) for row in found) == [*range(count)]
+        assert completed(batch) == count
         assert batch.error_file_id is None
         gateway.restart()
     with gateway.client() as client:  # nothing of an ended batch is lost

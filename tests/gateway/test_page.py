@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from fork_server import Child
-from gateway_stack import GatewayStack, gateway_stack
+from gateway_stack import BUNDLED, GatewayStack, gateway_stack
 from playwright.sync_api import (
     Browser,
     BrowserContext,
@@ -45,7 +45,7 @@ expect.set_options(timeout=MILLISECONDS)
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[GatewayStack]:
-    with gateway_stack() as running:
+    with gateway_stack(model=BUNDLED) as running:
         yield running
 
 

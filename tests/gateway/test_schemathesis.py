@@ -124,13 +124,13 @@ def test_bodies_that_get_far(stack: GatewayStack, tmp_path: Path) -> None:
     document = narrowed(published(stack))
     # What is outside the narrowed bounds need not be wrong.
     only = ("--mode", "positive", "--phases", "fuzzing")
-    run(stack, document, tmp_path, *only, "--max-examples", "30", "--seed", "17")
-    assert {path for path in _WITH_BODIES if answered(stack, path) < 10} == set()
+    run(stack, document, tmp_path, *only, "--max-examples", "15", "--seed", "17")
+    assert {path for path in _WITH_BODIES if answered(stack, path) < 5} == set()
 
 
 def test_any_bodies(stack: GatewayStack, tmp_path: Path) -> None:
     both = ("--phases", "coverage,fuzzing")
-    run(stack, published(stack), tmp_path, *both, "--max-examples", "15", "--seed", "17")
+    run(stack, published(stack), tmp_path, *both, "--max-examples", "8", "--seed", "17")
 
 
 @pytest.mark.chaos
