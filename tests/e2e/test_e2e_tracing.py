@@ -211,21 +211,31 @@ async def test_no_flag_no_opentelemetry(tmp_path: Path, shm_folder: Path) -> Non
             assert "opentelemetry" not in mapped, name
 
 
-@pytest.mark.parametrize("is_there", [False, True], ids=["absent", "mute"])
 async def test_a_collector_that_does_not_answer_costs_one_warning(
-    tmp_path: Path, shm_folder: Path, is_there: bool
+    tmp_path: Path, shm_folder: Path
 ) -> None:
-    """Nothing listens there, or something that takes connections and never says a word."""
+    """Nothing listens there, or something that takes connections and never says a word.
+
+    Both at once: most of it is waiting.
+    """
+    async with asyncio.TaskGroup() as group:
+        for name, is_there in (("absent", False), ("mute", True)):
+            (tmp_path / name).mkdir()
+            arena = shm_folder / name / "arena"
+            group.create_task(warned_once(tmp_path / name, arena, is_there=is_there))
+
+
+async def warned_once(folder: Path, arena: Path, *, is_there: bool) -> None:
+    """Start services whose collector does not answer, and count their warnings."""
     mute = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{mute.getsockname()[1]}"
     if not is_there:
         mute.close()
-    arena = shm_folder / "store" / "arena"
 
     def warned(name: str) -> int:
-        return (tmp_path / f"{name}.log").read_text().count("does not take traces")
+        return (folder / f"{name}.log").read_text().count("does not take traces")
 
-    async with processes(tmp_path, arena, "--otlp-endpoint", address) as (client, started):
+    async with processes(folder, arena, "--otlp-endpoint", address) as (client, started):
         for number in range(3):
             answer = await client.generate([5, number], max_tokens=2, timeout=30).complete()
             assert answer.usage.completion_tokens == 2
@@ -239,7 +249,7 @@ async def test_a_collector_that_does_not_answer_costs_one_warning(
     mute.close()
     for name in ("scheduler", "worker"):
         assert warned(name) == 1
-        assert "Traceback" not in (tmp_path / f"{name}.log").read_text()
+        assert "Traceback" not in (folder / f"{name}.log").read_text()
 
 
 async def test_a_trace_that_nobody_samples_is_not_sent(tmp_path: Path, shm_folder: Path) -> None:
