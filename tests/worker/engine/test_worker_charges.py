@@ -1,7 +1,4 @@
-"""Charges of streamed requests are what they hold, and many of them run in little memory.
-
-Takes about 15 seconds.
-"""
+"""Charges of streamed requests are what they hold, and many of them run in little memory."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runner import CPU, admission, make_engine
+from long_runs import scaled
 from store_runner import StoreRunner, store_runner, streamed
 from tiny_models import VOCABULARY, write_tiny
 
@@ -25,9 +23,13 @@ from worker_service.lanes.lanes import SerialLanes
 from worker_service.model.decoder import Decoder
 
 CHUNK = 16
-REQUESTS = 64
+REQUESTS = scaled(24, chaos=64)
+# So many resident requests would fill the memory.
+RESIDENTS = REQUESTS // 8
 PROMPT = 160
 NEW = 20
+pytestmark = pytest.mark.scaled
+
 GREEDY = Sampling(max_tokens=NEW, ignore_eos=True)
 # Pages of one resident request at its end.
 RESIDENT_PAGES = -(-(PROMPT + NEW) // CHUNK)
@@ -105,10 +107,10 @@ def engine_of(model: Decoder, budget: int) -> Engine:
     )
 
 
-def test_64_streamed_requests_decode_together_where_8_resident_ones_fit(
+def test_streamed_requests_decode_together_where_an_eighth_of_them_fits_resident(
     model: Decoder, runner: StoreRunner
 ) -> None:
-    budget = memory_for_residents(model, runner.layout, 8)
+    budget = memory_for_residents(model, runner.layout, RESIDENTS)
     prompts = [prompt_of(PROMPT, seed) for seed in range(REQUESTS)]
     resident = engine_of(model, 1 << 26)
     requests = [admission(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)]
@@ -117,7 +119,7 @@ def test_64_streamed_requests_decode_together_where_8_resident_ones_fit(
     for salt in (b"cold", b""):
         engine = engine_of(model, budget)
         plan = engine.memory_plan
-        assert plan.device_page_count <= 8 * RESIDENT_PAGES
+        assert plan.device_page_count <= RESIDENTS * RESIDENT_PAGES
         runner.after_step = watch = Watch(engine)
         requests = [
             streamed(str(i), prompt, GREEDY, salt=salt, split=40 * (i % 3))
@@ -129,7 +131,7 @@ def test_64_streamed_requests_decode_together_where_8_resident_ones_fit(
         # Cold, the first requests end before the last ones are prefilled.
         assert salt or watch.peak_decodes == REQUESTS
         assert watch.peak_held == plan.streamed_page_count
-        assert watch.peak_pages <= REQUESTS + plan.room_page_count <= 8 * RESIDENT_PAGES
+        assert watch.peak_pages <= REQUESTS + plan.room_page_count <= RESIDENTS * RESIDENT_PAGES
         assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
         assert engine.cache.claims.room_used == 0
 
