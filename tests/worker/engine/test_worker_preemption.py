@@ -31,7 +31,7 @@ from worker_service.model.decoder import Decoder
 
 CHUNK = 16
 CHAOS = pytest.mark.chaos
-HISTORIES = scaled(250, chaos=1000)
+HISTORIES = scaled(100, chaos=1000)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -210,14 +210,14 @@ def requests_of(
 def test_texts_are_those_of_undisturbed_requests(
     model: Decoder, runner: StoreRunner, has_store: bool
 ) -> None:
-    """Sampled, penalised, with log-probabilities, streamed: in a third of the memory."""
+    """Sampled, penalised, with log-probabilities, streamed: in a sixth of their memory."""
     requests = requests_of(12, streams=has_store, longer=50)
     roomy = make_engine(model, has_activations=has_store, lanes=SerialLanes(CPU))
-    wanted: dict[str, list[int]] = {}
-    for each in requests:
-        alone = runner.run(roomy, [each]) if has_store else run_all(roomy, [each])
-        wanted |= alone.tokens
-    longest = max(chunks_of(each.final_tokens, CHUNK) for each in requests)
+    sizes = [chunks_of(each.final_tokens, CHUNK) for each in requests]
+    assert sum(sizes) <= roomy.memory_plan.device_page_count, "one of them may have to leave"
+    runner.after_step = lambda _: None
+    wanted = (runner.run(roomy, requests) if has_store else run_all(roomy, requests)).tokens
+    longest = max(sizes)
     engine = make_engine(
         model,
         has_activations=has_store,
@@ -251,7 +251,7 @@ def test_texts_are_those_of_undisturbed_requests(
 
 
 @pytest.mark.parametrize(
-    "histories", [range(12), pytest.param(range(12, 300), marks=[CHAOS, pytest.mark.timeout(900)])]
+    "histories", [range(4), pytest.param(range(4, 300), marks=[CHAOS, pytest.mark.timeout(900)])]
 )
 def test_random_histories_with_the_real_model_keep_their_texts(
     model: Decoder, runner: StoreRunner, histories: range
