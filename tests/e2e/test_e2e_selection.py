@@ -12,10 +12,10 @@ import pytest
 import torch
 from fork_server import SECONDS
 from kept_fleet import KeptFleet, kept_fleet
+from small_model import WIDE, small_model
 
 from splitpoint.checkpoint.config import read_config
 from splitpoint.checkpoint.decoder import shape_from_config
-from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import Client
 from splitpoint.client.answers import Completion, Tokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument
@@ -34,10 +34,9 @@ PROMPT = "".join(
 )
 
 
-def ranked_artefacts(folder: Path) -> None:
+def ranked_artefacts(folder: Path, model: Path) -> None:
     """Write what `splitpoint calibrate --screen ranked --columns 8` would, of random maps."""
-    model = resolve_model(None)
-    shape = shape_from_config(read_config(model), name="bundled")
+    shape = shape_from_config(read_config(model), name="any")
     generator = torch.Generator().manual_seed(3)
     tensors = {
         f"layers.{index}.{name}": torch.randn(
@@ -54,10 +53,13 @@ def ranked_artefacts(folder: Path) -> None:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptFleet]:
     """Workers behind links that are slow enough for selections to gain."""
     artifacts = tmp_path_factory.mktemp("artifacts")
-    ranked_artefacts(artifacts)
+    # Its heads are as wide as those of large models, and its first two layers read everything.
+    model = small_model(**WIDE, num_hidden_layers=4)
+    ranked_artefacts(artifacts, model)
     with kept_fleet(
         *("--link-rate", "20MB", "--device-memory", "256MiB", "--artifacts", str(artifacts)),
         *("--speculative-config", '{"method": "auto"}'),
+        model=model,
         store_options=("--host-memory", "128MiB"),
     ) as running:
         yield running

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fork_server import SECONDS
 from kept_fleet import KeptFleet, busiest_worker, kept_fleet
 from long_runs import scaled
+from safetensors.torch import load_file, save_file
+from small_model import small_model
 
-from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion, Tokens
 from splitpoint.client.requests import GenerateOptions
@@ -51,9 +55,21 @@ CASES = [
 pytestmark = pytest.mark.scaled
 
 
+def like(model: Path, folder: Path) -> Path:
+    """Write a model that often chooses as this one does, not always; return its folder."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    for tensor in weights.values():
+        tensor *= 1 + 0.03 * torch.randn(tensor.shape, generator=generator)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 @pytest.fixture(scope="module")
-def stack() -> Iterator[KeptFleet]:
-    config = {"method": "auto", "model": str(resolve_model(None))}
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptFleet]:
+    draft = like(small_model(), tmp_path_factory.mktemp("models") / "draft")
+    config = {"method": "auto", "model": str(draft)}
     with kept_fleet(
         *("--speculative-config", json.dumps(config), "--device-memory", "256MiB"),
         store_options=("--host-memory", "128MiB"),
@@ -124,6 +140,7 @@ async def test_every_method_and_number_gives_the_text_of_plain_decoding(
     wanted = {key: [text[:TOKENS] for text in texts[:asked]] for key, texts in plain.items()}
     async with AsyncClient(stack.address) as client:
         accepted = dict.fromkeys((SELF, SUFFIX, MODEL, AUTO), 0)
+        drafted = dict(accepted)
         for method, number, residency, is_sampled in CASES:
             answers = await ask_all(
                 client,
@@ -144,8 +161,10 @@ async def test_every_method_and_number_gives_the_text_of_plain_decoding(
                 assert used.draft_token_count == 0 or ReasonKind.DRAFTED in dict(plan.reasons)
                 assert number > 0 or used.method is DraftMethod.OFF
                 accepted[method] += used.accepted_token_count
+                drafted[method] += used.draft_token_count
         # AUTO drafts where measured times say that it pays.
         assert all(accepted[method] for method in (SELF, SUFFIX, MODEL)), accepted
+        assert all(accepted[method] < drafted[method] for method in (SUFFIX, MODEL)), drafted
 
 
 async def test_an_end_inside_a_draft_counts_no_token_behind_it(
@@ -192,7 +211,7 @@ async def test_a_request_that_asks_for_nothing_gets_what_is_configured(stack: Ke
         for worker in await client.list_workers():
             assert worker.speculation is not None
             assert worker.speculation.defaults.method is AUTO
-            assert worker.speculation.draft_model == "stdlib-llama"
+            assert worker.speculation.draft_model == "draft"
         with pytest.raises(InvalidArgument) as caught:
             await ask(client, 0, is_sampled=False, speculative_tokens=33)
         assert caught.value.field == "speculation.num_speculative_tokens"

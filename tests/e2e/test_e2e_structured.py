@@ -1,6 +1,6 @@
 """Structured output through real services: schemas, drafts, deaths of workers, resumed answers.
 
-Random schemas on a tiny model (60, and 500 in `make chaos`), then the bundled model in processes
+Random schemas on a tiny model (24, and 500 in `make chaos`), then the small model in processes
 of its own.
 """
 
@@ -30,7 +30,7 @@ from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.speculation import DraftMethod
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
-SCHEMAS = scaled(60, chaos=500)
+SCHEMAS = scaled(24, chaos=500)
 OPEN_AT_ONCE = 48
 PERSON = {
     "type": "object",
