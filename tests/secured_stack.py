@@ -12,6 +12,7 @@ from pathlib import Path
 
 from forked_service import ForkedService, start_forked
 from own_names import shared_memory_folder
+from small_model import small_model
 
 from splitpoint.client import AsyncClient
 from splitpoint.service import READY_PREFIX
@@ -21,7 +22,6 @@ from splitpoint_cli.security.authority import make_certificates
 from splitpoint_cli.security.token import add_token
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "models" / "stdlib-llama"
 TENANT_REQUESTS = 3
 CALLERS = {
     "alice": Caller("alice", Role.CLIENT, "canarytenant-a"),
@@ -84,8 +84,8 @@ async def secured_stack(
         *("--tls-key", str(certificates / "server-key.pem")),
         *("--tls-ca", str(certificates / "ca.pem")),
         *("--tokens", str(tokens_file), "--token-file", str(token_file)),
-        *("--reflection", "--listen", "127.0.0.1:0", "--model", str(MODEL)),
-        *("--dtype", "float32", *more),
+        *("--reflection", "--listen", "127.0.0.1:0", "--model", str(small_model())),
+        *more,
     ]
     async with AsyncExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, arena.parent, ignore_errors=True)

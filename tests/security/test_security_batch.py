@@ -17,7 +17,7 @@ PROMPT = "canaryprompt = 1"
 async def run(stack: SecuredStack, folder: Path, token: str) -> tuple[int | None, str, str]:
     """Run a batch with a token; return exit code, output and errors."""
     source = folder / "in.jsonl"
-    body = {"model": "stdlib-llama", "prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
+    body = {"model": "small-llama", "prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
     source.write_text(
         json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
     )

@@ -162,6 +162,8 @@ def test_services_do_not_start_open(module: str, more: list[str], tmp_path: Path
 # -- the source -------------------------------------------------------------------------
 
 PACKAGES = ("splitpoint", "kvstore_service", "worker_service", "scheduler_service")
+# A word of each that is forbidden: few files have one, and only these are parsed.
+WORDS = re.compile(r"\b(?:pickle|load|eval|exec|shell)\b")
 FORBIDDEN = re.compile(
     r"\bpickle\b|torch\.load\(|(?<![\w.])eval\(|(?<![\w.])exec\(|yaml\.load\(|shell=True"
 )
@@ -173,8 +175,11 @@ def test_the_source_runs_nothing_that_it_reads() -> None:
         files = [p for p in (ROOT / package).rglob("*.py") if "/v1/" not in p.as_posix()]
         assert files or package == "benchmarks"
         for path in files:
+            text = path.read_text()
+            if not WORDS.search(text):
+                continue
             # Without comments and strings: those may say what is not done.
-            code = ast.unparse(_without_docstrings(ast.parse(path.read_text())))
+            code = ast.unparse(_without_docstrings(ast.parse(text)))
             found += [f"{path.relative_to(ROOT)}: {match}" for match in FORBIDDEN.findall(code)]
     assert found == []
 
@@ -182,7 +187,9 @@ def test_the_source_runs_nothing_that_it_reads() -> None:
 def test_the_search_finds_what_it_should() -> None:
     for line in ("import pickle", "torch.load(f)", "eval(x)", "exec(x)", "yaml.load(f)"):
         assert FORBIDDEN.search(line), line
-    assert FORBIDDEN.search("subprocess.run(c, shell=True)")
+        assert WORDS.search(line), line
+    for pattern in (FORBIDDEN, WORDS):
+        assert pattern.search("subprocess.run(c, shell=True)")
     assert not FORBIDDEN.search("model.eval()")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 from own_names import free_ports, instance_name
+from small_model import small_model
 from up_process import up_process, wait_until_up
 
 from splitpoint.transport.access import Caller, Role
@@ -63,7 +64,7 @@ def test_up_beyond_loopback(tmp_path: Path, free_port: int) -> None:
     command = [
         *(*COMMAND, *base, *tls, "--tokens", str(tokens), "--verbose"),
         *("--tls-ca", f"{certificates}/ca.pem"),
-        *("--device", "cpu", "--workers", "1", "--threads", "1", "--dtype", "float32"),
+        *("--model", str(small_model()), "--device", "cpu", "--workers", "1", "--threads", "1"),
         *("--host-memory", "64MiB", "--device-memory", "192MiB"),
         *("--metrics", str(metrics), "--http", f"0.0.0.0:{http_port}"),
     ]
@@ -121,7 +122,7 @@ def test_names_a_bound_and_a_key(tmp_path: Path, free_port: int) -> None:
     command = [
         *(*COMMAND, "up", "--listen", f"127.0.0.1:{free_port}", "--verbose"),
         *("--instance", instance_name("named"), "--http", f"127.0.0.1:{http_port}"),
-        *("--device", "cpu", "--workers", "1", "--threads", "1", "--dtype", "float32"),
+        *("--model", str(small_model()), "--device", "cpu", "--workers", "1", "--threads", "1"),
         *("--host-memory", "64MiB", "--device-memory", "192MiB"),
         *("--api-key-file", str(key), "--served-model-name", "first,second"),
         *("--max-model-len", "40"),
@@ -141,7 +142,7 @@ def test_names_a_bound_and_a_key(tmp_path: Path, free_port: int) -> None:
             ]
             assert len(set(texts)) == 1
             with pytest.raises(openai.NotFoundError, match="'first', 'second' are served"):
-                client.completions.create(model="stdlib-llama", **body)
+                client.completions.create(model="small-llama", **body)
             with pytest.raises(openai.BadRequestError, match="40") as refused:
                 client.completions.create(model="first", prompt=[5] * 40)
             assert refused.value.code == "context_length_exceeded"
@@ -194,7 +195,7 @@ def check_http(port: int, certificates: Path, token: str) -> None:
     """HTTPS without a client's certificate, by the key alone."""
     context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
     body = json.dumps(
-        {"model": "stdlib-llama", "prompt": CANARY, "max_tokens": 4, "cache_salt": SALT}
+        {"model": "small-llama", "prompt": CANARY, "max_tokens": 4, "cache_salt": SALT}
     ).encode()
     request = urllib.request.Request(f"https://127.0.0.1:{port}/v1/completions", body)
     request.add_header("Content-Type", "application/json")
