@@ -6,7 +6,8 @@
 
 A process for each of FAMILIES imports its programs once for all tests, and then forks: each child
 runs the `main` of its program, as `python -m` would, with its own process id, threads and sockets.
-What tests start as `python -m` is forked in the same way (forked_python.py).
+What tests start as `python -m`, and programs of theirs, are forked in the same way
+(forked_python.py).
 
 A failpoint `PLACE:N` ends the child with SIGKILL when it comes to the place for the Nth time
 (failpoints.py).
@@ -225,27 +226,51 @@ class Orders:
 # A store must not be as large as torch, and the gateway has its own settings of gRPC, which reads
 # them when it is imported. `splitpoint up` starts services itself: it is forked with them.
 FAMILIES = (
-    ("kvstore_service", "scheduler_service"),
+    ("kvstore_service", "scheduler_service", "splitpoint_cli", "splitpoint_cli.request.probe"),
     ("gateway_service",),
-    ("worker_service", "splitpoint_cli"),
+    ("worker_service", "splitpoint_cli", "worker_service.profiling.page_costs"),
 )
-_parents: dict[str, Parent] = {}
+# Commands that compute as workers do, or start them; the others never load torch.
+_COMPUTING = ("up", "bench", "eval", "calibrate")
+# Programs of the tests, which are started by path. The first one starts others.
+_FILES = [str(ROOT / "tests" / name) for name in ("cli/fake_stack.py", "cli/fake_service.py")]
+_parents: dict[tuple[str, ...], Parent] = {}
 
 
 def parent_of(module: str) -> Parent:
     """Return the process that forks a service. Call it in the main thread, which it ends with."""
-    if module not in _parents:
-        [family] = [family for family in FAMILIES if module in family]
-        _parents.update(dict.fromkeys(family, Parent(family)))
-    return _parents[module]
+    [family] = [family for family in FAMILIES if module in family]
+    return _parent_of(family)
 
 
-def orders_of(module: str) -> Orders | None:
-    """Return the way to the process that forks a program; None if none can be asked for it."""
+def _parent_of(family: tuple[str, ...]) -> Parent:
+    if family not in _parents:
+        _parents[family] = Parent(family)
+    return _parents[family]
+
+
+def orders_of(words: Sequence[str]) -> Orders | None:
+    """Return the way to the process that forks a program; None if none can be asked for it.
+
+    `words`: what follows `python`.
+    """
+    family = _family_of(words)
     can_start = threading.current_thread() is threading.main_thread()
-    if module in _parents or (can_start and any(module in family for family in FAMILIES)):
-        return parent_of(module).orders
+    if family is not None and (family in _parents or can_start):
+        return _parent_of(family).orders
     return None
+
+
+def _family_of(words: Sequence[str]) -> tuple[str, ...] | None:
+    if words[0] in _FILES:
+        return FAMILIES[0]
+    if words[0] != "-m" or len(words) < 2:
+        return None
+    computes = words[1] == "splitpoint_cli" and words[2:3] and words[2] in _COMPUTING
+    return next(
+        (each for each in FAMILIES if words[1] in each and not (computes and each is FAMILIES[0])),
+        None,
+    )
 
 
 def parent_processes() -> set[int]:
@@ -255,7 +280,7 @@ def parent_processes() -> set[int]:
 
 def close_parents() -> None:
     """End the processes that fork, and what they have forked."""
-    for parent in set(_parents.values()):
+    for parent in _parents.values():
         parent.close()
     _parents.clear()
 
@@ -263,8 +288,12 @@ def close_parents() -> None:
 # -- the process that forks -------------------------------------------------------------------
 
 
-# Where a program's `main` is, if its `__main__` runs as soon as it is imported.
-MAINS = {"splitpoint_cli": "splitpoint_cli.main"}
+# Where a program's `main` is, if its `__main__` runs as soon as it is imported or it has none.
+MAINS = {
+    "splitpoint_cli": "splitpoint_cli.main",
+    "splitpoint_cli.request.probe": "splitpoint_cli.request.probe",
+    "worker_service.profiling.page_costs": "worker_service.profiling.page_costs",
+}
 
 
 @dataclass(frozen=True)
@@ -312,11 +341,19 @@ class Image:
     def load(cls, modules: Sequence[str]) -> Self:
         environment = dict(os.environ)
         programs = {name: Program.load(name) for name in modules}
+        # What the import of the first has set, that of another would, too.
+        first = programs[modules[0]].environment
+        for program in programs.values():
+            program.environment.update({**first, **program.environment})
         if "splitpoint_cli" in programs:
-            from splitpoint_cli.main import COMMANDS
+            from typer.testing import CliRunner
+
+            from splitpoint_cli.main import COMMANDS, app
 
             for place in COMMANDS.values():
                 importlib.import_module(place.partition(":")[0])
+            # Typer and Rich import the most when they first read options and print a help.
+            CliRunner().invoke(app, ["plan", "--help"])
             # What `splitpoint up` starts; these set no variables.
             programs |= {name: Program.load(name) for name in FAMILIES[0]}
         gc.enable()
@@ -405,7 +442,7 @@ class Image:
             return int(file.read() or 0)
 
     def _be_command(self, order: dict[str, Any], descriptors: Sequence[int], told: int) -> Any:
-        """Be `python -m`. `descriptors`: its standard streams, and what it inherits."""
+        """Be what `python` runs. `descriptors`: its standard streams, and what it inherits."""
         if order["is_session"]:
             os.setsid()
         elif order["group"] >= 0:
@@ -414,21 +451,26 @@ class Image:
         _place_descriptors(order["numbers"], descriptors)
         _default_signals()
         os.chdir(order["folder"])
-        module, *arguments = order["command"]
-        program = self.programs[module]
+        words: list[str] = order["command"]
+        program = self.programs[words[1]] if words[0] == "-m" else None
         os.environ.clear()
-        os.environ.update({**program.environment, **order["environment"]})
+        os.environ.update({**(program.environment if program else {}), **order["environment"]})
         _renew_streams(is_unbuffered=bool(os.environ.get("PYTHONUNBUFFERED")))
-        _show_command([sys.executable, "-m", *order["command"]])
+        _show_command([sys.executable, *words])
         os.write(telling, str(os.getpid()).encode())
         os.close(telling)
-        if module == "splitpoint_cli" and arguments[:1] == ["up"]:
+        if words[0] == _FILES[0] or words[1:3] == ["splitpoint_cli", "up"]:
             self._fork_for_this_process()
-        this = types.ModuleType("__main__")
-        this.__package__ = module
+        this: Any = types.ModuleType("__main__")
         sys.modules["__main__"] = this
-        folder = importlib.import_module(module).__path__[0]
-        sys.argv = [f"{folder}/__main__.py", *arguments]
+        if program is None:
+            return _run_file(words, this)
+        _, module, *arguments = words
+        loaded: Any = importlib.import_module(module)
+        is_package = hasattr(loaded, "__path__")
+        this.__package__ = module if is_package else module.rpartition(".")[0]
+        file = f"{loaded.__path__[0]}/__main__.py" if is_package else loaded.__file__
+        sys.argv = [file, *arguments]
         return program.main()
 
     def _fork_for_this_process(self) -> None:
@@ -449,7 +491,17 @@ class Image:
             self.serve(orders.theirs)
             os._exit(0)
         orders.theirs.close()
-        forked_python.install(dict.fromkeys(self.programs, orders).get)
+        forked_python.install(
+            lambda words: orders if words[0] != "-m" or words[1] in self.programs else None
+        )
+
+
+def _run_file(words: Sequence[str], this: Any) -> None:
+    """Run a program of the tests as the module `this`."""
+    this.__file__ = words[0]
+    sys.argv = [*words]
+    sys.path[0] = str(Path(words[0]).parent)
+    exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), this.__dict__)
 
 
 def _end_with_parent() -> None:
@@ -458,8 +510,9 @@ def _end_with_parent() -> None:
 
 
 def _default_signals() -> None:
-    """As a new interpreter has them."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    """As a new interpreter has them, which nothing told to ignore some."""
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
 

@@ -1,9 +1,9 @@
 """`python -m MODULE` without its imports: what a process starts so is forked by one that has them.
 
-After `install`, `subprocess` and asyncio start a program of this project by fork_server.py: a child
-of this process with its own arguments, environment, folder, descriptors, process group and end.
-Everything else is started as ever: other programs, Python with other options, and where variables
-differ that libraries read when they are imported.
+After `install`, `subprocess` and asyncio start a program of this project, or of its tests by path,
+by fork_server.py: a child of this process with its own arguments, environment, folder, descriptors,
+process group and end. Everything else is started as ever: other programs, Python with other
+options, and where variables differ that libraries read when they are imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,20 +30,23 @@ PYTHON = sys.executable
 # how long threads spin and how many kernels are kept, change no answer.
 _READ_BY_IMPORTS = re.compile(
     "PYTHON(?!PATH|UNBUFFERED)|LD_|GLIBC_|MALLOC_|OMP_|KMP_|MKL_|OPENBLAS_|TORCH|CUDA|GRPC_|HF_"
-    "|TRANSFORMERS_|LC_|LANG|TZ|CXX|MC_|VLLM"
+    "|TRANSFORMERS_|LC_|LANG|TZ|CXX|MC_|VLLM|_?TYPER_|TERMINAL_WIDTH|FORCE_COLOR|PY_COLORS"
 )
 _lock = threading.Lock()
 
 
-def install(orders_of: Callable[[str], Orders | None]) -> None:
-    """Let `subprocess` ask for programs of which `orders_of` returns how to ask."""
+def install(orders_of: Callable[[Sequence[str]], Orders | None]) -> None:
+    """Let `subprocess` ask for programs of which `orders_of` returns how to ask.
+
+    It is given what follows `python`.
+    """
     processes: Any = subprocess.Popen
     start = processes._execute_child
     parameters = inspect.signature(start)
 
     def start_or_ask(*given: Any) -> None:
         options = parameters.bind(*given).arguments
-        if not (_is_plain(options) and (orders := orders_of(options["args"][2]))):
+        if not (_is_plain(options) and (orders := orders_of(_words(options)))):
             start(*given)
             return
         environment = dict(os.environ if options["env"] is None else options["env"])
@@ -64,17 +67,18 @@ def install(orders_of: Callable[[str], Orders | None]) -> None:
     processes._execute_child = start_or_ask
 
 
+def _words(options: Mapping[str, Any]) -> list[str]:
+    """Return what follows `python`."""
+    return [*map(os.fsdecode, options["args"][1:])]
+
+
 def _is_plain(options: Mapping[str, Any]) -> bool:
-    """Return whether it is `python -m MODULE ...`, and needs no process that is new."""
+    """Return whether it is `python PROGRAM ...`, and needs no process that is new."""
     command = options["args"]
-    is_module = (
-        isinstance(command, list | tuple)
-        and len(command) > 2
-        and [*map(str, command[:2])] == [PYTHON, "-m"]
-    )
+    is_python = isinstance(command, list | tuple) and len(command) > 1 and str(command[0]) == PYTHON
     special = ("executable", "preexec_fn", "shell", "gid", "gids", "uid")
     return (
-        is_module
+        is_python
         and not any(options[name] for name in special)
         and options["umask"] < 0
         and options["close_fds"]
@@ -105,7 +109,7 @@ def _ask(orders: Orders, options: Mapping[str, Any], environment: Mapping[str, s
         try:
             process_id, _ = orders.ask(
                 *given.values(),
-                command=[*map(os.fsdecode, options["args"][2:])],
+                command=_words(options),
                 numbers=[*given],
                 environment=environment,
                 folder=os.fsdecode(options["cwd"] or os.getcwd()),

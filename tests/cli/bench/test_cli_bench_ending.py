@@ -87,7 +87,6 @@ def test_a_signal_leaves_nothing_behind(
             cwd=ROOT,
             env=child_environment({}),
             start_new_session=True,
-            preexec_fn=heed_signals,
         )
     try:
         wait_until(lambda: said in log.read_bytes() and arenas_of(process.pid), process)

@@ -45,7 +45,7 @@ def doctor(
     environment: dict[str, str] | None = None,
     under: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    settings = {"NO_COLOR": "1", "PYTHONUTF8": "1", **HERE}
+    settings = {"NO_COLOR": "1", **HERE}
     return subprocess.run(
         [*under, *COMMAND, *arguments],
         capture_output=True,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from own_names import instance_name
+from small_model import small_model
 from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
@@ -37,8 +38,9 @@ def stack() -> Iterator[Stack]:
     command = [
         *PROGRAM,
         "up",
+        *("--model", str(small_model())),
         *("--listen", "127.0.0.1:0", "--instance", instance_name("top")),
-        *("--workers", "2", "--threads", "1", "--link-rate", "50MB"),
+        *("--workers", "2", "--threads", "1", "--link-rate", "50MB", "--page-tokens", "16"),
         *("--host-memory", "64MiB", "--device-memory", "256MiB"),
     ]
     with up_process(command) as process:
@@ -55,7 +57,7 @@ def top(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=60,
-        env=child_environment({"PYTHONUTF8": "1"}),
+        env=child_environment({}),
         check=False,
     )
 
@@ -95,7 +97,7 @@ def test_a_snapshot_of_a_stack_under_load(stack: Stack) -> None:
 def test_a_snapshot_for_people(stack: Stack) -> None:
     done = top("--address", stack.address, "--once")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"splitpoint top  {stack.address}  stdlib-llama  up ")
+    assert done.stdout.startswith(f"splitpoint top  {stack.address}  small-llama  up ")
     for part in (
         "worker 0  ready",
         "worker 1  ready",
