@@ -352,7 +352,10 @@ def test_no_decision_hangs_on_the_wall_clock() -> None:
         for file in (ROOT / package).rglob("*.py"):
             if "v1" in file.parts or str(file.relative_to(ROOT)) in exempt:
                 continue
-            for node in ast.walk(ast.parse(file.read_text())):
+            source = file.read_text()
+            if not any(".".join(each) in source for each in wall):
+                continue
+            for node in ast.walk(ast.parse(source)):
                 if (
                     isinstance(node, ast.Attribute)
                     and isinstance(node.value, ast.Name)

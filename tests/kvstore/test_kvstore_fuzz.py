@@ -9,11 +9,13 @@ import grpc
 import pytest
 from fuzzing import stream_status
 from kvstore_client import Service
+from long_runs import scaled
 
 from kvstore_service.server import SERVICE_NAME
 from splitpoint.v1 import kvstore_pb2 as pb
 
-ROUNDS = 2000
+pytestmark = pytest.mark.scaled
+ROUNDS = scaled(500, chaos=2000)
 SEED = 20260101
 UNARY = {
     "Attach": pb.AttachRequest,

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 import simulated
+from long_runs import scaled
 from simulated import CHUNK, SHAPE, cell, requests, worker
 
 from scheduler_service.policy.reservations import Reservations
@@ -51,8 +52,9 @@ class WatchedCell(Cell):
         assert self.store.used_count <= self.store.slot_count
 
 
+@pytest.mark.scaled
 @pytest.mark.parametrize("policy", Policy)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(scaled(2, chaos=4)))
 def test_every_request_ends_once_and_memory_is_never_exceeded(policy: Policy, seed: int) -> None:
     given = requests(random_arrivals(seed, 150))
     plain = cell([worker(pages=60), worker(pages=30)], policy, store_chunks=80)

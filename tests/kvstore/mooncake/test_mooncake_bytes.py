@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvstore_helpers import LAYOUT
+from long_runs import scaled
 
 from kvstore_service.mooncake import trailer
 from kvstore_service.mooncake.pieces import pieces_of, registered_ranges, slot_parts, slot_runs
@@ -27,7 +29,9 @@ slot_pairs = st.integers(1, 20).flatmap(
 )
 
 
+@pytest.mark.scaled
 @given(slot_pairs, st.integers(1, 4096))
+@settings(max_examples=scaled(40, chaos=100))
 def test_pieces_copy_each_slots_bytes_and_no_others(
     slots: tuple[list[int], list[int]], most: int
 ) -> None:

@@ -44,7 +44,7 @@ from splitpoint.errors import DataLoss, FailedPrecondition, NotFound, ResourceEx
 from splitpoint.keys import chunk_key
 
 # Histories, unless SPLITPOINT_STORE_EXAMPLES says how many.
-EXAMPLES = scaled(150, chaos=500)
+EXAMPLES = scaled(50, chaos=500)
 SLOTS = 9
 LEASE_SECONDS = 10.0
 SALTS = (b"", b"tenant")

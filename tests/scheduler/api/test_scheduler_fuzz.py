@@ -8,13 +8,14 @@ import random
 
 import grpc
 import pytest
+from long_runs import scaled
 from scheduler_doubles import MODEL_FOLDER, WorkerDouble, answer, ids_request, stack
 
 from scheduler_service.limits import Limits
 from scheduler_service.options import load_served_model
 from splitpoint.v1 import scheduler_pb2
 
-CASES = 2000
+CASES = scaled(500, chaos=2000)
 AT_ONCE = 50
 CHAT = scheduler_pb2.ChatPrompt(
     messages='[{"role": "user", "content": "x"}]', tools='[{"type": "function"}]'
@@ -50,6 +51,7 @@ def random_bytes(rng: random.Random, seed: bytes) -> bytes:
     return bytes(mutated[: rng.randrange(1, len(mutated) + 1)])
 
 
+@pytest.mark.scaled
 @pytest.mark.parametrize("method", sorted(METHODS))
 async def test_random_bytes_crash_nothing(method: str, caplog: pytest.LogCaptureFixture) -> None:
     rng = random.Random(method)

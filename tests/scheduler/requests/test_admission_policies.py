@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from long_runs import scaled
 from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, queued_request, worker_facts
 
 from scheduler_service.api.request import Request
@@ -226,8 +227,9 @@ class History:
         assert self.admission.check_integrity() == []
 
 
+@pytest.mark.scaled
 @pytest.mark.parametrize("policy", Policy)
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(scaled(5, chaos=16)))
 def test_random_histories(policy: Policy, seed: int) -> None:
     history = History(policy, random.Random(seed))
     for _ in range(200):
@@ -235,8 +237,9 @@ def test_random_histories(policy: Policy, seed: int) -> None:
     history.end()
 
 
+@pytest.mark.scaled
 @pytest.mark.parametrize("policy", Policy)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(scaled(2, chaos=4)))
 def test_random_histories_of_readers_that_stop(policy: Policy, seed: int) -> None:
     history = History(policy, random.Random(seed))
     for _ in range(100):

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 import pytest
+from long_runs import scaled
 from scheduler_doubles import queued_request, worker_facts
 
 from scheduler_service.api.output import Output
@@ -249,9 +250,10 @@ def play(seed: int, *, many: bool) -> None:
         assert least <= engines.ended_engines[arrival] <= 2
 
 
+@pytest.mark.scaled
 @pytest.mark.parametrize("many", [True, False])
 def test_every_poison_request_ends_two_engines_and_no_innocent_is_given_up(many: bool) -> None:
-    for seed in range(150):
+    for seed in range(scaled(40, chaos=150)):
         try:
             play(seed, many=many)
         except AssertionError as error:

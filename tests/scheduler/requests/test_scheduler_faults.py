@@ -470,7 +470,7 @@ async def cut_off_reader() -> AsyncIterator[Any]:
 
 
 async def test_a_slow_reader_pauses_its_request_and_no_other() -> None:
-    worker, count = long_worker(), 3_000
+    worker, count = long_worker(), 1_500
     async with (
         stack(worker, model=LONG, limits=Limits(lag_tokens=64)) as running,
         slow_client(running) as client,
@@ -530,7 +530,7 @@ async def test_paused_requests_make_room_and_run_on_later(lacking: str) -> None:
 
 
 async def test_a_suspect_that_is_paused_makes_room_and_runs_on_later() -> None:
-    worker, count = long_worker(), 3_000
+    worker, count = long_worker(), 1_500
     async with (
         stack(worker, model=LONG, limits=Limits(lag_tokens=64)) as running,
         slow_client(running) as client,

@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_runs import scaled
 from tiny_tokenizers import BYTES, CORPUS, byte_level, sentencepiece
 from tokenizers import (
     AddedToken,
@@ -60,8 +61,9 @@ def byte_runs_are_text(backend: tokenizers.Tokenizer, ids: list[int]) -> bool:
     return True
 
 
+@pytest.mark.scaled
 @given(name=names, text=texts | st.text("ab \n", min_size=500, max_size=900))
-@settings(max_examples=400)
+@settings(max_examples=scaled(80, chaos=400))
 def test_bytes_tell_the_fewest_tokens(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     fewest, ids = tokenizer.fewest_tokens(text), tokenizer.encode(text)
@@ -124,8 +126,9 @@ def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
     assert turns > 10
 
 
+@pytest.mark.scaled
 @given(name=names, data=st.data())
-@settings(max_examples=600)
+@settings(max_examples=scaled(150, chaos=600))
 def test_random_tokens_stream_to_the_whole_decode(name: str, data: st.DataObject) -> None:
     backend, tokenizer = BACKENDS[name], TOKENIZERS[name]
     # Half of the ids come from the bytes and special tokens at the front.
@@ -141,8 +144,9 @@ def test_random_tokens_stream_to_the_whole_decode(name: str, data: st.DataObject
     assert tokenizer.decode(ids) == stream(tokenizer, ids)
 
 
+@pytest.mark.scaled
 @given(name=names, text=texts)
-@settings(max_examples=300)
+@settings(max_examples=scaled(75, chaos=300))
 def test_texts_come_back(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(text)
@@ -159,8 +163,9 @@ def bytes_of(tokenizer: Tokenizer, ids: list[int]) -> bytes:
     return b"".join(map(tokenizer.token_bytes, ids))
 
 
+@pytest.mark.scaled
 @given(name=names, text=texts)
-@settings(max_examples=300)
+@settings(max_examples=scaled(75, chaos=300))
 def test_the_bytes_of_tokens_are_those_of_their_text(name: str, text: str) -> None:
     """Also of tokens that are parts of a character.
 
@@ -175,8 +180,9 @@ def test_the_bytes_of_tokens_are_those_of_their_text(name: str, text: str) -> No
     assert found == expected
 
 
+@pytest.mark.scaled
 @given(name=names, data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=scaled(75, chaos=300))
 def test_the_bytes_of_any_tokens_make_the_streamed_text(name: str, data: st.DataObject) -> None:
     backend, tokenizer = BACKENDS[name], TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(3, backend.get_vocab_size() + 20), max_size=30))
@@ -199,8 +205,9 @@ def test_special_tokens_have_the_bytes_of_their_spelling_and_unknown_ones_none()
     assert TOKENIZERS["llama-2"].token_bytes(id_of("llama-2", "<0xE4>")) == b"\xe4"
 
 
+@pytest.mark.scaled
 @given(name=names, data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=scaled(60, chaos=200))
 def test_special_tokens_stay_in_the_text_if_asked(name: str, data: st.DataObject) -> None:
     backend, tokenizer = BACKENDS[name], TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(0, 5) | st.integers(0, 290), max_size=20))
@@ -209,8 +216,9 @@ def test_special_tokens_stay_in_the_text_if_asked(name: str, data: st.DataObject
         assert tokenizer.decode(ids, keeps_special_tokens=True) == expected
 
 
+@pytest.mark.scaled
 @given(name=names, text=texts)
-@settings(max_examples=200)
+@settings(max_examples=scaled(60, chaos=200))
 def test_no_push_ends_inside_a_character(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     whole, seen = TextStream(tokenizer, ()), ""
@@ -220,12 +228,13 @@ def test_no_push_ends_inside_a_character(name: str, text: str) -> None:
         assert decoded.startswith(seen)
 
 
+@pytest.mark.scaled
 @given(
     text=st.text("abc", max_size=24),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
     data=st.data(),
 )
-@settings(max_examples=500)
+@settings(max_examples=scaled(120, chaos=500))
 def test_matches_do_not_depend_on_token_borders(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
@@ -258,8 +267,9 @@ def test_matches_do_not_depend_on_token_borders(
     assert grouped.push(ids) + grouped.finish() == expected
 
 
+@pytest.mark.scaled
 @given(name=names, data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=scaled(60, chaos=200))
 def test_special_tokens_can_be_kept(name: str, data: st.DataObject) -> None:
     """Each comes as it is spelled, between texts that are the same without it."""
     tokenizer = TOKENIZERS[name]

@@ -291,10 +291,11 @@ def test_a_column_split_of_one_tile_is_kvprs_equation() -> None:
     assert costs.seconds(split, cached, PipelineOptions(Schedule.COLUMN)) == pytest.approx(expected)
 
 
+@pytest.mark.scaled
 def test_tiles_are_whole_chunks_within_the_staging_memory_and_nearly_the_best() -> None:
     rng = random.Random(5)
     ratios = []
-    for _ in range(300):
+    for _ in range(scaled(80, chaos=300)):
         costs = random_costs(rng)
         chunk = rng.choice([1, 4, 16])
         cached = chunk * rng.randint(1, 60) + rng.randint(0, chunk - 1)
