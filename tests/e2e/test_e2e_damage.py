@@ -19,10 +19,10 @@ from splitpoint.client.answers import Completion
 from splitpoint.planning.plan import Residency
 from splitpoint.v1 import kvstore_pb2
 
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 # Nothing but what a worker reads and reports is ever read back.
 SHAPE = StackShape(workers=1, verify_rate=0.0, store_arguments=("--scrub-seconds", "0"))
-SCRUB_SECONDS = 1.0
+SCRUB_SECONDS = 0.3
 # A reader has no use for the record and the token row: only the store compares them.
 READERS_SEE = [where for where in WHERE if where not in ("record", "token row")]
 
