@@ -33,7 +33,8 @@ def quarter(folder: Path) -> int:
     return weight_sizes(read_decoder(folder), torch.device("cpu"), torch.float32).total // 4
 
 
-@pytest.mark.parametrize("case", SIZES)
+# tests/worker/weights/test_worker_host_weights.py has every family.
+@pytest.mark.parametrize("case", ["llama-3", pytest.param("opt", marks=pytest.mark.chaos)])
 async def test_restores_and_streams_with_weights_on_the_host(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
