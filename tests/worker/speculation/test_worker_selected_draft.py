@@ -1,7 +1,4 @@
-"""Self drafts that attend rows which a selection fetches: the text is that of full decoding.
-
-Takes about 20 seconds.
-"""
+"""Self drafts that attend rows which a selection fetches: the text is that of full decoding."""
 
 from __future__ import annotations
 
@@ -53,7 +50,10 @@ def always_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Grouped queries; heads of their own, with learned positions; windows below full layers.
-@pytest.fixture(scope="module", params=["llama-3", "opt", "gemma3"])
+CASES = ("llama-3", "opt", "gemma3")
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
@@ -179,7 +179,16 @@ def decoding(case: Case, engine: Engine, selection: Selection) -> tuple[Sequence
                 return sequence, sequence.reads
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+# Both in one family; the others draw in `make chaos`.
+@pytest.mark.parametrize(
+    ("case", "sampling"),
+    [
+        ("llama-3", SAMPLED),
+        *((case, GREEDY) for case in CASES),
+        *(pytest.param(case, SAMPLED, marks=pytest.mark.chaos) for case in CASES[1:]),
+    ],
+    indirect=["case"],
+)
 def test_the_text_is_that_of_full_decoding(case: Case, lanes: Lanes, sampling: Sampling) -> None:
     """Several draft together, cold and from the store; chunks leave the device meanwhile."""
     plain, _ = run(case, drafting_engine(case, 1), requests_of(case, sampling, FULL, b"plain"))
