@@ -1,7 +1,4 @@
-"""An engine with a draft model answers as without it: rejections, cancellation, preemption.
-
-Takes about 20 seconds.
-"""
+"""An engine with a draft model answers as without it: rejections, cancellation, preemption."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runner import CPU, Transcript, admission, make_engine, run_all
+from long_runs import scaled
 from store_runner import store_runner
 from test_worker_model_draft import make_drafter
 from tiny_models import VOCABULARY, write_tiny
@@ -27,8 +25,9 @@ from worker_service.model.decoder import Decoder
 from worker_service.speculation.model_draft import ModelDrafter
 
 LENGTHS = (1, 15, 16, 17, 40, 64, 65, 100)
+NEW = scaled(32, chaos=64)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.scaled, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def requests(count: int, **changes: object) -> list[Admission]:
         generator = torch.Generator().manual_seed(100 * index + length)
         prompt = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
         temperature = 0.8 if index % 2 else 0.0
-        sampling = Sampling(max_tokens=64, ignore_eos=True, temperature=temperature, seed=index)
+        sampling = Sampling(max_tokens=NEW, ignore_eos=True, temperature=temperature, seed=index)
         changed = replace(sampling, **changes)  # type: ignore[arg-type]
         found.append(admission(str(index), prompt, changed))
     return found
@@ -75,10 +74,17 @@ def is_clean(engine: Engine, drafter: ModelDrafter) -> None:
     drafter.cache.pages.check_integrity()
 
 
+@pytest.fixture(scope="module")
+def plain(served: Decoder) -> Transcript:
+    """What eight requests answer without drafts."""
+    return run_all(make_engine(served), requests(8))
+
+
 @pytest.mark.parametrize("k", [1, 3, 8])
-def test_texts_are_those_of_plain_decoding(served: Decoder, companion: Decoder, k: int) -> None:
+def test_texts_are_those_of_plain_decoding(
+    served: Decoder, companion: Decoder, plain: Transcript, k: int
+) -> None:
     """With a draft model that is nearly always wrong, and with one that is always right."""
-    plain = run_all(make_engine(served), requests(8))
     for model in (companion, served):
         drafter = make_drafter(model, pages=200)
         engine = engine_with(served, drafter)
@@ -86,7 +92,7 @@ def test_texts_are_those_of_plain_decoding(served: Decoder, companion: Decoder, 
         assert found.tokens == plain.tokens
         drafted = sum(event.drafted for event in found.drafts)
         accepted = sum(event.accepted for event in found.drafts)
-        assert drafted > 8 * 20
+        assert drafted > 8 * NEW / 3
         if model is served:
             # Greedy and drawn drafts alike.
             assert accepted == drafted
@@ -127,16 +133,18 @@ def test_streamed_requests_answer_the_same(
             found = runner.run(engine, each)
         assert found.tokens == plain.tokens
         accepted = sum(event.accepted for event in found.drafts)
-        assert accepted > 100 or model is companion
+        assert accepted > 3 * NEW or model is companion
         assert found.drafts
 
 
 def test_cancelled_requests_leave_the_others_as_they_are(served: Decoder) -> None:
-    plain = run_all(make_engine(served), requests(8))
+    # Long enough for those that are cancelled to be under way.
+    asked = requests(8, max_tokens=64)
+    plain = run_all(make_engine(served), asked)
     drafter = make_drafter(served, pages=200)
     engine = engine_with(served, drafter)
     found = Transcript()
-    for each in speculating(requests(8), 3):
+    for each in speculating(asked, 3):
         engine.admit(each)
     for step in range(2000):
         found.add(engine.step())
@@ -154,14 +162,16 @@ def test_cancelled_requests_leave_the_others_as_they_are(served: Decoder) -> Non
     is_clean(engine, drafter)
 
 
-def test_the_answer_ends_within_an_accepted_draft_at_the_same_token(served: Decoder) -> None:
-    free = run_all(make_engine(served), requests(8)).tokens
+def test_the_answer_ends_within_an_accepted_draft_at_the_same_token(
+    served: Decoder, plain: Transcript
+) -> None:
+    free = plain.tokens
     for place in (9, 12):
         ended = [
             replace(each, sampling=replace(each.sampling, stop_token_ids=(free[name][place],)))
             for each in requests(8)
             for name in [each.request_id]
         ]
-        plain = run_all(make_engine(served), ended)
+        wanted = run_all(make_engine(served), ended)
         engine = engine_with(served, make_drafter(served, pages=200))
-        assert run_all(engine, speculating(ended, 8)).tokens == plain.tokens
+        assert run_all(engine, speculating(ended, 8)).tokens == wanted.tokens
