@@ -81,7 +81,10 @@ def test_tokens_are_exact_with_a_quarter_of_the_weights_memory(
     requests = [admission(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
     seed = random.randrange(1 << 30)
     print("seed", seed)
-    for lanes in (SerialLanes(CPU), ThreadLanes(CPU), delayed(ThreadLanes(CPU), seed)):
+    late = delayed(ThreadLanes(CPU), seed)
+    # All lanes in one family; late ones find what the others would.
+    is_first = case == FAMILY_CASES[0]
+    for lanes in (SerialLanes(CPU), ThreadLanes(CPU), late) if is_first else (late,):
         engine = small_engine(folder, lanes)
         assert engine.model.layer_weights is not None
         assert len(engine.model.layer_weights.keys) > LAYERS / 2
@@ -142,12 +145,12 @@ def test_device_memory_stays_within_the_budget(case: str, folders: Callable[[str
     # Beside the plan's: frequencies of RoPE.
     assert 0 <= held - plan.weight_bytes - plan.cache_capacity_bytes - staging <= 64
     requests = [
-        admission(str(i), prompt_of(3 + i, i), Sampling(max_tokens=6, ignore_eos=True))
+        admission(str(i), prompt_of(3 + i, i), Sampling(max_tokens=3, ignore_eos=True))
         for i in range(6)
     ]
     with counting() as made:
         transcript = run_all(engine, requests)
-    assert [len(transcript.tokens[str(i)]) for i in range(6)] == [6] * 6
+    assert [len(transcript.tokens[str(i)]) for i in range(6)] == [3] * 6
     assert 0 < made.peak <= plan.workspace_bytes - staging
     assert held + made.peak <= plan.budget_bytes
     assert held_bytes(engine, beside=host_tables) == held
@@ -164,7 +167,7 @@ def test_a_placement_takes_what_it_says(case: str, folders: Callable[[str], Path
     """Whatever is where, the decoder holds `device_bytes`, and streams `streamed_bytes`."""
     folder = folders(case)
     sizes = weight_sizes(read_decoder(folder), CPU, torch.float32)
-    for free in (10, 4, 2.2, 1.4, 1.1, 1.0):
+    for free in (10, 4, 2.2, 1.4, 1.1, 1.0) if case == FAMILY_CASES[0] else (4, 1.1):
         placement = place_weights(
             sizes,
             free_bytes=int(sizes.total / free),
@@ -280,7 +283,11 @@ def test_pieces_of_a_head_cover_it() -> None:
 # -- restores -------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["opt", "llama-3", "qwen3", "gemma2", "gemma3"])
+RESTORED = ("llama-3", "opt", "qwen3", "gemma2", "gemma3")
+SCHEDULES = (Schedule.PIPELINED, Schedule.SERIAL, Schedule.COLUMN)
+
+
+@pytest.fixture(scope="module", params=RESTORED)
 def stored(
     request: pytest.FixtureRequest,
     folders: Callable[[str], Path],
@@ -305,7 +312,20 @@ def restored(
     return [*keys, *values], spans
 
 
-@pytest.mark.parametrize("schedule", [Schedule.SERIAL, Schedule.COLUMN, Schedule.PIPELINED])
+# Every schedule and split in one family; of the others, what is served by default.
+@pytest.mark.parametrize(
+    ("stored", "schedule"),
+    [
+        pytest.param(
+            case,
+            schedule,
+            marks=[] if RESTORED[0] == case or SCHEDULES[0] is schedule else pytest.mark.chaos,
+        )
+        for case in RESTORED
+        for schedule in SCHEDULES
+    ],
+    indirect=["stored"],
+)
 def test_restores_bring_only_the_weights_they_rebuild_with(
     stored: tuple[Path, StoredPrefix], schedule: Schedule
 ) -> None:
