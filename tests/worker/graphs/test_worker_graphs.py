@@ -1,4 +1,4 @@
-"""Graphs of decoding steps, on a CPU by a recorder that plays back: the same tokens; 20 s."""
+"""Graphs of decoding steps, on a CPU by a recorder that plays back: the same tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,17 @@ def counts_of(engine: Engine) -> GraphCounts:
     return engine.graphs.counts
 
 
-@pytest.mark.parametrize("case", FAMILY_CASES)
+# Learned positions; grouped queries; norms on queries and keys; windows below full layers.
+ESSENTIAL = ("opt", "llama-3", "qwen3", "gemma3")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case in ESSENTIAL else pytest.mark.chaos)
+        for case in FAMILY_CASES
+    ],
+)
 def test_replayed_steps_give_the_tokens_of_transformers(case: str, tmp_path: Path) -> None:
     reference = build_tiny(case)
     prompts, wanted = zip(*(clear_prompt(reference, each, 24) for each in LENGTHS), strict=True)
@@ -94,7 +104,7 @@ def test_padding_rows_touch_only_their_own_page(tmp_path: Path) -> None:
     assert changed == 3 * len(engine.cache.keys)
 
 
-@pytest.mark.parametrize("case", ["llama-3", "gemma3"])
+@pytest.mark.parametrize("case", ["llama-3", pytest.param("gemma3", marks=pytest.mark.chaos)])
 def test_rows_that_verify_drafts_are_replayed(case: str, tmp_path: Path) -> None:
     model = Decoder.load(write_tiny(case, tmp_path), CPU, torch.float32)
     drawn = Sampling(max_tokens=30, ignore_eos=True, temperature=0.8, seed=3)
