@@ -105,7 +105,7 @@ def walk(
 def test_whole_answers_satisfy_their_schema(
     compilers: dict[str, GrammarCompiler], name: str
 ) -> None:
-    whole, seeds = 0, scaled(60, chaos=120)
+    whole, seeds = 0, scaled(24, chaos=120)
     for seed in range(seeds):
         schema = random_schema(seed)
         matcher = matcher_of(
