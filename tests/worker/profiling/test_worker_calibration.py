@@ -1,6 +1,6 @@
 """The kernels of a host: chosen by a measurement, kept, shared, and measured again when needed.
 
-Measures for real where the measurement matters, which takes a second or two each time; 15 s in all.
+Measures for real once, which takes seconds, and in `make chaos` wherever something is measured.
 """
 
 from __future__ import annotations
@@ -28,9 +28,27 @@ CPU = torch.device("cpu")
 USUAL = Choice(Decode.PRODUCTS, Prefill.SDPA, Layout.PACKED)
 # What no measurement here would give.
 UNLIKELY = Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Layout.PLAIN)
-PROGRAM = (
+MEASURES = (
     "import torch; from worker_service.profiling.calibration import use_kernels; "
     "print(use_kernels(torch.float32))"
+)
+# The same by a measurement that gives something else in each process.
+MAKES_UP = (
+    "import os\n"
+    "from worker_service.kernels.choice import Decode, Layout\n"
+    "from worker_service.profiling import calibration\n"
+    "def made_up(dtype, usual, *, has_compiled):\n"
+    "    decode = Decode.FUSED if has_compiled else Decode.PRODUCTS\n"
+    "    linear = list(Layout)[os.getpid() % 2]\n"
+    "    return usual.parsed(f'decode={decode.value},linear={linear.value}')\n"
+    "calibration.measured = made_up\n" + MEASURES
+)
+each_program = pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(MAKES_UP, id="made-up"),
+        pytest.param(MEASURES, id="measured", marks=pytest.mark.chaos),
+    ],
 )
 # Has torch and the calibration loaded, and no more: then each process that it forks is as a new
 # one. Its requests: a program, variables of the environment, and a file for the output of each
@@ -148,16 +166,25 @@ def test_a_damaged_or_older_file_is_measured_again(
     assert json.loads(path.read_text()) == {"facts": whole["facts"], "choice": str(UNLIKELY)}
 
 
-def test_types_are_measured_apart(used: Path) -> None:
-    use_kernels(torch.bfloat16)
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.chaos)])
+def test_types_are_measured_apart(
+    used: Path, is_real: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = use_kernels(torch.float32)
+    if not is_real:
+        monkeypatch.setattr(calibration, "measured", lambda *_, **__: UNLIKELY)
+    found = use_kernels(torch.bfloat16)
+    assert is_real or found == UNLIKELY
     assert len(list(used.glob("kernels-*.json"))) == 2
+    assert use_kernels(torch.float32) == before
 
 
+@each_program
 def test_processes_that_start_together_use_the_same_kernels(
-    unmeasured: Path, processes: Processes
+    unmeasured: Path, processes: Processes, program: str
 ) -> None:
     """One measures, the other waits for the lock and reads."""
-    said = processes.say(PROGRAM, cache_variable(unmeasured), count=2)
+    said = processes.say(program, cache_variable(unmeasured), count=2)
     assert said[0] == said[1] == json.loads(record(unmeasured).read_text())["choice"] + "\n"
 
 
@@ -184,14 +211,17 @@ def test_without_a_folder_of_its_own_a_worker_goes_by_flags(
 
 
 @needs_compiler
-def test_a_compiler_that_is_installed_later_counts(unmeasured: Path, processes: Processes) -> None:
+@each_program
+def test_a_compiler_that_is_installed_later_counts(
+    unmeasured: Path, processes: Processes, program: str
+) -> None:
     """And a host without one keeps a choice of its own in a folder that both share."""
     shared = cache_variable(unmeasured)
-    [without] = processes.say(PROGRAM, {**shared, "CXX": "no-such-compiler"})
+    [without] = processes.say(program, {**shared, "CXX": "no-such-compiler"})
     assert without.startswith("decode=products")
     first = record(unmeasured)
     content = first.read_text()
-    processes.say(PROGRAM, shared)
+    processes.say(program, shared)
     assert first.read_text() == content
     (second,) = {*unmeasured.glob("kernels-*.json")} - {first}
     assert json.loads(second.read_text())["facts"]["has_compiled"]
@@ -199,7 +229,7 @@ def test_a_compiler_that_is_installed_later_counts(unmeasured: Path, processes: 
     for path, environment in ((first, {"CXX": "no-such-compiler"}), (second, {})):
         kept = json.loads(path.read_text())
         path.write_text(json.dumps({**kept, "choice": str(UNLIKELY)}))
-        assert processes.say(PROGRAM, {**shared, **environment}) == [f"{UNLIKELY}\n"]
+        assert processes.say(program, {**shared, **environment}) == [f"{UNLIKELY}\n"]
 
 
 @needs_compiler
