@@ -1,7 +1,7 @@
 """A row's attention has the same bits however it comes to be computed on a CPU.
 
 As a decoded row, as the rows of a step with guesses, in a prefill of any pieces, and from tiles
-of a streamed step. A few seconds, and one for each kernel that is compiled the first time.
+of a streamed step. A few seconds, and some for each kernel that is compiled the first time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 CPU = torch.device("cpu")
 FUSED = by_flags(torch.float32, set()).parsed("decode=fused,prefill=fused")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +35,25 @@ SHAPES = [
     Shape(heads=2, kv_heads=1, head_dim=256, chunk=33),
     Shape(heads=4, kv_heads=2, head_dim=80, chunk=300, window=140),
 ]
+# Each type and width is a kernel of its own, compiled for seconds; `make chaos` has them all.
+COMPILED = {
+    torch.float32: (64, 20, 256),
+    torch.bfloat16: (64, 20, 128, 80),
+    torch.float16: (64,),
+}
+each_kernel = pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        pytest.param(
+            dtype,
+            shape,
+            id=f"{str(dtype).removeprefix('torch.')}-{number}",
+            marks=[] if shape.head_dim in widths else pytest.mark.chaos,
+        )
+        for dtype, widths in COMPILED.items()
+        for number, shape in enumerate(SHAPES)
+    ],
+)
 
 
 def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -44,8 +62,7 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@each_kernel
 def test_a_prefill_is_attention_and_has_the_bits_of_decoded_rows(
     dtype: torch.dtype, shape: Shape
 ) -> None:
@@ -58,8 +75,7 @@ def test_a_prefill_is_attention_and_has_the_bits_of_decoded_rows(
         assert torch.equal(whole[row : row + 1], sequence.decoded(range(row, row + 1)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@each_kernel
 def test_pieces_of_any_size_and_places_give_the_bits_of_the_whole(
     dtype: torch.dtype, shape: Shape
 ) -> None:
@@ -75,8 +91,7 @@ def test_pieces_of_any_size_and_places_give_the_bits_of_the_whole(
         assert torch.equal(sequence.prefilled(range(205)), whole)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@each_kernel
 def test_poison_in_rows_that_are_not_seen_changes_nothing(dtype: torch.dtype, shape: Shape) -> None:
     whole = Sequence(205, dtype, shape, poison=0.0).prefilled(range(205))
     for poison in (6e4, -6e4, torch.nan):
@@ -92,8 +107,7 @@ def test_poison_in_rows_that_are_not_seen_changes_nothing(dtype: torch.dtype, sh
     assert torch.equal(sequence.prefilled(range(100)), whole[:100])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@each_kernel
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_a_value_that_is_not_finite_reaches_those_who_see_it(
     dtype: torch.dtype, shape: Shape, value: float
@@ -113,8 +127,7 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it(
     assert_same(found, decoded)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@each_kernel
 def test_rows_behind_those_of_infinite_scores_weigh_nothing(
     dtype: torch.dtype, shape: Shape
 ) -> None:
@@ -130,8 +143,7 @@ def test_rows_behind_those_of_infinite_scores_weigh_nothing(
         assert_same(found, whole)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@each_kernel
 def test_streamed_tiles_give_the_bits_of_pages_on_the_device(
     dtype: torch.dtype, shape: Shape
 ) -> None:
