@@ -51,8 +51,9 @@ def test_attention_has_the_same_bits_in_every_way(
     assert torch.equal(alone, whole[-1:])
 
 
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "has_bias"), [(torch.float32, True), (torch.float16, False)], ids=str
+)
 def test_a_product_is_its_rows_own(
     process: Interpreter, dtype: torch.dtype, *, has_bias: bool
 ) -> None:

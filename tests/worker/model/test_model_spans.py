@@ -1,4 +1,4 @@
-"""Decode attention by spans equals plain products: Triton's kernels under its interpreter; 20 s.
+"""Decode attention by spans equals plain products: Triton's kernels under its interpreter.
 
 The interpreter carries the kernels' own source out with numpy; it cannot multiply bfloat16. That
 they compile for GPUs is tested in tests/worker/device/test_worker_kernels_compile.py.
@@ -41,7 +41,7 @@ class Case:
         rng = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         query_heads, kv_heads = heads
-        self.lengths = [1, 16, 17, 700, 90]
+        self.lengths = [1, 16, 17, 530, 90]
         shape = (150, kv_heads, CHUNK, head_dim)
         self.keys = torch.randn(shape, generator=generator).to(dtype)
         self.values = torch.randn(shape, generator=generator).to(dtype)
@@ -146,7 +146,7 @@ def test_a_query_without_pages_counts_nothing(kernels: Interpreter) -> None:
         assert torch.equal(one[3], all_of_them[3])
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.chaos), 40])
 def test_padding_spans_change_no_bit(kernels: Interpreter, window: int | None) -> None:
     """As in the tables of a graph: they are empty, and behind those of all queries."""
     case = Case(2, torch.float32, (4, 2), 16)
