@@ -20,6 +20,7 @@ from own_names import free_ports, instance_name
 from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer
+from small_model import WIDE, small_model
 from test_e2e_cli import assert_nothing_left
 from up_process import up_process, wait_until_up
 
@@ -87,8 +88,9 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     instance, port = instance_name("metrics"), free_ports(3)
     command = [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--threads", "1"),
-        # Room for some 30 chunks.
-        *("--dtype", "float32", "--chunk-tokens", "16", "--host-memory", "12MiB"),
+        # Room for some 40 chunks.
+        *("--dtype", "float32", "--chunk-tokens", "16", "--host-memory", "4MiB"),
+        *("--model", str(small_model(**WIDE))),
         *("--device-memory", "128MiB", "--link-rate", f"{LINK_RATE}", "--redis", redis.url),
         *("--tokens", str(tokens), "--tenant-requests", "1"),
         *("--listen", "127.0.0.1:0", "--instance", instance, "--metrics", str(port)),
@@ -324,7 +326,7 @@ def test_the_store_says_what_get_stats_says(scraped: Scraped) -> None:
 
 def test_the_model_has_one_name(scraped: Scraped) -> None:
     for service in (Service.SCHEDULER, Service.WORKER):
-        assert scraped.values(service, m.MODEL_INFO) == {("stdlib-llama",): 1}
+        assert scraped.values(service, m.MODEL_INFO) == {(small_model(**WIDE).name,): 1}
 
 
 def test_all_three_know_redis(scraped: Scraped) -> None:

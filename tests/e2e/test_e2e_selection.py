@@ -25,7 +25,7 @@ from splitpoint.speculation import DraftMethod
 from splitpoint_cli.request.observed import Status
 from worker_service.selection.artifacts import Artifacts, encoded
 
-TOKENS = 24
+TOKENS = 16
 PROMPT = "".join(
     f"def method_{index}(self, transport, data_{index}):\n"
     f"    self._buffer_{index}.extend(data_{index})\n"
