@@ -1,6 +1,6 @@
 """Concurrent requests with one long prefix, on real processes: it is on the device once.
 
-About 60 seconds: two stacks, one of them the twin that shares nothing.
+About 15 seconds: two stacks, one of them the twin that shares nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from typing import Any
 import pytest
 import torch
 from own_names import free_ports, instance_name
+from small_model import small_model
 from transformers import AutoModelForCausalLM
 from up_process import up_process, wait_until_up
 
-from splitpoint.checkpoint.config import read_config
+from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
 from splitpoint.shapes import chunks_of
 
 SECONDS = 60.0
-CHUNK, PREFIX, OWN, NEW, REQUESTS = 64, 1000, 64, 24, 16
+CHUNK, PREFIX, OWN, NEW, REQUESTS = 64, 1000, 24, 64, 16
 # How far device memory may exceed the prefix once and each request's own part.
 MOST_PAGES = 1.15 * (chunks_of(PREFIX, CHUNK) + REQUESTS * chunks_of(OWN + NEW, CHUNK))
 
@@ -74,10 +75,10 @@ class Served:
     device_tokens: float
 
 
-def prompts_of(bundled: Path) -> list[list[int]]:
+def prompts_of(model: Path) -> list[list[int]]:
     """Return prompts whose first PREFIX tokens are the same."""
     rng = random.Random(7)
-    vocabulary = read_config(bundled)["vocab_size"]
+    vocabulary = read_shape(model).vocabulary_size
     prefix = [rng.randrange(3, vocabulary) for _ in range(PREFIX)]
     return [[*prefix, *(rng.randrange(3, vocabulary) for _ in range(OWN))] for _ in range(REQUESTS)]
 
@@ -87,7 +88,7 @@ async def stack(name: str, *arguments: str) -> AsyncIterator[tuple[AsyncClient, 
     port = free_ports(4)
     command = [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--threads", "1"),
-        *("--workers", "2", "--dtype", "float32", "--chunk-tokens", str(CHUNK)),
+        *("--model", str(small_model()), "--workers", "2", "--chunk-tokens", str(CHUNK)),
         *("--host-memory", "256MiB", "--device-memory", "512MiB", "--activations", "never"),
         *("--listen", "127.0.0.1:0", "--instance", instance_name(name)),
         *("--metrics", str(port), *arguments),
@@ -109,12 +110,18 @@ async def until(condition: Callable[[], bool], watched: Watched) -> None:
             await asyncio.to_thread(watched.read)
 
 
-async def serve(prompts: list[list[int]], name: str, *arguments: str) -> Served:
-    """Let worker 0 store the prefix; then ask worker 1 for all prompts at once."""
+async def serve(
+    prompts: list[list[int]], name: str, *arguments: str, split: int | None = None
+) -> Served:
+    """Let worker 0 store the prefix; then ask worker 1 for all prompts at once.
+
+    With a `split` of 0 each loads all that is cached, where a plan may compute a part of it.
+    """
 
     async def ask(client: AsyncClient, prompt: list[int], worker: str, count: int) -> Completion:
-        generation = client.generate(prompt, max_tokens=count, ignore_eos=True, worker=worker)
-        return await generation.complete()
+        return await client.generate(
+            prompt, max_tokens=count, ignore_eos=True, worker=worker, split=split
+        ).complete()
 
     async with stack(name, *arguments) as (client, watched):
         await ask(client, prompts[0][:PREFIX], "0", 1)
@@ -139,9 +146,9 @@ async def serve(prompts: list[list[int]], name: str, *arguments: str) -> Served:
         )
 
 
-def reference(bundled: Path, prompts: list[list[int]]) -> list[list[int]]:
+def reference(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     """Return the greedy tokens of transformers, which reads the common prefix once."""
-    model: Any = AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor(prompts)
     found = []
     with torch.inference_mode():
@@ -157,13 +164,13 @@ def reference(bundled: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.timeout(600)
-async def test_sixteen_requests_hold_and_load_their_prefix_once(bundled_model: Path) -> None:
-    prompts = prompts_of(bundled_model)
+async def test_sixteen_requests_hold_and_load_their_prefix_once() -> None:
+    prompts = prompts_of(small_model())
     shared = await serve(prompts, "shared")
-    twin = await serve(prompts, "twin", "--no-device-prefix-cache")
+    twin = await serve(prompts, "twin", "--no-device-prefix-cache", split=0)
     texts = [list(answer.token_ids) for answer in shared.answers]
     assert texts == [list(answer.token_ids) for answer in twin.answers]
-    assert texts == reference(bundled_model, prompts)
+    assert texts == reference(small_model(), prompts)
     assert all(answer.usage.cached_tokens >= PREFIX // CHUNK * CHUNK for answer in shared.answers)
     # The twin loads it for each request; here the others take it from the first one's pages.
     prefix_bytes = twin.link_bytes / REQUESTS
