@@ -45,7 +45,7 @@ def stack() -> Iterator[Stack]:
 
 
 def prompts(
-    groups: int, of_each: int, *, tokens: int, seed: int, salt: str
+    groups: int, of_each: int, *, tokens: int, seed: int, salt: str, answer: int = 2
 ) -> list[dict[str, Any]]:
     """Requests whose prompts have a few prefixes, in random order."""
     rng = random.Random(seed)
@@ -58,7 +58,7 @@ def prompts(
             "body": {
                 "model": MODEL,
                 "prompt": shared[group] + [rng.randrange(10, 1900) for _ in range(16)],
-                "max_tokens": 2,
+                "max_tokens": answer,
                 "temperature": 0,
                 "ignore_eos": True,
                 "cache_salt": salt,
@@ -279,7 +279,8 @@ def interrupted(source: Path, target: Path, *arguments: str, number: signal.Sign
 
 
 def test_an_interrupted_batch_goes_on_with_a_model_of_its_own(tmp_path: Path, stack: Stack) -> None:
-    lines = prompts(4, 30, tokens=32, seed=4, salt="offline")
+    # The interruption must come before the end.
+    lines = prompts(4, 30, tokens=32, seed=4, salt="offline", answer=12)
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     offline = (
         "--model",
