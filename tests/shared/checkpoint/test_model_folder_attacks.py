@@ -11,7 +11,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,14 @@ import pytest
 
 from splitpoint_cli.stack.child import child_environment
 
-# All that store, worker, scheduler and command line read of a folder before they load weights.
+# Reads all that store, worker, scheduler and command line read of a folder before they load
+# weights: of each folder that it is told, in a process forked for it. After what that says comes a
+# line with its exit code.
 READ = """
+import os
+import signal
 import sys
+import traceback
 from splitpoint.checkpoint.resolve import eos_token_ids, model_fingerprint
 from splitpoint.checkpoint.resolve import resolve_model, weight_files
 from splitpoint.errors import InvalidArgument
@@ -30,18 +35,34 @@ from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.checkpoint.tensors import read_header
 from splitpoint.checkpoint.text import Tokenizer
 
-try:
-    folder = resolve_model(sys.argv[1], download=False)
-    shape = read_shape(folder)
-    ArenaLayout.of(shape, chunk_tokens=16, has_activations=True).planes(4096, 8)
-    for path in weight_files(folder):
-        read_header(path)
-    eos_token_ids(folder)
-    print(len(model_fingerprint(folder)))
-    Tokenizer.load(folder)
-except InvalidArgument as error:
-    print(error.message)
-    sys.exit(2)
+def read(name):
+    try:
+        folder = resolve_model(name, download=False)
+        shape = read_shape(folder)
+        ArenaLayout.of(shape, chunk_tokens=16, has_activations=True).planes(4096, 8)
+        for path in weight_files(folder):
+            read_header(path)
+        eos_token_ids(folder)
+        print(len(model_fingerprint(folder)))
+        Tokenizer.load(folder)
+    except InvalidArgument as error:
+        print(error.message)
+        return 2
+    return 0
+
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            signal.alarm(int(sys.argv[1]))
+            code = read(line.removesuffix("\\n"))
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    print("exit code", os.waitstatus_to_exitcode(status), flush=True)
 """
 MEMORY_BYTES = 1 << 30
 SECONDS = 60
@@ -181,6 +202,35 @@ def folder(tmp_path: Path, bundled_model: Path) -> Path:
     return Path(shutil.copytree(bundled_model, tmp_path / "model"))
 
 
+@pytest.fixture(scope="module")
+def reader() -> Iterator[subprocess.Popen[str]]:
+    command = ["prlimit", f"--as={MEMORY_BYTES}", sys.executable, "-c", READ, str(SECONDS)]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=child_environment({}),
+    ) as process:
+        yield process
+
+
+def read(reader: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
+    """Return the exit code of a process that reads a folder, and what it said."""
+    assert reader.stdin is not None
+    assert reader.stdout is not None
+    reader.stdin.write(f"{folder}\n")
+    reader.stdin.flush()
+    said = ""
+    for line in reader.stdout:
+        before, end, code = line.partition("exit code ")
+        said += before
+        if end:
+            return int(code), said
+    raise AssertionError(f"the reader has ended: {said}")
+
+
 def limited(
     *command: str | Path, memory_bytes: int = MEMORY_BYTES
 ) -> subprocess.CompletedProcess[str]:
@@ -195,17 +245,18 @@ def limited(
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_it_is_refused_with_its_reason(name: str, folder: Path) -> None:
+def test_it_is_refused_with_its_reason(
+    name: str, folder: Path, reader: subprocess.Popen[str]
+) -> None:
     attack, reason = ATTACKS[name]
     attack(folder)
-    done = limited("-c", READ, folder)
-    assert done.returncode == 2, done.stderr
-    assert reason in done.stdout
+    code, said = read(reader, folder)
+    assert code == 2, said
+    assert reason in said
 
 
-def test_what_is_right_is_read(folder: Path) -> None:
-    done = limited("-c", READ, folder)
-    assert (done.returncode, done.stdout) == (0, "32\n"), done.stderr
+def test_what_is_right_is_read(folder: Path, reader: subprocess.Popen[str]) -> None:
+    assert read(reader, folder) == (0, "32\n")
 
 
 @pytest.mark.parametrize("name", [pytest.param("deep", marks=pytest.mark.chaos), "pipe"])
