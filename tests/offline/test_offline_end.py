@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from small_model import small_model
 
 from splitpoint.config import SHARED_MEMORY, runtime_path
 
@@ -20,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 START = """
 import os, signal, sys, threading
 from splitpoint import LLM
-llm = LLM(device="cpu", host_memory="64MiB", device_memory="256MiB", threads=1)
-long = {"max_tokens": 2000, "ignore_eos": True}
+llm = LLM(MODEL, device="cpu", host_memory="64MiB", device_memory="128MiB", threads=1)
+long = {"max_tokens": 3000, "ignore_eos": True}
 """
 LISTED = "print([e for e in os.listdir('/dev/shm') if str(os.getpid()) in e])\n"
 # What the process does then, and its exit code.
@@ -45,6 +46,11 @@ ENDS = {
         -signal.SIGKILL,
     ),
 }
+
+
+def script_of(end: str) -> str:
+    """The whole script that does this with an LLM."""
+    return START.replace("MODEL", repr(str(small_model()))) + end
 
 
 def left_of(pid: int) -> list[str]:
@@ -111,7 +117,7 @@ class Runner:
         printed, told = self.folder / "stdout", self.folder / "stderr"
         printed.touch()
         told.touch()
-        order = {"script": START + script, "files": [os.devnull, str(printed), str(told)]}
+        order = {"script": script_of(script), "files": [os.devnull, str(printed), str(told)]}
         assert self.forking.stdin is not None
         assert self.forking.stdout is not None
         print(json.dumps(order), file=self.forking.stdin, flush=True)
@@ -135,7 +141,7 @@ def test_a_fresh_interpreter_leaves_nothing() -> None:
     """As users start one: what the forked ones import before is imported by the script itself."""
     script, code = ENDS["the interpreter ends"]
     with subprocess.Popen(
-        [sys.executable, "-c", START + LISTED + script],
+        [sys.executable, "-c", script_of(LISTED + script)],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
