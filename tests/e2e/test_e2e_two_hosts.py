@@ -15,7 +15,7 @@ from two_hosts import two_hosts
 
 from splitpoint.planning.plan import ReasonKind
 
-PROMPT = prompt_of(1500, seed=3, vocabulary=2000)
+PROMPT = prompt_of(600, seed=3, vocabulary=2000)
 
 
 async def test_a_prefix_is_fetched_from_another_host(
@@ -47,7 +47,7 @@ async def test_a_prefix_is_fetched_from_another_host(
         assert again.usage.cached_tokens == len(PROMPT) - 1
 
         # The other host dies: what it had is computed, and right.
-        other = prompt_of(600, seed=4, vocabulary=2000)
+        other = prompt_of(300, seed=4, vocabulary=2000)
         right = await hosts.generate("a", other)
         hosts.processes["store a"].send_signal(signal.SIGKILL)
         computed = await hosts.generate("b", other)

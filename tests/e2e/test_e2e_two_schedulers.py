@@ -101,7 +101,7 @@ def test_the_loss_of_one_scheduler_leaves_the_streams_of_the_other_alone(folder:
         *("--host-memory", "48MiB", "--device-memory", "64MiB", "--schedulers", "2"),
         *("--listen", "127.0.0.1:0", "--instance", instance),
     ]
-    wanted = [clear_prompt(MODEL, 20 + n, 160, seed=n) for n in range(6)]
+    wanted = [clear_prompt(MODEL, 20 + n, 160, seed=n) for n in range(3)]
     with up_process(command) as process:
         summary = wait_until_up(process)
         addresses = re.findall(r"scheduler  (\S+)", summary)
