@@ -39,8 +39,12 @@ def test_a_forked_program_is_as_one_of_its_own(
     (tmp_path / "splitpoint").symlink_to(ROOT / "splitpoint")
     monkeypatch.setattr(fork_server, "ROOT", tmp_path)
     monkeypatch.setenv("OF_THE_TEST", "2")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "more"))
     parent = Parent(["first", "second"])
     try:
+        # `forked_python` compares it: else a forked `splitpoint up` would fork no service.
+        given = Path(f"/proc/{parent.process_id}/environ").read_bytes().split(b"\0")
+        assert f"PYTHONPATH={tmp_path}{os.pathsep}{tmp_path / 'more'}".encode() in given
         log = tmp_path / "log"
         child = parent.fork("second", (), log, errors=log)
         child.wait_ended()
