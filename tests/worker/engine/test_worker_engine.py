@@ -74,13 +74,14 @@ def test_memory_for_8_of_the_longest_answers_runs_more_that_are_short(
     llama: Path, is_short: bool
 ) -> None:
     """Of requests that could take 6 pages run 1.5 times as many if they end within 2."""
+    count = 24
     eos = (5,) if is_short else ()
     sampling = Sampling(max_tokens=70, ignore_eos=not is_short, logit_bias={5: 100.0})
     roomy = make_engine(llama, eos_token_ids=eos)
-    engine = make_engine(llama, cache_pages=8 * 6, eos_token_ids=eos, max_batch_size=50)
+    engine = make_engine(llama, cache_pages=8 * 6, eos_token_ids=eos, max_batch_size=count)
     requests = [
         admission(str(i), prompt_of(20 + i % 7, i), replace(sampling, min_tokens=i % 6))
-        for i in range(50)
+        for i in range(count)
     ]
     assert {engine.page_manager.claim_of(each) for each in requests} == {6}
     peak = 0
@@ -91,7 +92,7 @@ def test_memory_for_8_of_the_longest_answers_runs_more_that_are_short(
         output = engine.step()
         transcript.add(output)
         peak = max(peak, output.running_count)
-    assert len(transcript.finishes) == 50
+    assert len(transcript.finishes) == count
     assert all(finish.error is None for finish in transcript.finishes.values())
     assert peak >= 1.5 * 8
     for each in requests[::10]:
