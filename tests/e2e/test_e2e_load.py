@@ -17,6 +17,8 @@ from local_stack import (
     stop_process,
     wait_for_workers,
 )
+from long_runs import scaled
+from small_model import small_model
 from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.client.answers import Completion
@@ -43,7 +45,8 @@ async def plan_of(folder: Path, sockets: Path, shape: StackShape) -> MemoryPlan:
         return stack.workers[0].engine.memory_plan
 
 
-async def test_50_requests_against_a_budget_for_8(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.scaled
+async def test_many_requests_against_a_budget_for_8(folder: Path, tmp_path: Path) -> None:
     """Two workers with room for four each; everything finishes, rightly, and is given back."""
     model = build_tiny("llama")
     probe = await plan_of(folder, tmp_path / "p", StackShape(workers=1))
@@ -53,7 +56,8 @@ async def test_50_requests_against_a_budget_for_8(folder: Path, tmp_path: Path) 
     async with local_stack(folder, tmp_path, shape) as stack:
         assert stack.workers[0].engine.memory_plan.page_count == 4 * pages_each
         prompts, wanted = zip(
-            *(clear_prompt(model, 40, 20, seed=seed) for seed in range(50)), strict=True
+            *(clear_prompt(model, 40, 20, seed=seed) for seed in range(scaled(20, chaos=50))),
+            strict=True,
         )
 
         async def one(prompt: list[int]) -> list[int]:
@@ -155,7 +159,7 @@ async def test_an_arena_full_of_other_prefixes_only_costs_reuse(
     shape = StackShape(host_memory="4MiB", shares_prefixes=True)
     async with local_stack(folder, tmp_path, shape) as stack:
         prompts, wanted = zip(
-            *(clear_prompt(model, 100, 16, seed=seed) for seed in range(24)), strict=True
+            *(clear_prompt(model, 100, 16, seed=seed) for seed in range(12)), strict=True
         )
         answers = await asyncio.gather(
             *(
@@ -250,11 +254,8 @@ async def test_the_store_dies_and_comes_back(folder: Path, tmp_path: Path) -> No
             await stop_process(again)
 
 
-async def test_a_1000_token_prefix_is_found_by_the_other_worker(
-    bundled_model: Path, tmp_path: Path
-) -> None:
-    shape = StackShape(chunk_tokens=64, host_memory="128MiB", device_memory_bytes=256 << 20)
-    async with local_stack(bundled_model, tmp_path, shape) as stack:
+async def test_a_1000_token_prefix_is_found_by_the_other_worker(tmp_path: Path) -> None:
+    async with local_stack(small_model(), tmp_path, StackShape(chunk_tokens=64)) as stack:
         prompt = prompt_of(1100, 0, 4096)
         await stack.client.generate(prompt[:1000], max_tokens=1, worker="0").complete()
         answer = await stack.client.generate(prompt, max_tokens=1, worker="1").complete()
@@ -265,11 +266,11 @@ async def test_a_1000_token_prefix_is_found_by_the_other_worker(
 
 async def test_a_request_outlives_its_worker(folder: Path, tmp_path: Path) -> None:
     """Its worker's sockets break after some tokens: another one goes on, nothing is resampled."""
-    prompt, wanted = clear_prompt(build_tiny("llama"), 50, 200)
+    prompt, wanted = clear_prompt(build_tiny("llama"), 50, 120)
     async with local_stack(folder, tmp_path) as stack:
         answer: list[int] = []
         running = None
-        async for event in stack.client.generate(prompt, max_tokens=200, ignore_eos=True):
+        async for event in stack.client.generate(prompt, max_tokens=120, ignore_eos=True):
             if isinstance(event, Completion):
                 assert event.worker != str(running)
                 continue
