@@ -69,7 +69,20 @@ def tiny(case: str, folder: Path) -> Decoder:
     return Decoder.load(write_tiny(case, folder), torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize("method", CALIBRATED)
+# Every screen on one family, and one that has all that can be trained on every family.
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        pytest.param(
+            case,
+            method,
+            marks=[] if case == "llama-3" or method is SelectionMethod.MAPLE else pytest.mark.chaos,
+        )
+        for case in FAMILY_CASES
+        for method in CALIBRATED
+    ],
+    indirect=["model"],
+)
 def test_every_screen_is_calibrated_on_every_family(
     model: Decoder, method: SelectionMethod
 ) -> None:
