@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -250,6 +251,29 @@ def test_rows_past_a_partial_chunk_are_hidden() -> None:
     torch.testing.assert_close(got[0], naive(queries[0], *pool.sequences[0], None))
 
 
+def queries_of(new: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(8)
+    return torch.randn((new, 6, HEAD), generator=generator).to(dtype)
+
+
+@functools.cache
+def prefilled(
+    prefix: int, new: int, window: int | None, cap: float | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """What each query of a prompt's end gives by naive attention, wherever pages lie."""
+    keys, values = (
+        each.to(dtype) for each in Pool((prefix + new,), 2, ORDERS["in order"]).sequences[0]
+    )
+    ends = range(prefix + 1, prefix + new + 1)
+    queries = queries_of(new, dtype)
+    return torch.stack(
+        [
+            naive(query, keys[:end], values[:end], window, cap)
+            for query, end in zip(queries, ends, strict=True)
+        ]
+    )
+
+
 @pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("order", ["in order", "scattered"])
@@ -268,9 +292,7 @@ def test_prefill(
     """With the kernels of either kind of processor."""
     pool = Pool((prefix + new,), 2, ORDERS[order])
     keys, values = (each.to(dtype) for each in pool.sequences[0])
-    queries = torch.randn(
-        (new, 6, HEAD), generator=torch.Generator().manual_seed(8), dtype=torch.float32
-    ).to(dtype)
+    queries = queries_of(new, dtype)
     plan = PrefillPlan.of_prefix(
         pool.page_tables[0], prefix, new, chunk_tokens=CHUNK, windows=[window], device=CPU
     )
@@ -287,10 +309,8 @@ def test_prefill(
         flags=flags,
     )
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    for row in range(new):
-        end = prefix + row + 1
-        wanted = naive(queries[row], keys[:end], values[:end], window, cap)
-        torch.testing.assert_close(got[row].float(), wanted, atol=tolerance, rtol=tolerance)
+    wanted = prefilled(prefix, new, window, cap, dtype)
+    torch.testing.assert_close(got.float(), wanted, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("cap", CAPS)
@@ -303,7 +323,7 @@ def test_prefill_in_blocks_of_bounded_scores(
     """As a GPU prefills what no fused kernel takes."""
     pool = Pool((prefix + new,), 2, ORDERS["in order"])
     keys, values = pool.sequences[0]
-    queries = torch.randn((new, 6, HEAD), generator=torch.Generator().manual_seed(8))
+    queries = queries_of(new, torch.float32)
     plan = PrefillPlan.of_prefix(
         pool.page_tables[0], prefix, new, chunk_tokens=CHUNK, windows=[window], device=CPU
     )
@@ -319,10 +339,8 @@ def test_prefill_in_blocks_of_bounded_scores(
         cap,
         most_scores,
     )
-    for row in range(new):
-        end = prefix + row + 1
-        wanted = naive(queries[row], keys[:end], values[:end], window, cap)
-        torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-5)
+    wanted = prefilled(prefix, new, window, cap, torch.float32)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
