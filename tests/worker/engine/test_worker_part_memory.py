@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("split", [0, 1500])
+@pytest.mark.parametrize("split", [pytest.param(0, marks=pytest.mark.chaos), 1500])
 def test_a_decode_step_over_a_long_prefix_stays_within_the_plan(tmp_path: Path, split: int) -> None:
     """Twice as many parts as may wait come in tiles; the answers are those from the device."""
     assert max(map(max, PROMPTS)) < VOCABULARY
