@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -318,7 +320,20 @@ def test_without_a_compiler_there_is_no_kernel(
         compiler.cache_clear()
 
 
+@pytest.fixture
+def unoptimized(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Compile in a third of the time, where the file matters and not what is in it."""
+    wrapper = tmp_path / "unoptimized"
+    wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(compiler() or ())} "$@" -O0\n')
+    wrapper.chmod(0o700)
+    monkeypatch.setenv("CXX", str(wrapper))
+    compiler.cache_clear()
+    yield
+    compiler.cache_clear()
+
+
 @needs_compiler
+@pytest.mark.usefixtures("unoptimized")
 def test_a_kernel_is_compiled_once_and_an_error_is_the_compiler_s_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -354,6 +369,7 @@ def test_a_warning_before_an_error_does_not_hide_it(
 
 
 @needs_compiler
+@pytest.mark.usefixtures("unoptimized")
 def test_a_damaged_library_is_compiled_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -384,6 +400,7 @@ def test_a_damaged_library_is_compiled_again(
 
 
 @needs_compiler
+@pytest.mark.usefixtures("unoptimized")
 def test_a_library_is_on_the_disk_before_it_has_its_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -419,6 +436,7 @@ def test_a_lock_that_is_never_given_back_is_not_waited_for_without_end(
 
 
 @needs_compiler
+@pytest.mark.usefixtures("unoptimized")
 def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in CXX="ccache g++"."""
     (found,) = compiler() or ()
