@@ -226,6 +226,9 @@ def test_no_draft_follows_a_token_that_ends_the_text(case: Case) -> None:
         case.runner.step(engine)
 
 
+@pytest.mark.parametrize(
+    "case", [*CASES[:2], pytest.param(CASES[2], marks=pytest.mark.chaos)], indirect=True
+)
 def test_drafts_fill_spare_rows_and_change_nothing_else(case: Case) -> None:
     """Compare texts, cold and from what was sealed."""
     lanes = ThreadLanes(CPU)
@@ -247,7 +250,7 @@ FEW, DRAWN, MANY = (GREEDY, 1), (SAMPLED, 3), (GREEDY, 8)
 @each_case(
     "drafts",
     [FEW, DRAWN, MANY],
-    [("opt", FEW), ("llama-3", DRAWN), ("llama-3", MANY), ("gemma3", MANY)],
+    [("opt", FEW), ("llama-3", DRAWN), ("gemma3", MANY)],
 )
 def test_an_engine_that_drafts_gives_the_same_texts(
     case: Case, drafts: tuple[Sampling, int]
