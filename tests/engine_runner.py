@@ -29,6 +29,12 @@ from worker_service.store.verifier import Verifier
 CPU = torch.device("cpu")
 
 
+def own_decoder(engine: Engine) -> Decoder:
+    """Return the engine's model, for tests that change or measure its tensors."""
+    assert isinstance(engine.model, Decoder)
+    return engine.model
+
+
 def make_engine(
     source: Path | Decoder,
     *,

@@ -78,11 +78,27 @@ class Activation(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderConfig:
-    """One decoder-only transformer.
+class AttentionConfig:
+    """The attention of a decoder-only transformer, whoever computes the rest.
 
     Attributes:
         shape: dimensions and data type.
+        windows: per layer the tokens that a query sees, itself included; None: all.
+        score_scale: factor of attention scores.
+        score_cap: a score s becomes `cap * tanh(s / cap)` (Gemma 2); None: no cap.
+    """
+
+    shape: ModelShape
+    windows: tuple[int | None, ...]
+    score_scale: float
+    score_cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig(AttentionConfig):
+    """One decoder-only transformer that our own decoder computes.
+
+    Attributes:
         norm_epsilon: added to the variance in every norm.
         norm_before: norms stand before attention and MLP; False puts them after
             the residual sums (OPT-350M), so the layer input is not normalised.
@@ -95,23 +111,17 @@ class DecoderConfig:
             there is no table.
         rope: rotary positions; None: there are none.
         local_rope: rotary positions of the layers with a window, if they differ (Gemma 3).
-        windows: per layer the tokens that a query sees, itself included; None: all.
-        score_scale: factor of attention scores.
         post_norms: norms also stand behind attention and MLP, before the residual sums
             (Gemma).
         embedding_scale: factor of embeddings, which is rounded to the model's type first
             (Gemma).
-        score_cap, logit_cap: an attention score s, or a logit, becomes `cap * tanh(s / cap)`
-            (Gemma 2).
+        logit_cap: as `score_cap`, of logits.
     """
 
-    shape: ModelShape
     norm: Norm
     norm_epsilon: float
     activation: Activation
     embedding_size: int
-    windows: tuple[int | None, ...]
-    score_scale: float
     norm_before: bool = True
     qkv_bias: bool = False
     output_bias: bool = False
@@ -123,7 +133,6 @@ class DecoderConfig:
     local_rope: Rope | None = None
     post_norms: bool = False
     embedding_scale: float | None = None
-    score_cap: float | None = None
     logit_cap: float | None = None
 
     @classmethod

@@ -40,8 +40,7 @@ from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.choice import choose_device
 from worker_service.model.attention import prefill_alone
 from worker_service.model.decoder import Decoder
-from worker_service.model.forward import through_layers
-from worker_service.model.layer import DecoderLayer
+from worker_service.model.model import Layer
 
 # A short run meets all code; a long prompt's own first costs are lost in a median.
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 4
@@ -220,7 +219,7 @@ def _logits(model: Decoder, tokens: tuple[int, ...]) -> torch.Tensor:
 
     def attend(
         _index: int,
-        layer: DecoderLayer,
+        layer: Layer,
         _inputs: torch.Tensor,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -232,5 +231,4 @@ def _logits(model: Decoder, tokens: tuple[int, ...]) -> torch.Tensor:
 
     ids = torch.tensor(tokens, device=model.device)
     positions = torch.arange(len(tokens), device=model.device)
-    hidden = model.embed(ids, positions)
-    return model.logits(through_layers(model.layers, hidden, model.rotary(positions), attend))
+    return model.logits(model.run(ids, positions, attend))

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from engine_runner import own_decoder
 from local_stack import StackShape, local_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
@@ -31,7 +32,7 @@ async def test_nan_fails_its_own_request_and_none_of_it_is_sealed(
     async with local_stack(folder, tmp_path, StackShape(workers=1)) as stack:
         engine = stack.workers[0].engine
         await stack.workers[0].runtime.calls.run(
-            lambda: engine.model._embedding[poisoned].fill_(float("nan"))
+            lambda: own_decoder(engine)._embedding[poisoned].fill_(float("nan"))
         )
         answers = [
             stack.client.generate(prompt, max_tokens=NEW_TOKENS, ignore_eos=True).complete()
@@ -50,7 +51,7 @@ async def test_nan_fails_its_own_request_and_none_of_it_is_sealed(
         # With a sound row the prompt is computed anew from the token's chunk on: only the sound
         # chunks before it may be in the store, or on the device.
         await stack.workers[0].runtime.calls.run(
-            lambda: engine.model._embedding[poisoned].fill_(0.01)
+            lambda: own_decoder(engine)._embedding[poisoned].fill_(0.01)
         )
         again = await stack.client.generate(
             bad, max_tokens=1, ignore_eos=True, residency=residency

@@ -18,9 +18,7 @@ from worker_service.distillation.factors import Sums, closed_form, projected_for
 from worker_service.distillation.measures import rank_agreement, recall, weight
 from worker_service.distillation.training import LowRank, Trained, Training, train
 from worker_service.model.attention import prefill_alone
-from worker_service.model.decoder import Decoder
-from worker_service.model.forward import through_layers
-from worker_service.model.layer import DecoderLayer
+from worker_service.model.model import Layer, Model
 from worker_service.selection.artifacts import Artifacts
 from worker_service.selection.columns import ColumnScreen, LowRankScreen, by_kv_head
 from worker_service.selection.kept_rows import to_int8
@@ -29,13 +27,12 @@ from worker_service.selection.screen import AttentionShape, LayerScreen, TokenRo
 
 
 @torch.no_grad()
-def sampled(model: Decoder, passage: Sequence[int]) -> list[TokenRows]:
+def sampled(model: Model, passage: Sequence[int]) -> list[TokenRows]:
     """Return X, q and k of every layer for one passage, which is attended by itself."""
     recorder = _Recorder()
     ids = torch.tensor(passage, device=model.device)
     positions = torch.arange(len(ids), device=model.device)
-    hidden = model.embed(ids, positions)
-    through_layers(model.visit(), hidden, model.rotary(positions), recorder)
+    model.run(ids, positions, recorder)
     return recorder.rows
 
 
@@ -48,7 +45,7 @@ class _Recorder:
     def __call__(
         self,
         _index: int,
-        layer: DecoderLayer,
+        layer: Layer,
         inputs: torch.Tensor,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -96,7 +93,7 @@ class Track(Protocol):
 
 
 def calibrate(
-    model: Decoder,
+    model: Model,
     method: SelectionMethod,
     passages: Sequence[Sequence[int]],
     *,

@@ -22,7 +22,7 @@ from worker_service.engine.streamed_step import StreamedPrefill, StreamedStep, q
 from worker_service.graphs.decode_graphs import DecodeGraphs, GraphSlot
 from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
-from worker_service.model.layer import DecoderLayer
+from worker_service.model.model import Layer
 from worker_service.model.span_attention import SpanView
 from worker_service.pipeline.executor import Prefetcher, compute
 
@@ -108,7 +108,7 @@ class Batch:
         self,
         cache: DeviceCache,
         index: int,
-        layer: DecoderLayer,
+        layer: Layer,
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -149,7 +149,7 @@ class Batch:
         self,
         cache: DeviceCache,
         index: int,
-        layer: DecoderLayer,
+        layer: Layer,
         queries: torch.Tensor,
         prefetcher: Prefetcher | None,
     ) -> torch.Tensor:

@@ -54,7 +54,7 @@ from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.spans import RequestSpans
 from worker_service.lanes.timeline import StepTimes, Trace
-from worker_service.model.decoder import Decoder
+from worker_service.model.model import Model
 from worker_service.pipeline.shared_split import SharedSplit
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.two_ends import TwoEnds
@@ -81,7 +81,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         cache: DeviceCache,
         *,
         max_batch_size: int,

@@ -27,9 +27,7 @@ from worker_service.engine.streamed_step import LostSequence
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Span
-from worker_service.model.decoder import Decoder
-from worker_service.model.forward import through_layers
-from worker_service.model.layer import DecoderLayer
+from worker_service.model.model import Layer, Model
 from worker_service.pipeline.executor import Prefetcher, compute
 from worker_service.pipeline.staging import Staging
 from worker_service.store.verifier import Check, Verifier
@@ -79,7 +77,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         cache: DeviceCache,
         lanes: Lanes,
         staging: Staging,
@@ -206,7 +204,7 @@ class ModelRunner:
 
         def attend(
             index: int,
-            layer: DecoderLayer,
+            layer: Layer,
             inputs: torch.Tensor,
             queries: torch.Tensor,
             keys: torch.Tensor,
@@ -217,15 +215,8 @@ class ModelRunner:
             return batch.attend(cache, index, layer, queries, keys, values, prefetcher)
 
         carry_out = partial(compute, prefetcher)
-        hidden = model.embed(batch.token_ids, batch.positions)
-        return through_layers(
-            model.visit(),
-            hidden,
-            model.rotary(batch.positions),
-            attend,
-            carry_out,
-            batch.selected.fetching(model, carry_out),
-        )
+        enter = batch.selected.fetching(model, carry_out)
+        return model.run(batch.token_ids, batch.positions, attend, carry_out, enter)
 
     def _score_prompts(
         self, batch: Batch, hidden: torch.Tensor

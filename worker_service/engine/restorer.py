@@ -26,7 +26,7 @@ from worker_service.lanes.cost_watch import Observers
 from worker_service.lanes.groups import Claim, ComputeShare, by_claim
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.work import Work
-from worker_service.model.decoder import Decoder
+from worker_service.model.model import Model
 from worker_service.pipeline.executor import PIECE_BYTES, RestoreRun
 from worker_service.pipeline.gather import gatherer_of
 from worker_service.pipeline.restore_state import Restoring, Wanted
@@ -59,7 +59,7 @@ class Restorer:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         cache: DeviceCache,
         page_manager: PageManager,
         lanes: Lanes,

@@ -21,8 +21,7 @@ from worker_service.device.upload import Upload
 from worker_service.engine.sequence import Segment, Sequence
 from worker_service.lanes.lanes import Event
 from worker_service.model.attention import PartialAttention
-from worker_service.model.decoder import Decoder
-from worker_service.model.forward import CarryOut, Enter
+from worker_service.model.model import CarryOut, Enter, Model
 from worker_service.pipeline.executor import Attend
 from worker_service.pipeline.tiles import Tile
 from worker_service.retrieval.ahead import RowReader, RowsAhead, estimates_of
@@ -167,7 +166,7 @@ class SelectedStep:
 
     # -- reading --------------------------------------------------------------------------
 
-    def fetching(self, model: Decoder, carry_out: CarryOut) -> Enter | None:
+    def fetching(self, model: Model, carry_out: CarryOut) -> Enter | None:
         """Return what fetches rows of each layer ahead of it; None if there is nothing to fetch."""
         if self._tables is None:
             return None

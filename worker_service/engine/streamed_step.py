@@ -22,7 +22,7 @@ from worker_service.kernels.units import UnitOrder
 from worker_service.lanes.cost_watch import StepTraffic
 from worker_service.model.attention_parts import DecodeParts, PrefillParts
 from worker_service.model.attention_plan import DecodePlan
-from worker_service.model.layer import DecoderLayer
+from worker_service.model.model import Layer
 from worker_service.pipeline.executor import Attend, Prefetcher
 from worker_service.pipeline.task_work import TileTransfer
 from worker_service.pipeline.tiles import StreamedTokens
@@ -73,7 +73,7 @@ class StreamedPrefill:
         cache: DeviceCache,
         prefetcher: Prefetcher,
         index: int,
-        layer: DecoderLayer,
+        layer: Layer,
         queries: torch.Tensor,
     ) -> torch.Tensor:
         """Attend everything before the queries `[count, n_q, d]`; return `[count, n_q * d]`."""
@@ -158,7 +158,7 @@ class StreamedStep:
         cache: DeviceCache,
         prefetcher: Prefetcher,
         index: int,
-        layer: DecoderLayer,
+        layer: Layer,
         queries: torch.Tensor,
     ) -> torch.Tensor:
         """Attend the device's own pages and every tile; return `[N, n_q * d]`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,8 +25,10 @@ from worker_service.checkpoint.tensors import Checkpoint, RandomTensors, TensorS
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels.choice import Layout
 from worker_service.lanes.lanes import Lanes
+from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer, NormWeights
 from worker_service.model.linear import Linear, Weight
+from worker_service.model.model import Attend, CarryOut, Enter, WriteLast, at_once
 from worker_service.model.rope import Rotary, RotaryTable
 from worker_service.weights.host import HostUnit, Slot, read_tensor, read_unit, units_of_rows
 from worker_service.weights.matrices import MatrixShape, head_rows, layer_matrices
@@ -64,9 +67,7 @@ _DATA_TYPES = {dtype: data_type for data_type, dtype in TORCH_TYPES.items()}
 class Decoder:
     """Embedding, layers and output head.
 
-    A step is: `hidden = embed(ids, positions)`; for each layer of `visit` X =
-    `attention_input(hidden)`, `project(X, rotary)`, attention over the cache,
-    `hidden = finish(hidden, attended)`; then `logits(hidden[rows])`.
+    A step is `hidden = run(ids, positions, attend)`, then `logits(hidden[rows])`.
 
     Attributes:
         config, shape: of the model; `shape.data_type` is `dtype`.
@@ -221,6 +222,36 @@ class Decoder:
         return [stream for stream in streams if stream is not None]
 
     # -- computing ----------------------------------------------------------------
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        carry_out: CarryOut = at_once,
+        enter: Enter | None = None,
+    ) -> torch.Tensor:
+        """See Model."""
+        hidden, rotary = self.embed(token_ids, positions), self.rotary(positions)
+        return through_layers(self.visit(), hidden, rotary, attend, carry_out, enter)
+
+    def fill(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        write_last: WriteLast,
+    ) -> None:
+        """See Model."""
+        hidden, rotary = self.embed(token_ids, positions), self.rotary(positions)
+        layers = self.visit()
+        hidden = through_layers(islice(layers, len(self.layers) - 1), hidden, rotary, attend)
+        for last in layers:
+            write_last(*last.project_kv(last.attention_input(hidden), rotary))
+
+    def first_inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        return self.layers[0].attention_input(self.embed(token_ids, positions))
 
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Map ids and positions, int64 `[N]`, to the first hidden `[N, h]`."""

@@ -101,13 +101,23 @@ class DecoderLayer:
         self, inputs: torch.Tensor, rotary: Rotary | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project X `[N, h]` to q `[N, n_q, d]`, k and v `[N, n_kv, d]`, q and k after RoPE."""
+        queries = self.project_queries(inputs, rotary)
+        keys, values = self.project_kv(inputs, rotary)
+        return queries, keys, values
+
+    def ask(self, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return X `[N, h]` and q `[N, n_q, d]` of residuals `[N, h]`."""
+        inputs = self.attention_input(hidden)
+        return inputs, self.project_queries(inputs, rotary)
+
+    def project_queries(self, inputs: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        """Project X `[N, h]` to q `[N, n_q, d]`, after RoPE."""
         queries = self.query(inputs).view(inputs.shape[0], -1, self.head_dim)
         if self.query_norm is not None:
             queries = self.query_norm(queries)
         if rotary is not None:
             queries = rotary.of(self.window).rotate(queries)
-        keys, values = self.project_kv(inputs, rotary)
-        return queries, keys, values
+        return queries
 
     def project_kv(
         self, inputs: torch.Tensor, rotary: Rotary | None
@@ -124,6 +134,11 @@ class DecoderLayer:
         if rotary is not None:
             keys = rotary.of(self.window).rotate(keys)
         return keys, values
+
+    def work(self, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        """Compute the next hidden `[N, h]` with queries in the place of what they attend."""
+        queries, _, _ = self.project(self.attention_input(hidden), rotary)
+        return self.finish(hidden, queries.flatten(1))
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Compute the next hidden `[N, h]` from `attended` `[N, n_q * d]`."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitpoint.checkpoint.decoder import DecoderConfig
+from splitpoint.checkpoint.decoder import AttentionConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.memory import UNIT_ROWS
 from worker_service.device.upload import Upload
@@ -58,7 +58,7 @@ class Variant:
     has_cap: bool
 
     @classmethod
-    def of(cls, config: DecoderConfig, page_tokens: int) -> Variant:
+    def of(cls, config: AttentionConfig, page_tokens: int) -> Variant:
         shape = config.shape
         return cls(
             TORCH_TYPES[shape.data_type],

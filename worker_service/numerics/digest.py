@@ -20,7 +20,7 @@ from splitpoint.host.processor import processor_name, vector_sets
 from splitpoint.shapes import WeightFormat
 from worker_service.kernels import paged_attention, panel_gemm, row_counts
 from worker_service.kernels.choice import Layout, in_use
-from worker_service.model.decoder import Decoder
+from worker_service.model.model import Model
 from worker_service.weights.packing import layout_of
 
 # Hexadecimal digits: 64 bits.
@@ -45,7 +45,7 @@ def numerics_digest(facts: Facts) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
-def facts_of(model: Decoder, page_tokens: int) -> Facts:
+def facts_of(model: Model, page_tokens: int) -> Facts:
     """Return what decides the bits of the K, V and X of a loaded model's rows.
 
     `page_tokens`: of a page, the unit in which attention adds.
@@ -63,7 +63,7 @@ def facts_of(model: Decoder, page_tokens: int) -> Facts:
     }
 
 
-def _cpu_facts(model: Decoder) -> Facts:
+def _cpu_facts(model: Model) -> Facts:
     kernels, layout = in_use(), layout_of(model.device, model.dtype)
     if kernels is None:
         raise RuntimeError("a CPU worker's kernels were not chosen")

@@ -24,6 +24,7 @@ from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
+from worker_service.model.model import Layer, Model
 
 # Rows of one call. Kernels change at powers of two and at the sizes of their blocks.
 COUNTS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 512)
@@ -133,7 +134,7 @@ _ATTENTION_SEED = 16
 _MOST_GUESSES = 8
 
 
-def attention_operators(model: Decoder, chunk_tokens: int) -> Iterator[Operator]:
+def attention_operators(model: Model, chunk_tokens: int) -> Iterator[Operator]:
     """Yield the operators of each kind of layer."""
     seen: set[tuple[object, ...]] = set()
     for index, layer in enumerate(model.layers):
@@ -157,7 +158,7 @@ class _Sequence:
         pages: the page of each chunk, in no order.
     """
 
-    layer: DecoderLayer
+    layer: Layer
     queries: torch.Tensor
     positions: torch.Tensor
     keys: torch.Tensor
@@ -165,7 +166,7 @@ class _Sequence:
     pages: Sequence[int]
 
     @classmethod
-    def random(cls, model: Decoder, layer: DecoderLayer, chunk_tokens: int) -> _Sequence:
+    def random(cls, model: Model, layer: Layer, chunk_tokens: int) -> _Sequence:
         generator = torch.Generator().manual_seed(_ATTENTION_SEED)
         shape, count = model.shape, -(-MOST_ROWS // chunk_tokens)
 
@@ -244,21 +245,28 @@ _MODEL_SEED = 14
 Apply = Callable[..., Result]
 
 
-def model_operators(model: Decoder) -> Iterator[Operator]:
+def model_operators(model: Model) -> Iterator[Operator]:
     """Yield the operators in the order of a step; on a CPU all layers have the same threads."""
     rows = _Rows(model)
     positions = torch.randint(model.shape.context_length, (MOST_ROWS,), generator=rows.generator)
     positions = positions.to(model.device)
     ids = torch.randint(model.shape.vocabulary_size, (MOST_ROWS,), generator=rows.generator)
-    yield Operator("the embedding", (ids.to(model.device), positions), model.embed)
-    if model.rotary(positions[:1]) is not None:
-        yield Operator("the rotary angles", (positions,), _angles(model))
+    places = (ids.to(model.device), positions)
+    if isinstance(model, Decoder):
+        yield Operator("the embedding", places, model.embed)
+        if model.rotary(positions[:1]) is not None:
+            yield Operator("the rotary angles", (positions,), _angles(model))
+    else:
+        yield Operator("the first inputs", places, model.first_inputs)
     seen: set[tuple[object, ...]] = set()
     for index, layer in enumerate(model.visit()):
         kind = _kind_of(layer)
         if kind not in seen:
             seen.add(kind)
-            yield from _layer_operators(model, rows, index, layer, positions)
+            if isinstance(layer, DecoderLayer):
+                yield from _own_operators(model, rows, index, layer, positions)
+            else:
+                yield from _layer_operators(model, rows, index, layer, positions)
     hidden = rows.of(model.shape.hidden_size, _HEAD_ROWS)
     yield Operator("the output head", (hidden,), model.logits, most_calls=1)
 
@@ -266,7 +274,7 @@ def model_operators(model: Decoder) -> Iterator[Operator]:
 class _Rows:
     """Random rows of the model's type, the same at every start."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Model) -> None:
         self.generator = torch.Generator().manual_seed(_MODEL_SEED)
         self._device, self._dtype = model.device, model.dtype
 
@@ -276,15 +284,31 @@ class _Rows:
         return values.to(self._device, self._dtype)
 
 
-def _kind_of(layer: DecoderLayer) -> tuple[object, ...]:
+def _kind_of(layer: Layer) -> tuple[object, ...]:
     """Return what distinguishes layers whose operators may differ: not the weights' values."""
     return (layer.window, layer.scale, layer.head_dim)
 
 
 def _layer_operators(
-    model: Decoder, rows: _Rows, index: int, layer: DecoderLayer, positions: torch.Tensor
+    model: Model, rows: _Rows, index: int, layer: Layer, positions: torch.Tensor
 ) -> Iterator[Operator]:
-    """Yield a layer's operators; the parts of a whole before the whole, for a precise name."""
+    """Yield what can be asked of any layer."""
+    hidden, inputs = rows.of(model.shape.hidden_size), rows.of(model.shape.hidden_size)
+
+    def of_positions(call: Callable[[torch.Tensor, object], Result]) -> Apply:
+        return lambda rows, positions: call(rows, model.rotary(positions))
+
+    yield Operator(f"layer {index}: queries", (hidden, positions), of_positions(layer.ask))
+    whole = of_positions(layer.work)
+    yield Operator(f"layer {index}: all but attention", (hidden, positions), whole)
+    rebuild = of_positions(layer.project_kv)
+    yield Operator(f"layer {index}: keys and values", (inputs, positions), rebuild)
+
+
+def _own_operators(
+    model: Model, rows: _Rows, index: int, layer: DecoderLayer, positions: torch.Tensor
+) -> Iterator[Operator]:
+    """Yield the operators of our own layer; parts of a whole before it, for a precise name."""
     shape = model.shape
     hidden, inputs = rows.of(shape.hidden_size), rows.of(shape.hidden_size)
     attended, inner = rows.of(shape.query_width), rows.of(shape.intermediate_size)
@@ -375,7 +399,7 @@ log = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def dependence(model: Decoder, chunk_tokens: int) -> str | None:
+def dependence(model: Model, chunk_tokens: int) -> str | None:
     """Return the first operator whose results depend on other rows, in words; None if none does.
 
     Takes about as long as a prefill of 2,000 tokens through one layer.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 
 import torch
 
@@ -19,8 +19,7 @@ from worker_service.lanes.timeline import Span
 from worker_service.lanes.work import Work
 from worker_service.model.attention import prefill
 from worker_service.model.attention_plan import PrefillPlan
-from worker_service.model.forward import through_layers
-from worker_service.model.layer import DecoderLayer
+from worker_service.model.model import Layer
 from worker_service.pipeline.executor import RestoreRun
 from worker_service.pipeline.task_work import Prefix, Target
 from worker_service.pipeline.transfer import CacheTransfer
@@ -136,13 +135,8 @@ class _FrontPrefill:
                 device=device,
             ),
         )
-        rotary = self._model.rotary(positions)
-        hidden = self._model.embed(sent(ids, device), positions)
-        layers, before_last = self._model.visit(), len(self._keys) - 1
-        hidden = through_layers(islice(layers, before_last), hidden, rotary, step.attend)
-        # Only K and V of the last layer are needed: the rest of it leads to logits.
-        for last in layers:
-            step.write(before_last, *last.project_kv(last.attention_input(hidden), rotary))
+        write_last = partial(step.write, len(self._keys) - 1)
+        self._model.fill(sent(ids, device), positions, step.attend, write_last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +156,7 @@ class _BlockAttention:
     def attend(
         self,
         index: int,
-        layer: DecoderLayer,
+        layer: Layer,
         inputs: torch.Tensor,
         queries: torch.Tensor,
         keys: torch.Tensor,

@@ -13,7 +13,7 @@ import torch
 
 from worker_service.device.copies import runs
 from worker_service.lanes.work import Work
-from worker_service.model.decoder import Decoder
+from worker_service.model.model import Model
 from worker_service.pipeline.chunk_loader import ChunkLoader
 from worker_service.pipeline.gather import Gatherer
 from worker_service.pipeline.staging import Staging
@@ -45,7 +45,7 @@ class CacheTransfer:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         tensors: ArenaTensors,
         staging: Staging,
         gatherer: Gatherer | None = None,
@@ -111,8 +111,7 @@ class CacheTransfer:
         """
 
         def call() -> None:
-            hidden = self.model.embed(token_ids, positions)
-            inputs = self.model.layers[0].attention_input(hidden)
+            inputs = self.model.first_inputs(token_ids, positions)
             if slot is None:
                 self._embedded = inputs
             else:

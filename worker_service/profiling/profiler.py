@@ -27,7 +27,7 @@ from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
-from worker_service.model.layer import DecoderLayer
+from worker_service.model.model import Layer, Model
 from worker_service.pipeline.transfer import put_rows
 
 COPY_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -46,7 +46,7 @@ PROBE_VOCABULARY = 16
 
 @torch.inference_mode()
 def measure(
-    model: Decoder, device: torch.device, description: str, *, lanes: Lanes | None = None
+    model: Model, device: torch.device, description: str, *, lanes: Lanes | None = None
 ) -> Profile:
     """Measure a new profile; takes one or two seconds on a CPU.
 
@@ -117,7 +117,7 @@ def measure_link(device: torch.device, lanes: Lanes | None = None) -> Line:
     return fit_line(sizes, seconds)
 
 
-def _measure_rebuild(model: Decoder, device: torch.device) -> Line:
+def _measure_rebuild(model: Model, device: torch.device) -> Line:
     """Fit the GEMM `[l, h] x [h, 2 d_kv]` with norm, rotation, and writing into pages."""
     shape = model.shape
     counts = _counts(model, REBUILD_TOKENS)
@@ -131,7 +131,7 @@ def _measure_rebuild(model: Decoder, device: torch.device) -> Line:
     return _line([count * shape.rebuild_flops_per_token_layer for count in counts], seconds)
 
 
-def _rebuild_seconds(model: Decoder, count: int, plane: torch.Tensor, pages: range) -> float:
+def _rebuild_seconds(model: Model, count: int, plane: torch.Tensor, pages: range) -> float:
     """Return the seconds to rebuild K and V of `count` tokens of one layer into pages."""
     inputs = torch.randn(count, model.shape.hidden_size, device=plane.device).to(plane.dtype)
     rotary = model.rotary(torch.arange(count, device=plane.device))
@@ -144,7 +144,7 @@ def _rebuild_seconds(model: Decoder, count: int, plane: torch.Tensor, pages: ran
         return _median_seconds(run, plane.device)
 
 
-def _measure_prefill(model: Decoder, device: torch.device) -> Line:
+def _measure_prefill(model: Model, device: torch.device) -> Line:
     """Fit a piece of a prefill by one layer's linear work, without attention."""
     shape = model.shape
     counts = _counts(model, PREFILL_TOKENS)
@@ -152,7 +152,7 @@ def _measure_prefill(model: Decoder, device: torch.device) -> Line:
     return _line([shape.prefill_flops(count) for count in counts], seconds)
 
 
-def _layer_seconds(model: Decoder, count: int, device: torch.device) -> float:
+def _layer_seconds(model: Model, count: int, device: torch.device) -> float:
     """Return the seconds of `count` tokens in one layer's linear work, its weights present."""
     shape = model.shape
     hidden = torch.randn(count, shape.hidden_size, device=device)
@@ -161,20 +161,19 @@ def _layer_seconds(model: Decoder, count: int, device: torch.device) -> float:
     with _first_layer(model) as layer:
 
         def run() -> None:
-            queries, _, _ = layer.project(layer.attention_input(hidden), rotary)
-            layer.finish(hidden, queries.flatten(1))
+            layer.work(hidden, rotary)
 
         return _median_seconds(run, device)
 
 
 @contextmanager
-def _first_layer(model: Decoder) -> Iterator[DecoderLayer]:
+def _first_layer(model: Model) -> Iterator[Layer]:
     """Visit the first layer; weights on the host are copied first."""
     with closing(model.visit()) as layers:
         yield next(layers)
 
 
-def _measure_step(model: Decoder, device: torch.device) -> float:
+def _measure_step(model: Model, device: torch.device) -> float:
     """Measure one token through all layers and the head: every weight once, no cache.
 
     With weights on the host, only the layers' compute is measured.
@@ -184,16 +183,24 @@ def _measure_step(model: Decoder, device: torch.device) -> float:
     token_ids = torch.zeros(1, dtype=torch.int64, device=device)
 
     def run() -> None:
-        hidden, rotary = model.embed(token_ids, token_ids), model.rotary(token_ids)
-        for layer in model.layers:
-            queries, _, _ = layer.project(layer.attention_input(hidden), rotary)
-            hidden = layer.finish(hidden, queries.flatten(1))
-        model.logits(hidden)
+        model.logits(model.run(token_ids, token_ids, _without_attention))
 
     return _median_seconds(run, device)
 
 
-def _counts(model: Decoder, wanted: tuple[int, ...]) -> list[int]:
+def _without_attention(
+    _index: int,
+    _layer: Layer,
+    _inputs: torch.Tensor,
+    queries: torch.Tensor,
+    _keys: torch.Tensor,
+    _values: torch.Tensor,
+) -> torch.Tensor:
+    """Let queries stand for what they attend; see `Attend`."""
+    return queries.flatten(1)
+
+
+def _counts(model: Model, wanted: tuple[int, ...]) -> list[int]:
     """Return the wanted counts that fit the context, or the context if none does."""
     context = model.shape.context_length
     return [count for count in wanted if count <= context] or [context]

@@ -11,11 +11,9 @@ import torch
 from splitpoint.planning.weight_schedule import WeightPiece
 from worker_service.lanes.lanes import Event
 from worker_service.model.attention import PartialAttention
-from worker_service.model.decoder import Decoder
-from worker_service.model.forward import CarryOut, at_once
+from worker_service.model.model import CarryOut, Model, at_once
 from worker_service.model.rope import Rotary
 from worker_service.retrieval.sequence_reads import SequenceReads
-from worker_service.selection.guess import guess_of
 from worker_service.selection.screen import Guess
 
 
@@ -56,7 +54,7 @@ class RowsAhead:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         readers: Sequence[RowReader],
         rows: torch.Tensor,
         positions: torch.Tensor,
@@ -110,5 +108,4 @@ class RowsAhead:
         """Return what all readers ask of a layer, one row each."""
         layer = self._model.layers[index]
         layer.await_weights(WeightPiece.QUERY)
-        residual = hidden.index_select(0, self._rows)
-        return guess_of(residual, layer, layer, self._rotary, 0)
+        return Guess(*layer.ask(hidden.index_select(0, self._rows), self._rotary), 0)

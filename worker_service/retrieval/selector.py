@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.decoder import DecoderConfig
+from splitpoint.checkpoint.decoder import AttentionConfig
 from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument, SplitpointError
@@ -43,7 +43,7 @@ class ScreenSource:
         size_bytes: of the artefacts, in device memory.
     """
 
-    def __init__(self, config: DecoderConfig, artifacts: Mapping[SelectionMethod, Artifacts]):
+    def __init__(self, config: AttentionConfig, artifacts: Mapping[SelectionMethod, Artifacts]):
         """Raises InvalidArgument for artefacts that do not fit the model."""
         self._config = config
         self._artifacts = artifacts
@@ -58,7 +58,7 @@ class ScreenSource:
 
     @classmethod
     def open(
-        cls, config: DecoderConfig, folder: Path, artifacts: Path | None, device: torch.device
+        cls, config: AttentionConfig, folder: Path, artifacts: Path | None, device: torch.device
     ) -> ScreenSource:
         """Read the artefacts that were made for the checkpoint in `folder`, onto the device.
 
@@ -102,7 +102,7 @@ class ScreenSource:
 
 
 def _trained_columns(
-    config: DecoderConfig, method: SelectionMethod, artifacts: Artifacts | None
+    config: AttentionConfig, method: SelectionMethod, artifacts: Artifacts | None
 ) -> int:
     """Return the dimensions that artefacts were trained for; 0: any. Raises InvalidArgument."""
     if artifacts is None:
@@ -142,7 +142,7 @@ class Selector:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: AttentionConfig,
         shape: ModelShape,
         cache: DeviceCache,
         lanes: Lanes,

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from splitpoint.checkpoint.decoder import DecoderConfig
+from splitpoint.checkpoint.decoder import AttentionConfig
 from splitpoint.planning.schedule import Lane
 from splitpoint.residency.selecting import SEGMENT_TOKENS, wanted_rows
 from splitpoint.shapes import chunks_of
@@ -27,7 +27,7 @@ from worker_service.device.pinning import piece_slots
 from worker_service.lanes.lanes import Event, Lanes
 from worker_service.lanes.work import Work
 from worker_service.model.attention import PartialAttention
-from worker_service.model.forward import CarryOut, at_once
+from worker_service.model.model import CarryOut, at_once
 from worker_service.retrieval.gather_rows import RowPlane, gather_rows
 from worker_service.retrieval.row_cache import RowCache
 from worker_service.selection.clusters import ClusterSums, HeldRows
@@ -89,7 +89,7 @@ class SequenceReads:
     def __init__(
         self,
         screens: Screens,
-        config: DecoderConfig,
+        config: AttentionConfig,
         cache: DeviceCache,
         lanes: Lanes,
         *,
@@ -425,7 +425,7 @@ class _Moves:
         return len(self.sources)
 
 
-def _selects(screens: Screens, config: DecoderConfig, layer: int, final_tokens: int) -> bool:
+def _selects(screens: Screens, config: AttentionConfig, layer: int, final_tokens: int) -> bool:
     window = config.windows[layer]
     is_whole = window is None or window >= final_tokens
     return is_whole and screens.layer(layer) is not None

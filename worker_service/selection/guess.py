@@ -48,9 +48,4 @@ def guess_of(
         rotary: angles of the tokens' positions.
     """
     inputs = norm_of.attention_input(hidden)
-    queries = layer.query(inputs).view(len(inputs), -1, layer.head_dim)
-    if layer.query_norm is not None:
-        queries = layer.query_norm(queries)
-    if rotary is not None:
-        queries = rotary.of(layer.window).rotate(queries)
-    return Guess(inputs, queries, first_position)
+    return Guess(inputs, layer.project_queries(inputs, rotary), first_position)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from splitpoint.checkpoint.decoder import DecoderConfig
+from splitpoint.checkpoint.decoder import AttentionConfig
 from splitpoint.selection import Selection
 from worker_service.selection.records import Records
 
@@ -37,7 +37,7 @@ class AttentionShape:
     window: int | None
 
     @classmethod
-    def of(cls, config: DecoderConfig, layer: int) -> AttentionShape:
+    def of(cls, config: AttentionConfig, layer: int) -> AttentionShape:
         """Return the attention of a model's layer."""
         shape = config.shape
         return cls(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.decoder import DecoderConfig
+from splitpoint.checkpoint.decoder import AttentionConfig
 from splitpoint.errors import InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.selection.artifacts import Artifacts, load
@@ -29,7 +29,7 @@ class Screens:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: AttentionConfig,
         selection: Selection,
         artifacts: Artifacts | None = None,
     ) -> None:
@@ -46,7 +46,7 @@ class Screens:
     @classmethod
     def open(
         cls,
-        config: DecoderConfig,
+        config: AttentionConfig,
         selection: Selection,
         folder: Path,
         *,

@@ -19,9 +19,7 @@ from worker_service.device.upload import Upload
 from worker_service.kernels.units import UnitView, unit_count
 from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, DecodeView, PageView, PrefillPlan
-from worker_service.model.decoder import Decoder
-from worker_service.model.forward import through_layers
-from worker_service.model.layer import DecoderLayer
+from worker_service.model.model import Layer, Model
 from worker_service.model.span_attention import SpanView
 
 # Up to this many rows of a sequence are attended one by one; more are a piece of a prompt.
@@ -58,7 +56,7 @@ class Piece:
 class DraftPasses:
     """Runs a draft model over its own cache. Belongs to the engine's thread."""
 
-    def __init__(self, model: Decoder, cache: DeviceCache) -> None:
+    def __init__(self, model: Model, cache: DeviceCache) -> None:
         self._model = model
         self._cache = cache
         self._chunk = cache.layout.chunk_tokens
@@ -95,12 +93,7 @@ class DraftPasses:
         last_rows = upload.table((ends - 1)[np.argsort([*few, *many])])
         places = upload.table(positions)
         upload.send()
-        hidden = through_layers(
-            self._model.visit(),
-            self._model.embed(token_ids, places),
-            self._model.rotary(places),
-            attention.attend,
-        )
+        hidden = self._model.run(token_ids, places, attention.attend)
         for piece in pieces:
             piece.drafted.computed += piece.count
         if len(positions) > len(pieces):
@@ -222,7 +215,7 @@ class _Attention:
     def attend(
         self,
         index: int,
-        layer: DecoderLayer,
+        layer: Layer,
         _inputs: torch.Tensor,
         queries: torch.Tensor,
         keys: torch.Tensor,

@@ -32,9 +32,7 @@ from worker_service.engine.sequence import Sequence, device_pages
 from worker_service.lanes.lanes import Lanes
 from worker_service.model.attention import decode_partial
 from worker_service.model.attention_plan import DecodePlan
-from worker_service.model.decoder import Decoder
-from worker_service.model.forward import through_layers
-from worker_service.model.layer import DecoderLayer
+from worker_service.model.model import Layer, Model
 from worker_service.retrieval.ahead import RowReader, RowsAhead, estimates_of
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.speculation.growing_draft import (
@@ -78,7 +76,7 @@ class SelfDrafter:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         cache: DeviceCache,
         lanes: Lanes,
         *,
@@ -172,7 +170,7 @@ class SelfDrafter:
 
         def attend(
             index: int,
-            layer: DecoderLayer,
+            layer: Layer,
             _inputs: torch.Tensor,
             queries: torch.Tensor,
             keys: torch.Tensor,
@@ -194,9 +192,7 @@ class SelfDrafter:
                 attended.take(row, part)
             return attended.attended(queries.dtype)
 
-        hidden = model.embed(token_ids, positions)
-        rotary = model.rotary(positions)
-        return through_layers(model.visit(), hidden, rotary, attend, enter=ahead.enter)
+        return model.run(token_ids, positions, attend, enter=ahead.enter)
 
     def _plans(
         self, rows: Rows[_Draft], readers: Rows[RowReader], upload: Upload

@@ -20,7 +20,7 @@ from worker_service.drafts.drafter import Drafter
 from worker_service.drafts.suffix import SuffixDrafter
 from worker_service.engine.sequence import Sequence as EngineSequence
 from worker_service.lanes.lanes import Lanes
-from worker_service.model.decoder import Decoder
+from worker_service.model.model import Model
 from worker_service.speculation.model_draft import DraftModel
 from worker_service.speculation.self_draft import SelfDrafter
 
@@ -122,7 +122,7 @@ class DraftSetup:
 
     def load(
         self,
-        served: Decoder,
+        served: Model,
         cache: DeviceCache,
         lanes: Lanes,
         *,

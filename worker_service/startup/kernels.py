@@ -22,7 +22,7 @@ from worker_service.kernels import panel_gemm
 from worker_service.kernels.choice import Choice, use_one_order
 from worker_service.kernels.compiled import NoKernels
 from worker_service.lanes.lanes import Lanes
-from worker_service.model.decoder import Decoder
+from worker_service.model.model import Model
 from worker_service.model.span_attention import Variant, try_kernels
 from worker_service.numerics.digest import facts_of, numerics_digest
 from worker_service.numerics.self_check import dependence
@@ -100,7 +100,7 @@ def agree_on_rows(options: WorkerOptions, shape: ModelShape) -> None:
     use_agreeing_rows(product_shapes(config), TORCH_TYPES[shape.data_type])
 
 
-def numerics_of(wish: str, against: str | None, model: Decoder, page_tokens: int) -> WorkerNumerics:
+def numerics_of(wish: str, against: str | None, model: Model, page_tokens: int) -> WorkerNumerics:
     """Check the numerics. Those that are invariant have a digest."""
     make_current(model.device)
     check = partial(dependence, model, page_tokens)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_runner import Transcript, admission, make_engine, run_all
+from engine_runner import Transcript, admission, make_engine, own_decoder, run_all
 from long_runs import scaled
 from tiny_models import CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 
@@ -179,7 +179,7 @@ def test_nan_fails_its_own_request_only(llama: Path, length: int) -> None:
     """Poison an embedding row: requests that use it fail, at once or chunks later."""
     engine = make_engine(llama)
     poisoned = 5
-    engine.model._embedding[poisoned] = float("nan")
+    own_decoder(engine)._embedding[poisoned] = float("nan")
     bad = prompt_of(length)
     bad[length // 3] = poisoned
     good = [token if token != poisoned else 6 for token in prompt_of(40)]

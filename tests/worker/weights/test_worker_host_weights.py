@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_runner import CPU, admission, run_all
+from engine_runner import CPU, admission, own_decoder, run_all
 from live_bytes import counting, held_bytes
 from small_memory import LAYERS, small_engine, total_bytes
 from stored_prefix import StoredPrefix, stored_prefix
@@ -136,7 +136,7 @@ def test_device_memory_stays_within_the_budget(case: str, folders: Callable[[str
     """Count the tensors that are held, and those that operations allocate."""
     lanes = ThreadLanes(CPU)
     engine = small_engine(folders(case), lanes)
-    plan, model = engine.memory_plan, engine.model
+    plan, model = engine.memory_plan, own_decoder(engine)
     assert total_bytes(folders(case)) >= 4 * plan.budget_bytes
     assert plan.weight_bytes == model.weight_bytes
     host_tables = (model._embedding, model._positions)
