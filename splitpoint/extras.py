@@ -25,7 +25,7 @@ _SERVICE = (
 MODULES: dict[str, tuple[str, ...]] = {
     "scheduler": (*_SERVICE, "jinja2", "tokenizers"),
     "store": (*_SERVICE, "numpy"),
-    "worker": (*_SERVICE, "numpy", "pynvml", "safetensors", "tokenizers", "torch"),
+    "worker": (*_SERVICE, "numpy", "pynvml", "safetensors", "tokenizers", "torch", "transformers"),
     "gateway": (*_SERVICE, "httptools", "starlette", "uvicorn", "uvloop"),
     "mooncake": (*_SERVICE, "mooncake", "numpy"),
     "plots": ("matplotlib",),
@@ -52,6 +52,11 @@ def need(what: str, extra: str) -> None:
     """Raise MissingExtra for `what` unless every module of an extra can be imported."""
     if (module := _first_missing(extra)) is not None:
         raise MissingExtra(what, extra, module)
+
+
+def is_installed(extra: str) -> bool:
+    """Return whether every module of an extra can be imported."""
+    return _first_missing(extra) is None
 
 
 def need_all(what: str) -> None:

@@ -6,19 +6,41 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitpoint.checkpoint.decoder import read_shape
+from splitpoint.checkpoint.decoder import ModelBackend, read_decoder, support_of
 from splitpoint.checkpoint.resolve import NO_SUCH_MODEL, resolve_model
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument, NotFound
+from splitpoint.extras import is_installed
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
 
 # The model of commands that plan, unless one is named or measured.
 DEFAULT_SHAPE = "llama-3.1-8b"
 
 
-def model_shape(folder: Path, dtype: str) -> ModelShape:
-    """Return a checkpoint's shape in this element type; "auto" is the stored one."""
-    return read_shape(folder, data_type=parse_dtype(dtype))
+def model_shape(folder: Path, dtype: str, backend: str = ModelBackend.AUTO) -> ModelShape:
+    """Return a checkpoint's shape in this element type; "auto" is the stored one.
+
+    Raises InvalidArgument if this version does not serve the checkpoint.
+    """
+    return served_shape(folder, parse_dtype(dtype), ModelBackend(backend))
+
+
+def served_shape(
+    folder: Path,
+    data_type: DataType | None = None,
+    backend: ModelBackend = ModelBackend.AUTO,
+) -> ModelShape:
+    """Return a checkpoint's shape. Raises InvalidArgument if this version does not serve it.
+
+    Where no worker is installed, config.json alone decides.
+    """
+    support = support_of(folder, data_type, backend)
+    if support.decoder is None and support.shape is not None and is_installed("worker"):
+        # Takes seconds to import, for checkpoints that transformers' code would compute.
+        from worker_service.startup.model_source import source_of
+
+        return source_of(folder, data_type, backend).config.shape
+    return support.required_shape
 
 
 def parse_dtype(text: str) -> DataType | None:
@@ -66,7 +88,7 @@ def find_named(model: str, dtype: str = "auto") -> NamedModel:
         raise NotFound(
             f"{error.message}, nor one of the built-in shapes: {', '.join(BUILT_IN_SHAPES)}"
         ) from error
-    return NamedModel(read_shape(folder, data_type=data_type), folder)
+    return NamedModel(served_shape(folder, data_type), folder)
 
 
 def find_profiled(model: str | None, dtype: str, profile: Profile, name_or_path: str) -> NamedModel:
@@ -141,6 +163,6 @@ def find_draft(
     from splitpoint.checkpoint.vocabulary import check_vocabulary  # loads the tokenizers library
 
     folder = resolve_model(model, download=download)
-    shape = read_shape(folder, data_type=served.data_type)
+    shape = read_decoder(folder, served.data_type).shape
     check_vocabulary(folder, shape, served_folder, served)
     return folder, shape

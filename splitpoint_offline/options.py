@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from splitpoint import config
-from splitpoint.checkpoint.decoder import read_shape
+from splitpoint.checkpoint.decoder import ModelBackend, read_decoder, support_of
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import available_cores, default_host_memory
@@ -49,6 +49,7 @@ class EngineOptions(TypedDict, total=False):
     # CPU threads of the worker. Absent: all cores of this process.
     threads: int | None
     cpu_kernels: str | None
+    model_backend: str | None
     numerics: str | None
     # Most sequences, and most prompt tokens, of one engine step.
     max_batch: int | None
@@ -119,14 +120,20 @@ def settings_of(model: str | Path | None, options: Mapping[str, Any]) -> Setting
     if drafts is not None:
         if drafts.model is not None:
             draft = resolve_model(drafts.model)
-            read_shape(draft)
+            read_decoder(draft)
             drafts = replace(drafts, model=str(draft))
         given["speculative_config"] = drafts.text
     given.setdefault("threads", available_cores())
     given.setdefault("host_memory", str(default_host_memory()))
     places = given.get("max_batch", worker.MAX_BATCH.default)
     folder = resolve_model(None if model is None else str(model))
-    read_shape(folder)  # refused before a thread or a process starts
+    # Refused before a thread or a process starts.
+    backend = ModelBackend(given.get("model_backend", ModelBackend.AUTO))
+    if support_of(folder, backend=backend).decoder is None:
+        # Takes seconds to import, for checkpoints that transformers' code would compute.
+        from worker_service.startup.model_source import source_of
+
+        source_of(folder, backend=backend)
     instance = f"llm-{os.getpid()}-{secrets.token_hex(4)}"
     runtime, arena = config.runtime_path(instance), config.arena_path(instance)
     sockets = {

@@ -24,6 +24,7 @@ from worker_service.graphs.recorder import Recorder
 from worker_service.graphs.support import graphs_of
 from worker_service.lanes.lanes import Lanes
 from worker_service.model.decoder import Decoder
+from worker_service.model.model import Model
 from worker_service.store.verifier import Verifier
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def own_decoder(engine: Engine) -> Decoder:
 
 
 def make_engine(
-    source: Path | Decoder,
+    source: Path | Model,
     *,
     chunk_tokens: int = 16,
     max_batch_size: int = 16,
@@ -61,7 +62,7 @@ def make_engine(
 
     With a `recorder` it has graphs, which may take `graph_bytes`.
     """
-    model = source if isinstance(source, Decoder) else Decoder.load(source, device, torch.float32)
+    model = Decoder.load(source, device, torch.float32) if isinstance(source, Path) else source
     layout = ArenaLayout.of(model.shape, chunk_tokens=chunk_tokens, has_activations=has_activations)
 
     def plan_for(budget: int) -> MemoryPlan:

@@ -205,14 +205,18 @@ def test_only_its_own_process_imports_the_transfer_engine() -> None:
         }
 
 
-def test_the_worker_does_not_need_transformers() -> None:
-    wrong = [
+def test_only_models_of_transformers_need_transformers() -> None:
+    """Its import takes seconds, and most workers serve a family of our own decoder."""
+    importers = {
         name
         for name, tree in sources("worker_service")
         for module in imported(tree)
         if module.split(".")[0] == "transformers"
-    ]
-    assert wrong == []
+    }
+    own = {"divided", "transformers_model"}
+    assert importers == {f"worker_service/model/{name}.py" for name in own}
+    for program in ("worker_service.__main__", "splitpoint_cli.main"):
+        assert not loaded_at_start(program) & {f"worker_service.model.{name}" for name in own}
 
 
 def test_nothing_unpickles_or_evaluates() -> None:

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.config import parse_rate, parse_size
 from splitpoint.discovery.redis_announcer import Announcer, announced
 from splitpoint.errors import Internal
@@ -75,6 +76,7 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         weight_objective=WeightObjective(arguments.weight_objective),
         threads=arguments.threads,
         cpu_kernels=arguments.cpu_kernels,
+        model_backend=ModelBackend(arguments.model_backend),
         numerics=arguments.numerics,
         weights=WeightFormat(arguments.weights),
         max_model_len=arguments.max_model_len,

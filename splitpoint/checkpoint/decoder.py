@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
+from splitpoint.checkpoint.any_decoder import any_shape
 from splitpoint.checkpoint.config import (
     UNSUPPORTED_MODEL,
     boolean,
@@ -451,49 +452,74 @@ def _integer(config: Mapping[str, Any], key: str, default: int | None = None) ->
     return value
 
 
+class ModelBackend(StrEnum):
+    """Whose code computes a model; the value is its name on command lines."""
+
+    # Our own decoder where it has the family, else transformers' code.
+    AUTO = "auto"
+    OWN = "own"
+    TRANSFORMERS = "transformers"
+
+
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Whether this version serves a checkpoint; one of the two is None.
+    """Whether this version serves a checkpoint, as far as config.json says.
 
     Attributes:
-        decoder: what a worker computes.
-        refusal: why the checkpoint is refused; `field` is the key of config.json that decides,
-            and `reason` is UNSUPPORTED_MODEL for a sound checkpoint that needs what this version
-            lacks.
+        shape: of the model; None if it is refused.
+        decoder: what our own decoder computes; None if transformers' code would have to.
+        refusal: why our own decoder refuses it; `field` is the key of config.json that decides,
+            and `reason` is UNSUPPORTED_MODEL for a sound checkpoint that needs what it lacks.
     """
 
+    shape: ModelShape | None = None
     decoder: DecoderConfig | None = None
     refusal: InvalidArgument | None = None
 
     @property
-    def reason(self) -> str:
-        """Why the checkpoint is refused, for people; empty if it is served."""
-        return "" if self.refusal is None else self.refusal.message
-
-    @property
-    def required(self) -> DecoderConfig:
-        """What a worker computes. Raises the refusal."""
-        if self.decoder is None:
+    def required_shape(self) -> ModelShape:
+        """The shape. Raises the refusal."""
+        if self.shape is None:
             assert self.refusal is not None
             raise self.refusal
-        return self.decoder
+        return self.shape
 
 
-def support_of(folder: Path, data_type: DataType | None = None) -> Support:
-    """Return the verdict on a checkpoint folder. `data_type` None: as stored."""
+def support_of(
+    folder: Path,
+    data_type: DataType | None = None,
+    backend: ModelBackend = ModelBackend.AUTO,
+) -> Support:
+    """Return the verdict on a checkpoint folder. `data_type` None: as stored.
+
+    A worker still has to see whether transformers' code computes what our own decoder refuses.
+    """
+    refusal = None
     try:
-        config = read_config(folder)
-        name = model_name(folder)
-        return Support(DecoderConfig.parse(config, name=name, data_type=data_type))
+        config, name = read_config(folder), model_name(folder)
+        if backend is not ModelBackend.TRANSFORMERS:
+            try:
+                decoder = DecoderConfig.parse(config, name=name, data_type=data_type)
+                return Support(decoder.shape, decoder)
+            except InvalidArgument as error:
+                refusal = error
+                if backend is ModelBackend.OWN or error.reason != UNSUPPORTED_MODEL:
+                    raise
+        _refuse_quantized(config)
+        return Support(any_shape(config, name=name, data_type=data_type), refusal=refusal)
     except InvalidArgument as error:
         return Support(refusal=error)
 
 
 def read_decoder(folder: Path, data_type: DataType | None = None) -> DecoderConfig:
-    """Return what a worker computes of a checkpoint. Raises InvalidArgument if it is refused."""
-    return support_of(folder, data_type).required
+    """Return what our own decoder computes. Raises InvalidArgument if it refuses a checkpoint."""
+    support = support_of(folder, data_type, ModelBackend.OWN)
+    if support.decoder is None:
+        assert support.refusal is not None
+        raise support.refusal
+    return support.decoder
 
 
 def read_shape(folder: Path, data_type: DataType | None = None) -> ModelShape:
-    """Return the shape of a checkpoint. Raises InvalidArgument if it is refused."""
-    return read_decoder(folder, data_type).shape
+    """Return the shape of a checkpoint. Raises InvalidArgument if config.json refuses it."""
+    return support_of(folder, data_type).required_shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.options.option import RATE, SIZE, Option, Section
 from splitpoint.options.service import ADVERTISE, COMMON, MAX_MODEL_LEN
@@ -81,6 +82,15 @@ CPU_KERNELS: Option[str] = Option(
     "Kernels of a CPU worker: auto (measured once per host), flags (by the processor's kind), or "
     "by name, such as decode=products,prefill=sdpa,linear=packed.",
     unit="KERNELS",
+    is_rare=True,
+)
+MODEL_BACKEND: Option[str] = Option(
+    "model-backend",
+    str,
+    ModelBackend.AUTO.value,
+    "Whose code computes the model: own (our decoder, for the families that it has), transformers "
+    "(its code, for any family), or auto (own where it can).",
+    choices=tuple(each.value for each in ModelBackend),
     is_rare=True,
 )
 NUMERICS: Option[str] = Option(
@@ -210,6 +220,7 @@ SECTIONS = (
             DEVICE_MEMORY,
             THREADS,
             CPU_KERNELS,
+            MODEL_BACKEND,
             NUMERICS,
             ENFORCE_EAGER,
         ),

@@ -12,14 +12,14 @@ from splitpoint import config
 from splitpoint.chat.renderer import ChatRenderer
 from splitpoint.chat.source import read_template_file, read_templates
 from splitpoint.checkpoint.config import UNSUPPORTED_MODEL, model_name
-from splitpoint.checkpoint.decoder import FAMILIES, support_of
+from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.checkpoint.resolve import resolve_model, weight_files
 from splitpoint.checkpoint.tensors import read_header
 from splitpoint.config import counted, format_size
 from splitpoint.errors import InvalidArgument, NotFound, SplitpointError
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.checks.finding import Finding, Verdict, one_line
-from splitpoint_cli.models import find_draft, parse_dtype
+from splitpoint_cli.models import find_draft, parse_dtype, served_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class FoundModel:
     shape: ModelShape | None = None
 
 
-def find_model(text: str | None, dtype: str) -> FoundModel:
+def find_model(text: str | None, dtype: str, backend: str = ModelBackend.AUTO) -> FoundModel:
     """Return folder and shape of the model, as far as they are present."""
     name = "model"
     try:
@@ -41,12 +41,11 @@ def find_model(text: str | None, dtype: str) -> FoundModel:
         return FoundModel(_to_be_downloaded(str(text)))
     except SplitpointError as error:
         return FoundModel(Finding(name, Verdict.PROBLEM, error.message, _advice(error, text)))
-    support = support_of(folder, data_type)
-    if support.refusal is not None:
-        found = f"{model_name(folder)}: {support.reason}"
-        advice = _advice(support.refusal, text)
-        return FoundModel(Finding(name, Verdict.PROBLEM, found, advice), folder)
-    shape = support.required.shape
+    try:
+        shape = served_shape(folder, data_type, ModelBackend(backend))
+    except InvalidArgument as error:
+        found = f"{model_name(folder)}: {error.message}"
+        return FoundModel(Finding(name, Verdict.PROBLEM, found, _advice(error, text)), folder)
     found = (
         f"{shape.name}: {shape.family}, {shape.layer_count} layers, {shape.data_type.value}, "
         f"{format_size(shape.weight_bytes)} of weights, context {shape.context_length:,}"
@@ -101,7 +100,7 @@ def _to_be_downloaded(text: str, name: str = "model") -> Finding:
 def _advice(error: SplitpointError, text: str | None) -> str:
     field = error.field if isinstance(error, InvalidArgument) else ""
     if field == "model_type":
-        return f"Choose a model of one of these families: {', '.join(FAMILIES)}"
+        return "Choose another model: docs/models.md lists the families that are served"
     if field == "quantization_config":
         return "Choose the checkpoint that this one was quantized from"
     if error.reason == UNSUPPORTED_MODEL:

@@ -166,7 +166,9 @@ def _stack(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
     if has_gpu:
         yield Check("driver", lambda: gpu.check_driver(driver))
         yield Check("torch", lambda: gpu.check_torch(gpu.ask_torch(), driver))
-    known = attempt("model", lambda: model.find_model(options.model, options.dtype))
+    known = attempt(
+        "model", lambda: model.find_model(options.model, options.dtype, options.model_backend)
+    )
     found = known if isinstance(known, Finding) else known.finding
     shape = None if isinstance(known, Finding) else known.shape
     yield Check("model", lambda: found)

@@ -47,6 +47,7 @@ class DoctorOptions:
     device: str = of(up.DEVICE)
     dtype: str = of(store.DTYPE)
     weights: str = of(store.WEIGHTS)
+    model_backend: str = of(worker.MODEL_BACKEND)
     speculative_config: str | None = of(worker.SPECULATIVE_CONFIG)
     draft_model: str | None = of(up.DRAFT_MODEL)
     device_memory: str | None = of(worker.DEVICE_MEMORY)

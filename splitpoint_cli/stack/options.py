@@ -220,6 +220,7 @@ class _OwnOptions:
     device_memory: str | None = of(worker.DEVICE_MEMORY, _WORKERS)
     threads: int | None = of(worker.THREADS, _WORKERS)
     cpu_kernels: str = of(worker.CPU_KERNELS, _WORKERS)
+    model_backend: str = of(worker.MODEL_BACKEND, _WORKERS)
     numerics: str = of(worker.NUMERICS, _WORKERS)
     link_rate: str | None = of(worker.LINK_RATE, _WORKERS)
     trace: str | None = of(TRACE, _WORKERS)

@@ -119,7 +119,9 @@ def plan_stack(
     if options.tier_disk is not None:
         options = replace(options, tier_disk=str(Path(options.tier_disk).absolute()))
     folder = resolve_model(options.model)
-    shape = with_context(model_shape(folder, options.dtype), options.max_model_len)
+    shape = with_context(
+        model_shape(folder, options.dtype, options.model_backend), options.max_model_len
+    )
     model = Model(folder, shape)
     devices = choose_devices(options.device, options.workers)
     _check_lanes(options, devices)

@@ -23,6 +23,7 @@ class EagerReason(StrEnum):
     WEIGHTS_ON_HOST = "weights_on_host"
     ATTENTION_GATHERS = "attention_gathers"
     ATTENTION_PLANS = "attention_plans"
+    TRANSFORMERS = "transformers"
     NO_MEMORY = "no_memory"
     RECORDING_FAILED = "recording_failed"
 
@@ -37,6 +38,7 @@ _TEXTS = {
     EagerReason.WEIGHTS_ON_HOST: "weights come from the host in each step",
     EagerReason.ATTENTION_GATHERS: "decode attention gathers pages",
     EagerReason.ATTENTION_PLANS: "FlashInfer plans each step on the host",
+    EagerReason.TRANSFORMERS: "transformers' code computes the model",
     EagerReason.NO_MEMORY: "the device memory has no room for graphs",
     EagerReason.RECORDING_FAILED: "a recording failed (see the log)",
 }

@@ -1,1 +1,1 @@
-"""The decoder of each model family: configuration, layers, attention and the forward pass."""
+"""Our own decoder, and models by transformers' code: layers, attention and the forward pass."""

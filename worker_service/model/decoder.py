@@ -80,6 +80,8 @@ class Decoder:
             embeddings twice: as the table and as the head's packed matrix.
     """
 
+    code = "our decoder"
+
     def __init__(
         self,
         config: DecoderConfig,

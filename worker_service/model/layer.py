@@ -7,7 +7,7 @@ nor where K and V live.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +83,11 @@ class DecoderLayer:
     post_attention_norm: NormWeights | None
     post_mlp_norm: NormWeights | None
     arrival: Callable[[WeightPiece], None] | None = None
+
+    @property
+    def structure(self) -> Hashable:
+        """See `Layer`: all layers of a model are alike."""
+        return None
 
     def await_weights(self, *pieces: WeightPiece) -> None:
         """Let compute that is issued from now on begin once these are on the device.

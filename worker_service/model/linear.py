@@ -62,7 +62,7 @@ def _in_blocks(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _by_element(rows: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+def by_element(rows: torch.Tensor, activation: Activation | None) -> torch.Tensor:
     """Return the activation of each element, whatever its place in the tensor.
 
     torch's own SiLU and GELU compute the last elements of a thread otherwise than the others.
@@ -111,7 +111,7 @@ class Linear:
                 return _in_blocks(counts, partial(self._product, activation), rows)
             return self._product(activation, _padded(rows))[: len(rows)]
         if counts is not None:
-            return _by_element(_in_blocks(counts, partial(self._product, None), rows), activation)
+            return by_element(_in_blocks(counts, partial(self._product, None), rows), activation)
         return self._product(activation, rows)
 
     def _product(self, activation: Activation | None, rows: torch.Tensor) -> torch.Tensor:

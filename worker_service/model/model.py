@@ -6,7 +6,7 @@ where K and V go, and what is attended to. N tokens may belong to any requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -42,6 +42,10 @@ class Layer(Protocol):
     @property
     def window(self) -> int | None:
         """Tokens that a query sees, itself included; None: all."""
+
+    @property
+    def structure(self) -> Hashable:
+        """Equal for layers of equal operators, their weights and attention aside."""
 
     def await_weights(self, *pieces: WeightPiece) -> None:
         """Let compute that is issued from now on begin once these are on the device."""
@@ -91,6 +95,10 @@ class Model(Protocol):
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def code(self) -> str:
+        """Whose code computes it, with what that depends on, in words."""
+
     @property
     def weights(self) -> WeightFormat:
         """The format of the matrices of layers and head."""

@@ -52,6 +52,7 @@ def facts_of(model: Model, page_tokens: int) -> Facts:
     """
     return {
         "data_type": model.shape.data_type.value,
+        "model": model.code,
         "weights": model.weights.value,
         "page_tokens": page_tokens,
         "code": _code_digest(),

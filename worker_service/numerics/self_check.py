@@ -286,7 +286,7 @@ class _Rows:
 
 def _kind_of(layer: Layer) -> tuple[object, ...]:
     """Return what distinguishes layers whose operators may differ: not the weights' values."""
-    return (layer.window, layer.scale, layer.head_dim)
+    return (layer.window, layer.scale, layer.head_dim, layer.structure)
 
 
 def _layer_operators(

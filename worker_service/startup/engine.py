@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from splitpoint.checkpoint.decoder import read_decoder
+from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.config import format_rate, format_size
@@ -21,7 +21,7 @@ from splitpoint.host.memory import memory_facts
 from splitpoint.options.worker import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WeightPlacement, WeightSizes
 from splitpoint.progress import Progress, Ticker
-from splitpoint.shapes import ArenaLayout, ModelShape
+from splitpoint.shapes import ArenaLayout
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import (
     STAGING_PAGES,
@@ -37,16 +37,15 @@ from worker_service.graphs.support import EagerReason, graph_bytes, graph_obstac
 from worker_service.hardware.streams import make_current
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Trace
-from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure, measure_rates
 from worker_service.profiling.restore_costs import measure_overheads
 from worker_service.retrieval.selector import ScreenSource
 from worker_service.startup.drafting import DraftSetup, WorkerSpeculation
 from worker_service.startup.kernels import describe
+from worker_service.startup.model_source import ModelSource
 from worker_service.startup.options import WorkerOptions
 from worker_service.store.verifier import Verifier
 from worker_service.weights.lock import WeightLock
-from worker_service.weights.matrices import weight_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +66,15 @@ class DividedMemory:
 
 def divide_memory(
     options: WorkerOptions,
-    shape: ModelShape,
+    source: ModelSource,
     layout: ArenaLayout,
     lanes: Lanes,
     artifact_bytes: int,
 ) -> DividedMemory:
     """Place the weights, and divide what they and artefacts leave. Raises ResourceExhausted."""
-    device, folder = lanes.device, options.model_folder
+    device, folder, shape = lanes.device, options.model_folder, source.config.shape
     dtype = TORCH_TYPES[shape.data_type]
-    config = read_decoder(folder, shape.data_type)
-    sizes = weight_sizes(config, device, dtype, options.weights)
+    sizes = source.weight_sizes(device, options.weights)
     budget = _budget(options, sizes, device) - artifact_bytes
     is_gpu = device.type == "cuda"
     drafts = DraftSetup.plan(
@@ -109,6 +107,8 @@ def divide_memory(
     obstacle = graph_obstacle(
         device, dtype, shape.head_dim, placement.on_host, is_asked=not options.is_eager
     )
+    if obstacle is None and source.backend is not ModelBackend.OWN:
+        obstacle = EagerReason.TRANSFORMERS
     plan = divide(
         shape,
         layout,
@@ -139,7 +139,7 @@ LOADING_SECONDS = 0.2
 
 def load_engine(
     options: WorkerOptions,
-    shape: ModelShape,
+    source: ModelSource,
     layout: ArenaLayout,
     lanes: Lanes,
     screens: ScreenSource | None,
@@ -148,22 +148,13 @@ def load_engine(
 
     Returns the engine, which weights are on the host (empty: none), and the speculation.
     """
-    device, folder = lanes.device, options.model_folder
+    device, folder, shape = lanes.device, options.model_folder, source.config.shape
     make_current(device)
     # Before the weights are read: a budget that cannot hold them fails at once.
     artifact_bytes = 0 if screens is None else screens.size_bytes
-    memory = divide_memory(options, shape, layout, lanes, artifact_bytes)
+    memory = divide_memory(options, source, layout, lanes, artifact_bytes)
     placement, plan, tickers = memory.placement, memory.plan, _tickers(options)
-    dtype = TORCH_TYPES[shape.data_type]
-    model = Decoder.load(
-        folder,
-        device,
-        dtype,
-        placement.on_host,
-        tickers,
-        options.weights,
-        context_length=shape.context_length,
-    )
+    model = source.load(device, placement.on_host, tickers, options.weights)
     cache, eos = DeviceCache(layout, plan, device), eos_token_ids(folder)
     drafters = memory.drafts.load(model, cache, lanes, eos_token_ids=eos, tickers=tickers)
     engine = Engine(
@@ -186,8 +177,9 @@ def load_engine(
         screens_of=None if screens is None else screens.screens,
     )
     log.info(
-        "%s on %s: weights take %s (%s), cache %s in %d pages",
+        "%s by %s on %s: weights take %s (%s), cache %s in %d pages",
         shape.name,
+        model.code,
         describe(lanes),
         format_size(plan.weight_bytes),
         placement.reason,

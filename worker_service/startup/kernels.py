@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.decoder import read_decoder
+from splitpoint.checkpoint.decoder import AttentionConfig, read_decoder
 from splitpoint.config import format_rate
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.processor import spins_long
@@ -31,7 +31,6 @@ from worker_service.profiling.agreeing_rows import use_agreeing_rows
 from worker_service.profiling.calibration import prefers_one_order, use_kernels
 from worker_service.startup.drafting import head_dims
 from worker_service.startup.options import WorkerOptions
-from worker_service.weights.matrices import product_shapes
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,11 @@ def choose_kernels(options: WorkerOptions, shape: ModelShape, wish: str) -> Choi
 
 
 def obstacle_of(
-    options: WorkerOptions, device: torch.device, layout: ArenaLayout, kernels: Choice | None
+    options: WorkerOptions,
+    device: torch.device,
+    config: AttentionConfig,
+    layout: ArenaLayout,
+    kernels: Choice | None,
 ) -> str | None:
     """Choose a GPU's kernels, and return what excludes invariant numerics before the check.
 
@@ -78,26 +81,27 @@ def obstacle_of(
         is_gpu=is_gpu,
         encoding=layout.encoding,
         kernels=kernels,
-        has_triton=is_gpu and try_kernels(device, attention_variants(options, layout)) is not None,
+        has_triton=is_gpu
+        and try_kernels(device, attention_variants(options, config, layout)) is not None,
     )
 
 
-def attention_variants(options: WorkerOptions, layout: ArenaLayout) -> list[Variant]:
+def attention_variants(
+    options: WorkerOptions, config: AttentionConfig, layout: ArenaLayout
+) -> list[Variant]:
     """Return the attention kernels of the served model, and of the draft model if there is one.
 
-    Raises InvalidArgument (a model's folder).
+    Raises InvalidArgument (the draft model's folder).
     """
-    folders = [options.model_folder]
+    configs = [config]
     if options.speculation is not None and options.speculation.model is not None:
-        folders.append(Path(options.speculation.model))
-    configs = [read_decoder(folder, layout.data_type) for folder in folders]
+        configs.append(read_decoder(Path(options.speculation.model), layout.data_type))
     return [Variant.of(config, layout.chunk_tokens) for config in configs]
 
 
-def agree_on_rows(options: WorkerOptions, shape: ModelShape) -> None:
-    """Let products depend on no other rows, also where the kernels at hand are torch's."""
-    config = read_decoder(options.model_folder, shape.data_type)
-    use_agreeing_rows(product_shapes(config), TORCH_TYPES[shape.data_type])
+def agree_on_rows(products: set[tuple[int, int]], shape: ModelShape) -> None:
+    """Let products `(out, in)` depend on no other rows, also where the kernels are torch's."""
+    use_agreeing_rows(products, TORCH_TYPES[shape.data_type])
 
 
 def numerics_of(wish: str, against: str | None, model: Model, page_tokens: int) -> WorkerNumerics:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.errors import InvalidArgument
 from splitpoint.options import worker as options
 from splitpoint.options.speculation import SpeculativeConfig
@@ -33,6 +34,7 @@ class WorkerOptions:
     weight_objective: WeightObjective = WeightObjective.BALANCED
     threads: int | None = None
     cpu_kernels: str = options.CPU_KERNELS.default
+    model_backend: ModelBackend = ModelBackend.AUTO
     numerics: str = options.NUMERICS.default
     weights: WeightFormat = WeightFormat.NATIVE
     max_model_len: int | None = None

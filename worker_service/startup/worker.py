@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.config import with_context
-from splitpoint.checkpoint.decoder import read_decoder, read_shape
+from splitpoint.checkpoint.decoder import AttentionConfig, ModelBackend
 from splitpoint.checkpoint.resolve import model_fingerprint
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition
@@ -42,6 +41,7 @@ from worker_service.startup.kernels import (
     numerics_of,
     obstacle_of,
 )
+from worker_service.startup.model_source import model_source
 from worker_service.startup.options import WorkerOptions
 from worker_service.store.client import StoreClient
 from worker_service.structured.compiler import GrammarCompiler
@@ -163,7 +163,8 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
     lanes = _lanes(options, device)
     if options.threads is not None and device.type == "cpu":
         torch.set_num_threads(options.threads)
-    shape = with_context(read_shape(options.model_folder, options.data_type), options.max_model_len)
+    source = await asyncio.to_thread(model_source, options)
+    shape = source.config.shape
     async with AsyncExitStack() as on_failure:
         on_failure.callback(lanes.close)
         # Before the weights are loaded, which uses link and power, too.
@@ -183,20 +184,24 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         if device.type == "cpu":
             kernels = await asyncio.to_thread(choose_kernels, options, shape, wish)
         description = describe(lanes, kernels)
-        against = await asyncio.to_thread(obstacle_of, options, device, layout, kernels)
+        against = await asyncio.to_thread(
+            obstacle_of, options, device, source.config, layout, kernels
+        )
         # Before the weights are loaded, which takes long.
         check_wish(options.numerics, against)
         if kernels is not None and against is None and options.numerics != Numerics.FAST:
-            await asyncio.to_thread(agree_on_rows, options, shape)
+            await asyncio.to_thread(agree_on_rows, source.product_shapes, shape)
         screens = None
         if store is not None:
-            screens = await asyncio.to_thread(_screens, options, shape, device)
+            screens = await asyncio.to_thread(_screens, options, source.config, device)
         engine, weights, speculation = await asyncio.to_thread(
-            load_engine, options, shape, layout, lanes, screens
+            load_engine, options, source, layout, lanes, screens
         )
         numerics = await asyncio.to_thread(
             numerics_of, options.numerics, against, engine.model, layout.chunk_tokens
         )
+        if source.backend is not ModelBackend.OWN:
+            description += f", model by {engine.model.code}"
         await asyncio.to_thread(prepare, engine, description, weights, options.trace_file)
         if store is not None:
             await store.start(layout)
@@ -232,10 +237,9 @@ def _grammars(engine: Engine) -> GrammarCompiler | None:
     return grammars
 
 
-def _screens(options: WorkerOptions, shape: ModelShape, device: torch.device) -> ScreenSource:
+def _screens(options: WorkerOptions, config: AttentionConfig, device: torch.device) -> ScreenSource:
     """Read the artefacts of selections, before what is left of the device memory is divided."""
     make_current(device)
-    config = read_decoder(options.model_folder, shape.data_type)
     return ScreenSource.open(config, options.model_folder, options.artifacts, device)
 
 

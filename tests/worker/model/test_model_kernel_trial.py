@@ -137,7 +137,7 @@ def test_a_worker_tries_the_kernels_of_its_model_and_of_its_draft_model(tmp_path
     )
     config = read_decoder(served, DataType.BFLOAT16)
     layout = ArenaLayout.of(config.shape, chunk_tokens=64, has_activations=False)
-    of_served, of_draft = attention_variants(options, layout)
+    of_served, of_draft = attention_variants(options, config, layout)
     assert (of_served.has_cap, of_draft.has_cap) == (True, False)
     assert {each.page_tokens for each in (of_served, of_draft)} == {64}
     assert {each.dtype for each in (of_served, of_draft)} == {torch.bfloat16}

@@ -1,0 +1,132 @@
+"""Every causal language model of transformers is served as transformers computes it, or refused.
+
+A few families always; all of them by `make models`, which writes docs/models.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from any_models import FAMILIES, NotMade, clear_prompt, small_model, write
+from engine_runner import CPU, admission, make_engine, run_all
+from selecting import select_always
+from store_runner import store_runner
+
+from splitpoint.checkpoint.decoder import ModelBackend
+from splitpoint.errors import InvalidArgument
+from splitpoint.planning.plan import Residency
+from splitpoint.planning.weight_placement import NOTHING_ON_HOST
+from splitpoint.selection import Selection
+from splitpoint.shapes import ArenaLayout, WeightFormat
+from worker_service.engine.messages import StepOutput
+from worker_service.engine.sampling import Sampling
+from worker_service.startup.model_source import source_of
+
+# Experts, latent attention, windows, learned positions, parallel blocks, partial rotation, joint
+# projections, scaled residuals; and refusals: a state, no positions, sinks, another attention.
+ALWAYS = (
+    *("qwen3_moe", "deepseek_v3", "cohere2", "gpt2", "gpt_neox", "phi3", "granite"),
+    *("mamba", "bloom", "gpt_oss", "diffllama", "jamba"),
+)
+NEW_TOKENS = 8
+CHUNK = 16
+GREEDY = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
+# Through screens and rows, all of them.
+EVERY_TOKEN = Selection.parsed("columns:0.999,full_layers=0")
+# Where the rows of all families go, if anywhere.
+ROWS = os.environ.get("SPLITPOINT_MODEL_ROWS")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def note(family: str, backend: str, reason: str = "") -> None:
+    """Add a row to the table of `make models`."""
+    if ROWS is not None:
+        with Path(ROWS).open("a") as rows:
+            rows.write(json.dumps({"family": family, "by": backend, "reason": reason}) + "\n")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=() if each in ALWAYS else pytest.mark.chaos) for each in FAMILIES],
+)
+def test_a_family_is_served_or_refused(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    select_always(monkeypatch)
+    try:
+        model = small_model(family)
+    except NotMade as error:
+        note(family, "", f"not tried: {error}")
+        pytest.skip(f"no small checkpoint: {error}")
+    folder = write(model, tmp_path / "m")
+    try:
+        source = source_of(folder)
+        served = source.load(CPU, NOTHING_ON_HOST, (), WeightFormat.NATIVE)
+    except InvalidArgument as error:
+        note(family, "", error.message)
+        return
+    prefix, answered = clear_prompt(model, 70, NEW_TOKENS)
+    other, wanted_of_other = clear_prompt(model, 33, NEW_TOKENS)
+    prompt, wanted = clear_prompt(model, 9, NEW_TOKENS, before=[*prefix, *answered])
+    layout = ArenaLayout.of(served.shape, chunk_tokens=CHUNK, has_activations=True)
+    cached = len(prefix) + NEW_TOKENS - 1
+    with store_runner(layout, tmp_path, 200) as runner:
+        cold = [admission("prefix", prefix, GREEDY), admission("other", other, GREEDY)]
+        found = runner.run(make_engine(served, has_activations=True), cold).tokens
+        assert found == {"prefix": answered, "other": wanted_of_other}
+        restored: list[int] = []
+
+        def count(output: StepOutput) -> None:
+            restored.extend(each.loaded_tokens + each.rebuilt_tokens for each in output.restores)
+
+        runner.after_step = count
+        # Each by another engine, which has nothing of the prefix on its device.
+        for split in (0, cached // 2, cached):
+            for residency in (Residency.RESIDENT, Residency.STREAMED):
+                ask = admission("prompt", prompt, GREEDY)
+                ask = replace(ask, split_tokens=split, residency=residency)
+                done = runner.run(make_engine(served, has_activations=True), [ask]).tokens
+                assert done["prompt"] == wanted, (split, residency)
+        asks = admission("prompt", prompt, GREEDY)
+        asks = replace(asks, residency=Residency.STREAMED, selection=EVERY_TOKEN)
+        rows: list[int] = []
+
+        def count_rows(output: StepOutput) -> None:
+            rows.extend(each.usage.fetched_row_count for each in output.selections)
+
+        runner.after_step = count_rows
+        done = runner.run(make_engine(served, has_activations=True), [asks]).tokens
+        assert done["prompt"] == wanted, "by selection"
+        # Layers with windows read what they see.
+        has_full_layer = any(layer.window is None for layer in served.layers[1:])
+        assert not has_full_layer or sum(rows) > 0
+        # A resident request has all of the prefix on its device.
+        assert sum(tokens >= cached for tokens in restored) == 3
+    note(family, source.backend.value)
+
+
+@pytest.mark.parametrize("family", ["mamba", "bloom", "gpt_oss", "diffllama", "jamba"])
+def test_a_refusal_names_the_family_and_the_reason(family: str, tmp_path: Path) -> None:
+    folder = write(small_model(family), tmp_path)
+    with pytest.raises(InvalidArgument) as caught:
+        source_of(folder).load(CPU, NOTHING_ON_HOST, (), WeightFormat.NATIVE)
+    assert caught.value.reason == "UNSUPPORTED_MODEL"
+    assert f"model_type '{family}'" in caught.value.message
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_transformers_code_computes_what_our_decoder_does(family: str, tmp_path: Path) -> None:
+    model = small_model(family)
+    folder = write(model, tmp_path)
+    prompt, wanted = clear_prompt(model, 40, NEW_TOKENS)
+    for backend in (ModelBackend.OWN, ModelBackend.TRANSFORMERS):
+        source = source_of(folder, backend=backend)
+        assert source.backend is backend
+        served = source.load(CPU, NOTHING_ON_HOST, (), WeightFormat.NATIVE)
+        done = run_all(make_engine(served), [admission("a", prompt, GREEDY)])
+        assert done.tokens["a"] == wanted

@@ -1,0 +1,77 @@
+"""Shapes of any family, from the names that its configuration uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from splitpoint.checkpoint.any_decoder import any_shape
+from splitpoint.errors import InvalidArgument
+from splitpoint.shapes import DataType
+
+USUAL: dict[str, Any] = {
+    "model_type": "some_family",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "dtype": "bfloat16",
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_layer": 4,
+    "n_embd": 64,
+    "n_head": 4,
+    "vocab_size": 512,
+    "n_positions": 1024,
+}
+
+
+def test_usual_names() -> None:
+    shape = any_shape(USUAL, name="it")
+    assert (shape.name, shape.family, shape.layer_count) == ("it", "some_family", 4)
+    assert (shape.query_head_count, shape.kv_head_count, shape.head_dim) == (4, 2, 16)
+    assert (shape.context_length, shape.data_type) == (1024, DataType.BFLOAT16)
+    assert any_shape(USUAL, data_type=DataType.FLOAT32).data_type is DataType.FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        (GPT2, (4, 4, 16)),
+        ({**GPT2, "multi_query": True}, (4, 1, 16)),
+        ({**USUAL, "head_dim": 24}, (4, 2, 24)),
+        # Latent attention: one key for each query head, in two parts.
+        (
+            {**USUAL, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+            (4, 4, 24),
+        ),
+    ],
+)
+def test_heads(config: dict[str, Any], heads: tuple[int, int, int]) -> None:
+    shape = any_shape(config)
+    assert (shape.query_head_count, shape.kv_head_count, shape.head_dim) == heads
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model_type": None}, "model_type None names no model"),
+        ({"num_hidden_layers": None}, "model_type 'some_family': no num_hidden_layers"),
+        ({"is_encoder_decoder": True}, "an encoder and a decoder"),
+        ({"text_config": {}}, "parts beside text"),
+        ({"hidden_size": 1 << 40}, "hidden_size = 1099511627776 is more than 131,072"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers must be a positive integer"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
+        ({"kv_lora_rank": 32}, "qk_nope_head_dim must be a positive integer, not None"),
+        ({"dtype": "int3"}, "'int3'"),
+    ],
+)
+def test_what_is_no_decoder_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        any_shape({**USUAL, **changes})
+    assert text in caught.value.message

@@ -1,0 +1,633 @@
+"""Any decoder-only model of transformers, computed by transformers' own code.
+
+Its attention is taken from it (divided.py): K and V of every layer go to the caller, who attends
+over the cache. What a layer stores as X is what its attention module is given; that module alone,
+on X, rebuilds K and V (KVPR Eq. 7).
+
+Matrix products are ours (`Linear`), and so are norms and activations that are the plain thing: the
+bits of a row then depend on no other row, as with our own decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import __version__ as transformers_version
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as transformers_logging
+
+from splitpoint.checkpoint.config import unsupported
+from splitpoint.checkpoint.decoder import Activation, AttentionConfig, Norm
+from splitpoint.errors import InvalidArgument
+from splitpoint.planning.weight_schedule import WeightPiece
+from splitpoint.progress import Counter, Ticker
+from splitpoint.shapes import ModelShape, WeightFormat
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.lanes.lanes import Lanes
+from worker_service.model.attention import prefill_alone
+from worker_service.model.divided import Arguments, DividedModel, LayerFacts, Stop
+from worker_service.model.layer import NormWeights
+from worker_service.model.linear import Linear, by_element
+from worker_service.model.model import Attend, CarryOut, Enter, Layer, WriteLast, at_once
+from worker_service.weights.packing import Matrix, held_bytes
+from worker_service.weights.stream import WeightStream
+
+# Its annotations do not say what it returns.
+_AUTO: Any = AutoModelForCausalLM
+_LOGGING: Any = transformers_logging
+# Nothing is downloaded, and no code of a checkpoint runs.
+_LOCAL: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
+
+
+class Product(nn.Module):
+    """A linear layer's product by our kernels, in the place of transformers' module.
+
+    Attributes:
+        is_skipped: the result does not matter now; it is zeros.
+    """
+
+    def __init__(self, matrix: Matrix, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self._linear = Linear(matrix, bias)
+        self.is_skipped = False
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """For code that asks for its type or device."""
+        return self.matrix.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map `[..., in]` to `[..., out]`."""
+        shape = (*rows.shape[:-1], self.matrix.out_features)
+        if self.is_skipped or not rows.numel():
+            return rows.new_zeros(shape)
+        return self._linear(rows.reshape(-1, rows.shape[-1])).view(shape)
+
+
+class Activated(nn.Module):
+    """An activation of each element, whatever its place in the tensor."""
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self._activation = activation
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return by_element(rows.clone(), self._activation)
+
+
+class Normed(nn.Module):
+    """A norm over the last dimension."""
+
+    def __init__(self, weights: NormWeights) -> None:
+        super().__init__()
+        self.weights = weights
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """For code that asks for its type or device."""
+        return self.weights.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.weights(rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransformersLayer:
+    """One layer of the model; see `Layer`."""
+
+    index: int
+    facts: LayerFacts
+    model: DividedModel
+    # Products of the attention module of which K and V are independent.
+    beside: tuple[Product, ...]
+
+    @property
+    def head_dim(self) -> int:
+        return self.facts.head_dim
+
+    @property
+    def scale(self) -> float:
+        return self.facts.scale
+
+    @property
+    def cap(self) -> float | None:
+        return self.facts.cap
+
+    @property
+    def window(self) -> int | None:
+        return self.facts.window
+
+    @property
+    def structure(self) -> Hashable:
+        """See `Layer`: dense layers and experts differ by their modules."""
+        layer = self.model.layers[self.index]
+        return tuple((name, type(each).__name__) for name, each in layer.named_modules())
+
+    def await_weights(self, *pieces: WeightPiece) -> None:
+        """All are on the device."""
+
+    def project_kv(
+        self, inputs: torch.Tensor, rotary: Arguments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Layer`."""
+        for each in self.beside:
+            each.is_skipped = True
+        try:
+            _, _, keys, values = self.model.rebuild(self.index, inputs, rotary)
+        finally:
+            for each in self.beside:
+                each.is_skipped = False
+        return keys, self.widened(values)
+
+    def ask(self, hidden: torch.Tensor, rotary: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Layer`."""
+        inputs, queries, _, _ = self.model.ask(self.index, hidden, rotary)
+        return inputs, queries
+
+    def work(self, hidden: torch.Tensor, rotary: Arguments) -> torch.Tensor:
+        """See `Layer`."""
+
+        def on_attention(_index: int, _inputs: torch.Tensor, *heads: torch.Tensor) -> torch.Tensor:
+            return heads[0][..., : self.facts.value_dim]
+
+        return self.model.layer(self.index, hidden, rotary, on_attention)
+
+    def widened(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values as wide as keys, with zeros behind: the cache has one width."""
+        missing = self.facts.head_dim - self.facts.value_dim
+        return functional.pad(values, (0, missing)) if missing else values
+
+
+class TransformersModel:
+    """See `Model`."""
+
+    code = f"transformers {transformers_version}"
+
+    def __init__(
+        self,
+        divided: DividedModel,
+        shape: ModelShape,
+        device: torch.device,
+        weights: WeightFormat = WeightFormat.NATIVE,
+    ) -> None:
+        """Take a loaded model; its matrices become ours one by one."""
+        self._divided = divided
+        self.config = attention_config(divided, shape)
+        self.shape = shape
+        self.device = device
+        self.dtype = TORCH_TYPES[shape.data_type]
+        self.weights = weights
+        _use_own_parts(divided.model, self.dtype, weights)
+        self.weight_bytes = _held_bytes(divided.model)
+        self.layers: Sequence[TransformersLayer] = [
+            TransformersLayer(index, facts, divided, ())
+            for index, facts in enumerate(divided.facts)
+        ]
+        self._find_products_beside()
+
+    # -- computing ----------------------------------------------------------------------------
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        carry_out: CarryOut = at_once,
+        enter: Enter | None = None,
+    ) -> torch.Tensor:
+        """See `Model`. The lanes see no parts of its layers but their attention."""
+
+        hidden = self._run(token_ids, positions, attend, enter)
+        assert hidden is not None
+        return hidden
+
+    def fill(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        write_last: WriteLast,
+    ) -> None:
+        """See `Model`."""
+
+        def attend_or_stop(index: int, layer: Any, *parts: torch.Tensor) -> torch.Tensor:
+            if index == len(self.layers) - 1:
+                write_last(parts[2], parts[3])
+                raise Stop
+            return attend(index, layer, parts[0], parts[1], parts[2], parts[3])
+
+        self._run(token_ids, positions, attend_or_stop)
+
+    def first_inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """See `Model`."""
+        found: list[torch.Tensor] = []
+
+        def stop(_index: int, _layer: Any, *parts: torch.Tensor) -> torch.Tensor:
+            found.append(parts[0])
+            raise Stop
+
+        self._run(token_ids, positions, stop)
+        return found[0]
+
+    def _run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        enter: Enter | None = None,
+    ) -> torch.Tensor | None:
+        """Return the last hidden; None if `attend` raised Stop."""
+
+        def on_attention(
+            index: int,
+            inputs: torch.Tensor,
+            queries: torch.Tensor,
+            keys: torch.Tensor,
+            values: torch.Tensor,
+        ) -> torch.Tensor:
+            layer = self.layers[index]
+            attended = attend(index, layer, inputs, queries, keys, layer.widened(values))
+            return attended.view(queries.shape)[..., : layer.facts.value_dim]
+
+        return self._divided.run(token_ids, positions, on_attention, enter)
+
+    def rotary(self, positions: torch.Tensor) -> Arguments:
+        """See `Model`."""
+        return self._divided.arguments(positions)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model`."""
+        return self.head(self.final(hidden))
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model`: the last norm is part of the pass."""
+        return hidden
+
+    def head(self, final: torch.Tensor) -> torch.Tensor:
+        """See `Model`."""
+        return self._divided.logits(final).to(torch.float32)
+
+    def visit(self) -> Generator[TransformersLayer]:
+        """See `Model`."""
+        yield from self.layers
+
+    # -- weights on the host: none ------------------------------------------------------------
+
+    @property
+    def layer_weights(self) -> WeightStream | None:
+        return None
+
+    @property
+    def is_resident(self) -> bool:
+        return True
+
+    @property
+    def host_memory(self) -> list[torch.Tensor]:
+        return []
+
+    def host_weight_bytes(self, piece: WeightPiece | None = None) -> int:
+        """None cross the link."""
+        return 0
+
+    def use_lanes(self, lanes: Lanes) -> None:
+        """No weights stream."""
+
+    def look_ahead(self) -> None:
+        """No weights stream."""
+
+    # -- checks -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def check_against(self, token_ids: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Compare with logits `[N, vocabulary]` of transformers' own attention.
+
+        Raises InvalidArgument (UNSUPPORTED_MODEL) for a model that is computed wrongly, or whose K
+        and V are not rebuilt: its attention is given more than its module shows.
+        """
+        positions = torch.arange(len(token_ids), device=self.device)
+        stored: list[tuple[torch.Tensor, ...]] = []
+
+        def attend(
+            _index: int,
+            layer: Layer,
+            inputs: torch.Tensor,
+            queries: torch.Tensor,
+            keys: torch.Tensor,
+            values: torch.Tensor,
+        ) -> torch.Tensor:
+            stored.append((inputs.clone(), keys.clone(), values.clone()))
+            return prefill_alone(
+                queries, keys, values, window=layer.window, scale=layer.scale, cap=layer.cap
+            )
+
+        found = self.logits(self.run(token_ids, positions, attend))
+        largest = wanted.to(torch.float32).abs().max()
+        off = ((found - wanted.to(torch.float32)).abs().max() / largest).item()
+        limit = _OFF[self.weights][self.dtype]
+        if not off <= limit:
+            raise self._wrong(f"its logits differ from transformers' by {off:.1g} of the largest")
+        rotary = self.rotary(positions)
+        for layer, (inputs, keys, values) in zip(self.layers, stored, strict=True):
+            rebuilt = layer.project_kv(inputs, rotary)
+            if not all(map(torch.equal, rebuilt, (keys, values))):
+                raise self._wrong(f"{layer.facts.name}: its input alone does not give K and V")
+
+    def _wrong(self, problem: str) -> InvalidArgument:
+        return unsupported(f"model_type {self.shape.family!r}: {problem}", "model_type")
+
+    # -- building -----------------------------------------------------------------------------
+
+    def _find_products_beside(self) -> None:
+        """Find the products of each layer's attention that a rebuild need not compute."""
+        positions = torch.arange(_TRIED_TOKENS, device=self.device)
+        arguments = self._divided.arguments(positions)
+        generator = torch.Generator().manual_seed(_SEED)
+        layers = []
+        for layer, module in zip(self.layers, self._divided.attention, strict=True):
+            inputs = torch.randn(_TRIED_TOKENS, layer.facts.input_width, generator=generator)
+            inputs = inputs.to(self.device, self.dtype)
+            wanted = layer.project_kv(inputs, arguments)
+            products = [each for each in module.modules() if isinstance(each, Product)]
+            beside = []
+            for each in products:
+                found = replace(layer, beside=(each,)).project_kv(inputs, arguments)
+                if all(map(torch.equal, found, wanted)):
+                    beside.append(each)
+            layers.append(replace(layer, beside=tuple(beside)))
+        self.layers = layers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blueprint:
+    """A checkpoint's model without its weights.
+
+    Attributes:
+        config: its `shape` has the context that is served.
+        model: on `meta`.
+    """
+
+    folder: Path
+    config: AttentionConfig
+    model: PreTrainedModel
+
+    @classmethod
+    def of(cls, folder: Path, shape: ModelShape) -> Blueprint:
+        """Raises InvalidArgument for what this version does not compute."""
+        with _quietly():
+            try:
+                config = AutoConfig.from_pretrained(folder, **_LOCAL)
+                with torch.device("meta"):
+                    model: PreTrainedModel = _AUTO.from_config(
+                        config, dtype=TORCH_TYPES[shape.data_type]
+                    )
+            except Exception as error:  # of any family's code
+                raise unsupported(
+                    f"transformers {transformers_version} makes no {shape.family} of this "
+                    f"config.json: {error!s:.200}",
+                    "model_type",
+                ) from error
+        _check_rope(config, shape)
+        try:
+            divided = DividedModel(model.train(mode=False))
+            return cls(folder, attention_config(divided, shape), model)
+        except InvalidArgument as error:
+            raise unsupported(
+                f"model_type {shape.family!r}: {error.message}", error.field
+            ) from None
+
+    @property
+    def product_shapes(self) -> set[tuple[int, int]]:
+        """`(out_features, in_features)` of all matrices that rows are multiplied with."""
+        found = (_matrix_shape(each) for each in self.model.modules())
+        return {each for each in found if each is not None}
+
+    def held_bytes(self, device: torch.device, weights: WeightFormat) -> int:
+        """Return the bytes of all weights, each tensor once, as `TransformersModel` holds them."""
+        dtype = TORCH_TYPES[self.config.shape.data_type]
+        products = [each for each in self.model.modules() if _matrix_shape(each) is not None]
+        packed = sum(
+            held_bytes(*shape, device, dtype, weights)
+            for shape in map(_matrix_shape, products)
+            if shape is not None
+        )
+        embeddings = (each for each in self.model.modules() if isinstance(each, nn.Embedding))
+        tables = {id(each.weight) for each in embeddings}
+        of_products = {id(each.weight) for each in products} - tables
+        tensors = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
+        rest = sum(each.nbytes for at, each in tensors.items() if at not in of_products)
+        return packed + rest
+
+    def load(
+        self, device: torch.device, tickers: Sequence[Ticker], weights: WeightFormat
+    ) -> TransformersModel:
+        """Read the weights. Raises InvalidArgument for files that do not fit the model."""
+        shape = self.config.shape
+        total = sum(each.nbytes for each in self.model.parameters())
+        counter = Counter("loading", total, tickers)
+        with _quietly():
+            try:
+                model, report = _AUTO.from_pretrained(
+                    self.folder,
+                    dtype=TORCH_TYPES[shape.data_type],
+                    output_loading_info=True,
+                    use_safetensors=True,
+                    **_LOCAL,
+                )
+            except Exception as error:  # of any family's code
+                raise InvalidArgument(
+                    f"transformers cannot load {self.folder}: {error!s:.300}", field="model"
+                ) from error
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise InvalidArgument(
+                f"{self.folder} has no weights {', '.join(missing[:4])}", field="model"
+            )
+        counter.add(total)
+        model.train(mode=False).requires_grad_(requires_grad=False).to(device)
+        ids = _tried_ids(shape, device)
+        with torch.inference_mode():
+            wanted = model(input_ids=ids[None], use_cache=False).logits[0]
+        made = TransformersModel(DividedModel(model), shape, device, weights)
+        made.check_against(ids, wanted)
+        return made
+
+
+def _matrix_shape(module: nn.Module) -> tuple[int, int] | None:
+    """Return `(out_features, in_features)` of a plain product; None of anything else."""
+    if type(module) is nn.Linear:
+        return module.out_features, module.in_features
+    if type(module) is Conv1D:
+        return module.weight.shape[1], module.weight.shape[0]
+    return None
+
+
+def _check_rope(config: Any, shape: ModelShape) -> None:
+    """Refuse angles that depend on the longest sequence of a step."""
+    found = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [found, *(each for each in found.values() if isinstance(each, dict))]
+    for each in kinds:
+        original = each.get("original_max_position_embeddings")
+        original = original or getattr(config, "original_max_position_embeddings", None)
+        if each.get("rope_type") == "longrope" and original and shape.context_length > original:
+            raise unsupported(
+                f"LongRoPE has other angles beyond {original:,} positions: serve it with "
+                f"--max-model-len {original}",
+                "rope_parameters",
+            )
+
+
+# Largest difference of two ways to compute the same logits, as a part of the largest logit.
+_OFF = {
+    WeightFormat.NATIVE: {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02},
+    WeightFormat.INT8: {torch.float32: 0.3, torch.bfloat16: 0.3, torch.float16: 0.3},
+}
+
+
+def _tried_ids(shape: ModelShape, device: torch.device) -> torch.Tensor:
+    """Return ids with which a model is checked."""
+    generator = torch.Generator().manual_seed(_SEED)
+    ids = torch.randint(shape.vocabulary_size, (_CHECKED_TOKENS,), generator=generator)
+    return ids.to(device)
+
+
+_CHECKED_TOKENS = 8
+_TRIED_TOKENS = 3
+_SEED = 17
+
+
+def attention_config(divided: DividedModel, shape: ModelShape) -> AttentionConfig:
+    """Return the attention of all layers. Raises InvalidArgument if they are not alike."""
+    first = divided.facts[0]
+    for each in divided.facts:
+        for field in ("query_heads", "kv_heads", "head_dim", "scale", "cap", "input_width"):
+            mine, its = getattr(first, field), getattr(each, field)
+            if mine != its:
+                raise unsupported(
+                    f"{each.name} has another {field} ({its}) than {first.name} ({mine})",
+                    "model_type",
+                )
+    if first.value_dim > first.head_dim:
+        raise unsupported(f"{first.name} has values wider than keys", "model_type")
+    _check_windows(divided, shape)
+    read = (shape.query_head_count, shape.kv_head_count, shape.head_dim, shape.hidden_size)
+    found = (first.query_heads, first.kv_heads, first.head_dim, first.input_width)
+    if read != found or len(divided.facts) != shape.layer_count:
+        raise unsupported(
+            f"config.json says {shape.layer_count} layers with (query heads, KV heads, head "
+            f"width, hidden size) {read}, the model has {len(divided.facts)} with {found}",
+            "model_type",
+        )
+    return AttentionConfig(
+        shape=shape,
+        windows=tuple(each.window for each in divided.facts),
+        score_scale=first.scale,
+        score_cap=first.cap,
+    )
+
+
+def _check_windows(divided: DividedModel, shape: ModelShape) -> None:
+    """Refuse a model whose own cache forgets tokens that its mask lets queries see."""
+    layers: list[Any] = DynamicCache(config=divided.model.config).layers
+    for each, cached in zip(divided.facts, layers, strict=False):
+        is_sliding = getattr(cached, "is_sliding", False)
+        kept = getattr(cached, "sliding_window", None) if is_sliding else None
+        if kept is not None and kept != each.window and kept < shape.context_length:
+            raise unsupported(
+                f"{each.name}: transformers' cache keeps {kept} tokens, its mask shows more: serve "
+                f"it with --max-model-len {kept}",
+                "sliding_window",
+            )
+
+
+def _use_own_parts(model: PreTrainedModel, dtype: torch.dtype, weights: WeightFormat) -> None:
+    """Replace products, norms and activations that are the plain thing, one by one."""
+    int8_for = dtype if weights is WeightFormat.INT8 else None
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            own = _own_part(child, int8_for)
+            if own is not None:
+                setattr(module, name, own)
+
+
+def _own_part(module: Any, int8_for: torch.dtype | None) -> nn.Module | None:
+    """Return our part that does the same; None if this is not the plain thing."""
+    if type(module) in (nn.Linear, Conv1D):
+        weight = module.weight.data
+        weight = weight.T.contiguous() if type(module) is Conv1D else weight
+        if int8_for is not None:
+            matrix = Matrix(weight.to(torch.float32), int8_for=int8_for)
+        else:
+            matrix = Matrix(weight)
+        bias = None if module.bias is None else module.bias.data
+        return Product(matrix, bias)
+    if type(module).__name__ in _ACTIVATIONS:
+        return Activated(_ACTIVATIONS[type(module).__name__])
+    if type(module).__name__.endswith("RMSNorm"):
+        return _own_norm(module)
+    return None
+
+
+_ACTIVATIONS = {
+    "SiLUActivation": Activation.SILU,
+    "SiLU": Activation.SILU,
+    "ReLU": Activation.RELU,
+    "GELUTanh": Activation.GELU_TANH,
+    "NewGELUActivation": Activation.GELU_TANH,
+}
+
+
+def _own_norm(module: Any) -> nn.Module | None:
+    """Return our norm if it computes the same of random rows; None if it does not."""
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or not isinstance(epsilon, float) or weight.dim() != 1:
+        return None
+    weight = weight.data
+    generator = torch.Generator().manual_seed(_SEED)
+    rows = torch.randn(_TRIED_TOKENS, len(weight), generator=generator)
+    rows = rows.to(weight.device, weight.dtype)
+    wanted = module(rows)
+    for kind, scale in (
+        (Norm.RMS, weight),
+        (Norm.RMS_PLUS_ONE, weight.to(torch.float32) + 1),
+    ):
+        own = NormWeights(kind, scale, None, epsilon)
+        if torch.allclose(own(rows), wanted, rtol=_CLOSE[weight.dtype], atol=1e-6):
+            return Normed(own)
+    return None
+
+
+# Largest relative difference of two ways to round the same.
+_CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def _held_bytes(model: nn.Module) -> int:
+    """Return the bytes of all weights, each tensor once."""
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    matrices = [each.matrix for each in model.modules() if isinstance(each, Product)]
+    norms = [each.weight for each in model.modules() if isinstance(each, Normed)]
+    return sum(each.nbytes for each in (*tensors.values(), *norms)) + sum(
+        each.size_bytes for each in matrices
+    )
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the progress bars and hints that transformers writes to the terminal."""
+    verbosity = _LOGGING.get_verbosity()
+    _LOGGING.set_verbosity_error()
+    _LOGGING.disable_progress_bar()
+    try:
+        yield
+    finally:
+        _LOGGING.set_verbosity(verbosity)
+        _LOGGING.enable_progress_bar()
