@@ -266,10 +266,13 @@ def test_services_end_when_up_itself_is_killed(tmp_path: Path) -> None:
         status = splitpoint("status", "--address", address, "--json")
         assert status.returncode == 0, status.stderr
         assert json.loads(status.stdout)["stores"][0]["slot_count"] > 0
+        services |= service_processes(instance)
         process.kill()
         process.communicate()
     deadline = time.monotonic() + 60
-    while service_processes(instance) and time.monotonic() < deadline:
+    # A process that ends has no command any more while it still holds its files.
+    while any(Path(f"/proc/{each}").exists() for each in services):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     assert service_processes(instance) == {}
     assert not arena_path(instance).exists(), "the store takes its arena away by itself"
