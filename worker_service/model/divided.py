@@ -246,12 +246,14 @@ class DividedModel:
                 raise Stop
 
             current.on_attention = on_attention
+            layer = f"layer {index} ({type(self.layers[index]).__name__})"
             try:
                 inner(hidden, **more)
             except Stop:
                 return self._returned(hidden)
-            kind = type(self.layers[index]).__name__
-            raise _refusal(f"layer {index} ({kind}) keeps a state that is no K and V")
+            except Exception as error:
+                raise _refusal(f"{layer} {_trouble(error)}") from error
+            raise _refusal(f"{layer} keeps a state that is no K and V")
 
         current = _Pass(_no_attention, on_layer)
         positions = torch.arange(_SEEN_TOKENS, device=self.model.device)
@@ -264,7 +266,7 @@ class DividedModel:
         except Exception as error:
             if not self._returns_tuple:
                 raise _Misunderstood from error
-            raise _refusal(f"its code fails under our attention: {error!s:.200}") from error
+            raise _refusal(f"{type(self.stack).__name__} {_trouble(error)}") from error
         if len(found) != len(self.layers):
             raise _refusal(f"{len(self.layers)} layers attend {len(found)} times")
         return found
@@ -495,6 +497,15 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return one is other
     return bool(one == other)
+
+
+def _trouble(error: Exception) -> str:
+    """Return what code does that fails in the first pass."""
+    if _Mask.__name__ in str(error):
+        return "computes with the attention mask"
+    if "meta tensor" in str(error):
+        return "reads values, or keeps a state, before it attends"
+    return f"fails under our attention: {error!s:.200}"
 
 
 def _refusal(problem: str) -> InvalidArgument:
