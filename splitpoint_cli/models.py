@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitpoint.checkpoint.config import with_context
 from splitpoint.checkpoint.decoder import ModelBackend, read_decoder, support_of
 from splitpoint.checkpoint.resolve import NO_SUCH_MODEL, resolve_model
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
@@ -17,18 +18,25 @@ from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
 DEFAULT_SHAPE = "llama-3.1-8b"
 
 
-def model_shape(folder: Path, dtype: str, backend: str = ModelBackend.AUTO) -> ModelShape:
+def model_shape(
+    folder: Path,
+    dtype: str,
+    backend: str = ModelBackend.AUTO,
+    max_model_len: int | None = None,
+) -> ModelShape:
     """Return a checkpoint's shape in this element type; "auto" is the stored one.
 
-    Raises InvalidArgument if this version does not serve the checkpoint.
+    Its context is at most `max_model_len`. Raises InvalidArgument if this version does not serve
+    the checkpoint.
     """
-    return served_shape(folder, parse_dtype(dtype), ModelBackend(backend))
+    return served_shape(folder, parse_dtype(dtype), ModelBackend(backend), max_model_len)
 
 
 def served_shape(
     folder: Path,
     data_type: DataType | None = None,
     backend: ModelBackend = ModelBackend.AUTO,
+    max_model_len: int | None = None,
 ) -> ModelShape:
     """Return a checkpoint's shape. Raises InvalidArgument if this version does not serve it.
 
@@ -39,8 +47,14 @@ def served_shape(
         # Takes seconds to import, for checkpoints that transformers' code would compute.
         from worker_service.startup.model_source import source_of
 
-        return source_of(folder, data_type, backend).config.shape
-    return support.required_shape
+        source = source_of(folder, data_type, backend, max_model_len=max_model_len)
+        return source.config.shape
+    return with_context(support.required_shape, max_model_len)
+
+
+def is_own(folder: Path, backend: str = ModelBackend.AUTO) -> bool:
+    """Return whether our own decoder computes a checkpoint."""
+    return support_of(folder, backend=ModelBackend(backend)).decoder is not None
 
 
 def parse_dtype(text: str) -> DataType | None:

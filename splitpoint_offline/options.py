@@ -50,6 +50,8 @@ class EngineOptions(TypedDict, total=False):
     threads: int | None
     cpu_kernels: str | None
     model_backend: str | None
+    # Longest context, at most the model's own.
+    max_model_len: int | None
     numerics: str | None
     # Most sequences, and most prompt tokens, of one engine step.
     max_batch: int | None
@@ -133,7 +135,7 @@ def settings_of(model: str | Path | None, options: Mapping[str, Any]) -> Setting
         # Takes seconds to import, for checkpoints that transformers' code would compute.
         from worker_service.startup.model_source import source_of
 
-        source_of(folder, backend=backend)
+        source_of(folder, backend=backend, max_model_len=given.get("max_model_len"))
     instance = f"llm-{os.getpid()}-{secrets.token_hex(4)}"
     runtime, arena = config.runtime_path(instance), config.arena_path(instance)
     sockets = {

@@ -80,7 +80,7 @@ class Activation(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """The attention of a decoder-only transformer, whoever computes the rest.
+    """The attention of a decoder-only transformer, by our own decoder or by transformers' code.
 
     Attributes:
         shape: dimensions and data type.

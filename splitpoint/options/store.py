@@ -27,6 +27,7 @@ DTYPE: Option[str] = Option(
     "Element type of weights and cache; auto: the checkpoint's.",
     choices=("auto", *(kind.value for kind in DataType)),
 )
+INT8_NEEDS_OWN = "--weights int8 takes a model that our own decoder computes (docs/models.md)"
 WEIGHTS: Option[str] = Option(
     "weights",
     str,

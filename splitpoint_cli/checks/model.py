@@ -31,7 +31,11 @@ class FoundModel:
     shape: ModelShape | None = None
 
 
-def find_model(text: str | None, dtype: str, backend: str = ModelBackend.AUTO) -> FoundModel:
+def find_model(
+    text: str | None,
+    dtype: str,
+    backend: str = ModelBackend.AUTO,
+) -> FoundModel:
     """Return folder and shape of the model, as far as they are present."""
     name = "model"
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from splitpoint import config
-from splitpoint.checkpoint.config import model_name, with_context
+from splitpoint.checkpoint.config import model_name
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.costs.page_choice import PageChoice
 from splitpoint.discovery.redis_options import read_redis_options
@@ -27,7 +27,7 @@ from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity
 from splitpoint_cli.checks.gpu import FreeMemory, ask_free_memory
 from splitpoint_cli.files import check_output
-from splitpoint_cli.models import find_draft, model_shape
+from splitpoint_cli.models import find_draft, is_own, model_shape
 from splitpoint_cli.options import check_options
 from splitpoint_cli.page_tokens import choose_pages, page_tokens_of
 from splitpoint_cli.stack.api_key import ApiKey, api_key_of
@@ -119,13 +119,11 @@ def plan_stack(
     if options.tier_disk is not None:
         options = replace(options, tier_disk=str(Path(options.tier_disk).absolute()))
     folder = resolve_model(options.model)
-    shape = with_context(
-        model_shape(folder, options.dtype, options.model_backend), options.max_model_len
-    )
+    shape = model_shape(folder, options.dtype, options.model_backend, options.max_model_len)
     model = Model(folder, shape)
     devices = choose_devices(options.device, options.workers)
     _check_lanes(options, devices)
-    _check_weights(options, devices)
+    _check_weights(options, folder, devices)
     speculation = read_speculative_config(options.speculative_config, options.draft_model)
     draft = None
     if speculation is not None and speculation.model is not None:
@@ -136,7 +134,7 @@ def plan_stack(
     places = places_of(options, len(devices), has_api_key=api_key is not None)
     host_memory = _host_memory(options, places.arena)
     new_arena_bytes = max(0, host_memory - arena_bytes(places.arena))
-    shares = _memory_shares(options, shape, devices, new_arena_bytes, free_memory)
+    shares = _memory_shares(options, model, devices, new_arena_bytes, free_memory)
     threads = options.threads or default_threads(devices, devices[0])
     spinning = _spinning(devices, threads)
     pages = choose_pages(
@@ -200,7 +198,7 @@ def _spinning(devices: tuple[str, ...], threads: int | None) -> Mapping[str, str
 
 def _memory_shares(
     options: StackOptions,
-    shape: ModelShape,
+    model: Model,
     devices: tuple[str, ...],
     new_arena_bytes: int,
     free_memory: Callable[[], FreeMemory],
@@ -210,7 +208,10 @@ def _memory_shares(
         return (None,) * len(devices)
     if devices[0] != "cpu":
         return gpu_memory_shares(devices, free_memory)
-    weights = WeightSizes.of(shape, WeightFormat(options.weights)).total
+    if not is_own(model.folder, options.model_backend):
+        # Its worker knows the weights of experts, and of whatever else a shape does not say.
+        return (None,) * len(devices)
+    weights = WeightSizes.of(model.shape, WeightFormat(options.weights)).total
     return (cpu_memory(weights, new_arena_bytes),) * len(devices)
 
 
@@ -285,12 +286,14 @@ def _check_network(options: StackOptions) -> None:
         )
 
 
-def _check_weights(options: StackOptions, devices: tuple[str, ...]) -> None:
+def _check_weights(options: StackOptions, folder: Path, devices: tuple[str, ...]) -> None:
     """Raise InvalidArgument if int8 weights cannot run with these options on this host."""
     if WeightFormat(options.weights) is not WeightFormat.INT8:
         return
     if any(device != "cpu" for device in devices):
         raise InvalidArgument("--weights int8 is for CPU workers: --device cpu", field="weights")
+    if not is_own(folder, options.model_backend):
+        raise InvalidArgument(store.INT8_NEEDS_OWN, field="weights")
     with_panels(options.cpu_kernels)
     if compiler() is None:
         raise InvalidArgument("--weights int8 needs a C++ compiler", field="weights")

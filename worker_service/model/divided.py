@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from splitpoint.checkpoint.config import unsupported
 from splitpoint.errors import InvalidArgument
 
-# Names of our attention: of the first pass, to which masks are told, and of all others.
+# Two names of our attention: the first pass is told masks, all other passes are not.
 _SEEING, _ATTENDING = "splitpoint-seeing", "splitpoint"
 # Options of attention that are computed, or that change nothing of what is computed.
 _KNOWN = frozenset(
@@ -65,8 +65,8 @@ class LayerFacts:
     like: int
 
 
-# Is given the layer's index, X `[N, h]`, q `[N, n_q, d]`, k `[N, n_kv, d]` and v `[N, n_kv, d_v]`;
-# returns `[N, n_q, d_v]`.
+# Called with the layer's index, X `[N, h]`, q `[N, n_q, d]`, k `[N, n_kv, d]` and v
+# `[N, n_kv, d_v]`; returns `[N, n_q, d_v]`.
 OnAttention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -115,7 +115,7 @@ class _Seen:
 
 
 class _Misunderstood(Exception):
-    """The form in which layers return the hidden is another one."""
+    """Layers return the hidden in another form than was supposed."""
 
 
 class _Current(threading.local):

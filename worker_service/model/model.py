@@ -1,4 +1,4 @@
-"""What the engine asks of a model, whoever computes it: our own decoder, or transformers' code.
+"""What the engine asks of a model: of our own decoder, and of transformers' code.
 
 A step is `hidden = run(ids, positions, attend)`, then `logits(hidden[rows])`. The caller decides
 where K and V go, and what is attended to. N tokens may belong to any requests.

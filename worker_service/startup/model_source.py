@@ -1,4 +1,4 @@
-"""Who computes a worker's model, and what is known of it before its weights are read.
+"""Whose code computes a worker's model, and what is known of it before its weights are read.
 
 Our own decoder computes the families that it has. Any other decoder-only model is computed by
 transformers' code, which is imported for it alone.
@@ -15,7 +15,8 @@ import torch
 
 from splitpoint.checkpoint.config import with_context
 from splitpoint.checkpoint.decoder import AttentionConfig, DecoderConfig, ModelBackend, support_of
-from splitpoint.errors import ResourceExhausted
+from splitpoint.errors import InvalidArgument, ResourceExhausted
+from splitpoint.options.store import INT8_NEEDS_OWN
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost, WeightSizes
 from splitpoint.planning.weight_schedule import LAYER_PIECES
 from splitpoint.progress import Ticker
@@ -134,11 +135,13 @@ class _TransformersSource:
         return self._blueprint.product_shapes
 
     def weight_sizes(self, device: torch.device, weights: WeightFormat) -> WeightSizes:
-        """All weights are fixed: none can stay on the host."""
+        """All weights are fixed: none can stay on the host. Raises InvalidArgument for int8."""
+        if weights is not WeightFormat.NATIVE:
+            raise InvalidArgument(INT8_NEEDS_OWN, field="weights")
         return WeightSizes(
             layer_count=self.config.shape.layer_count,
             pieces=dict.fromkeys(LAYER_PIECES, 0),
-            fixed=self._blueprint.held_bytes(device, weights),
+            fixed=self._blueprint.held_bytes(device),
             table=0,
             head=0,
             head_piece=0,
@@ -159,4 +162,4 @@ class _TransformersSource:
                 "computes can keep none on the host",
                 reason="DEVICE_MEMORY",
             )
-        return self._blueprint.load(device, tickers, weights)
+        return self._blueprint.load(device, tickers)
