@@ -100,7 +100,12 @@ class Encoding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The dimensions of a decoder-only transformer."""
+    """The dimensions of a decoder-only transformer.
+
+    Attributes:
+        held_weight_bytes: bytes of all weights where a device must hold them all: of a model by
+            transformers' code, whose experts no dimension here tells; None: the dimensions say.
+    """
 
     name: str
     family: str
@@ -115,6 +120,7 @@ class ModelShape:
     data_type: DataType = DataType.BFLOAT16
     gated_mlp: bool = True
     tied_embeddings: bool = False
+    held_weight_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in (
@@ -227,6 +233,8 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
+        if self.held_weight_bytes is not None:
+            return self.held_weight_bytes
         return self.parameter_count * self.data_type.size
 
     @property
@@ -236,7 +244,7 @@ class ModelShape:
         An embedding table that is no head is read for a few tokens only.
         """
         table = 0 if self.tied_embeddings else self.embedding_bytes
-        return self.weight_bytes - table
+        return self.parameter_count * self.data_type.size - table
 
     def decode_step_bytes(self, batch: int, tokens: float) -> int:
         """Return the bytes that a decode step must read, for `batch` sequences of `tokens` tokens.

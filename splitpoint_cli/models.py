@@ -177,6 +177,10 @@ def find_draft(
     from splitpoint.checkpoint.vocabulary import check_vocabulary  # loads the tokenizers library
 
     folder = resolve_model(model, download=download)
-    shape = read_decoder(folder, served.data_type).shape
+    try:
+        shape = read_decoder(folder, served.data_type).shape
+    except InvalidArgument as error:
+        message = f"the draft model {model}: {error.message}"
+        raise InvalidArgument(message, field="draft_model", reason=error.reason) from error
     check_vocabulary(folder, shape, served_folder, served)
     return folder, shape

@@ -122,7 +122,11 @@ def settings_of(model: str | Path | None, options: Mapping[str, Any]) -> Setting
     if drafts is not None:
         if drafts.model is not None:
             draft = resolve_model(drafts.model)
-            read_decoder(draft)
+            try:
+                read_decoder(draft)
+            except InvalidArgument as error:
+                message = f"the draft model {drafts.model}: {error.message}"
+                raise InvalidArgument(message, field="draft_model") from error
             drafts = replace(drafts, model=str(draft))
         given["speculative_config"] = drafts.text
     given.setdefault("threads", available_cores())

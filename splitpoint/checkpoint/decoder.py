@@ -408,7 +408,7 @@ def shape_from_config(
     family = str(config.get("model_type", ""))
     if family not in FAMILIES:
         raise InvalidArgument(
-            f"model_type {shown(family)} is not supported (supported: {', '.join(FAMILIES)})",
+            f"our own decoder has no model_type {shown(family)} (it has {', '.join(FAMILIES)})",
             field="model_type",
             reason=UNSUPPORTED_MODEL,
         )

@@ -30,7 +30,7 @@ from enum import Enum
 
 from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.weight_schedule import WeightPiece
+from splitpoint.planning.weight_schedule import LAYER_PIECES, WeightPiece
 from splitpoint.shapes import ModelShape, WeightFormat
 
 # One layer on the link, and one being read.
@@ -68,6 +68,8 @@ class WeightSizes:
     @classmethod
     def of(cls, shape: ModelShape, weights: WeightFormat = WeightFormat.NATIVE) -> WeightSizes:
         """Return the sizes of a shape's matrices, without padding, biases and norms."""
+        if shape.held_weight_bytes is not None:
+            return cls.held(shape.layer_count, shape.held_weight_bytes)
         hidden, inner, data_type = shape.hidden_size, shape.intermediate_size, shape.data_type
         head = weights.matrix_bytes(shape.vocabulary_size, hidden, data_type)
         count = head_piece_count(shape.embedding_bytes)
@@ -87,6 +89,20 @@ class WeightSizes:
             head_piece=-(-head // count),
             head_pieces=count,
             head_is_table=shape.tied_embeddings and not weights.is_lossy,
+        )
+
+    @classmethod
+    def held(cls, layer_count: int, size: int) -> WeightSizes:
+        """Return the sizes of weights of which none can be on the host."""
+        return cls(
+            layer_count=layer_count,
+            pieces=dict.fromkeys(LAYER_PIECES, 0),
+            fixed=size,
+            table=0,
+            head=0,
+            head_piece=0,
+            head_pieces=1,
+            head_is_table=True,
         )
 
     @property

@@ -72,7 +72,8 @@ def find_draft_model(text: str, served: FoundModel) -> FoundModel:
     except SplitpointError as error:
         field = error.field if isinstance(error, InvalidArgument) else ""
         advice = (
-            "Choose a draft model of the same vocabulary, or leave --draft-model out"
+            "Choose a draft model of our own decoder's families and of the same vocabulary "
+            "(docs/models.md), or leave --draft-model out"
             if field == "draft_model"
             else _advice(error, text)
         )

@@ -208,9 +208,6 @@ def _memory_shares(
         return (None,) * len(devices)
     if devices[0] != "cpu":
         return gpu_memory_shares(devices, free_memory)
-    if not is_own(model.folder, options.model_backend):
-        # Its worker knows the weights of experts, and of whatever else a shape does not say.
-        return (None,) * len(devices)
     weights = WeightSizes.of(model.shape, WeightFormat(options.weights)).total
     return (cpu_memory(weights, new_arena_bytes),) * len(devices)
 

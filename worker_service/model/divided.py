@@ -205,7 +205,10 @@ class DividedModel:
         self.model = model
         self.stack, self.layers, self._names = _layers_of(model)
         if "position_ids" not in inspect.signature(self.stack.forward).parameters:
-            raise _refusal(f"{type(self.stack).__name__} takes no positions")
+            raise _refusal(
+                f"{type(self.stack).__name__} takes no position ids: no model with ALiBi, with a "
+                "state, or of an encoder does"
+            )
         self.stack.forward = partial(self._stack, self.stack.forward)
         for index, layer in enumerate(self.layers):
             names = tuple(inspect.signature(layer.forward).parameters)

@@ -430,6 +430,8 @@ class Blueprint:
         _check_rope(config.get_text_config(), shape)
         try:
             divided = DividedModel(model.train(mode=False))
+            size = sum(each.nbytes for each in model.parameters())
+            shape = replace(shape, held_weight_bytes=size)
             return cls(folder, attention_config(divided, shape), model)
         except InvalidArgument as error:
             raise unsupported(
@@ -472,12 +474,18 @@ class Blueprint:
                     dtype=TORCH_TYPES[shape.data_type],
                     output_loading_info=True,
                     use_safetensors=True,
+                    ignore_mismatched_sizes=True,
                     **_LOCAL,
                 )
             except Exception as error:  # of any family's code
                 raise InvalidArgument(
                     f"transformers cannot load {self.folder}: {error!s:.300}", field="model"
                 ) from error
+        for name, found, wanted in sorted(report["mismatched_keys"]):
+            raise InvalidArgument(
+                f"{self.folder}: {name} is {list(found)}, and {list(wanted)} by config.json",
+                field="model",
+            )
         missing = sorted(report["missing_keys"])
         if missing:
             raise InvalidArgument(

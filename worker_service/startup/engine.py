@@ -146,7 +146,7 @@ def load_engine(
 ) -> tuple[Engine, str, WorkerSpeculation]:
     """Divide the device memory and load the model, and what drafts for it.
 
-    Returns the engine, which weights are on the host (empty: none), and the speculation.
+    Returns the engine, what to say of its weights (empty: nothing), and the speculation.
     """
     device, folder, shape = lanes.device, options.model_folder, source.config.shape
     make_current(device)
@@ -187,6 +187,8 @@ def load_engine(
         plan.page_count,
     )
     weights = "" if placement.on_host == NOTHING_ON_HOST else placement.reason
+    if source.backend is not ModelBackend.OWN:
+        weights = f"the model is computed by {model.code} (docs/models.md)"
     return engine, weights, memory.drafts.described(drafters)
 
 

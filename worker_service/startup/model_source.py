@@ -18,7 +18,6 @@ from splitpoint.checkpoint.decoder import AttentionConfig, DecoderConfig, ModelB
 from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.options.store import INT8_NEEDS_OWN
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost, WeightSizes
-from splitpoint.planning.weight_schedule import LAYER_PIECES
 from splitpoint.progress import Ticker
 from splitpoint.shapes import DataType, WeightFormat
 from worker_service.device.cache import TORCH_TYPES
@@ -138,16 +137,8 @@ class _TransformersSource:
         """All weights are fixed: none can stay on the host. Raises InvalidArgument for int8."""
         if weights is not WeightFormat.NATIVE:
             raise InvalidArgument(INT8_NEEDS_OWN, field="weights")
-        return WeightSizes(
-            layer_count=self.config.shape.layer_count,
-            pieces=dict.fromkeys(LAYER_PIECES, 0),
-            fixed=self._blueprint.held_bytes(device),
-            table=0,
-            head=0,
-            head_piece=0,
-            head_pieces=1,
-            head_is_table=True,
-        )
+        size = self._blueprint.held_bytes(device)
+        return WeightSizes.held(self.config.shape.layer_count, size)
 
     def load(
         self,

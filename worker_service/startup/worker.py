@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.decoder import AttentionConfig, ModelBackend
+from splitpoint.checkpoint.decoder import AttentionConfig
 from splitpoint.checkpoint.resolve import model_fingerprint
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition
@@ -114,7 +114,8 @@ class LoadedWorker:
     """A worker that can serve.
 
     Attributes:
-        weights: which weights are on the host, for people; empty: none.
+        weights: which weights are on the host, or whose code computes them, for people; empty:
+            all are on the device, and our own decoder computes.
         populator: populates memory ahead of its first use; started once the worker is ready, and
             closed after the runtime.
         weight_lock: page-locks weights on the host for a GPU; closed after the runtime.
@@ -200,8 +201,6 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         numerics = await asyncio.to_thread(
             numerics_of, options.numerics, against, engine.model, layout.chunk_tokens
         )
-        if source.backend is not ModelBackend.OWN:
-            description += f", model by {engine.model.code}"
         await asyncio.to_thread(prepare, engine, description, weights, options.trace_file)
         if store is not None:
             await store.start(layout)

@@ -326,7 +326,7 @@ def test_a_config_that_is_no_json_or_of_another_family(checkpoint: Path) -> None
     told = json.loads(path.read_text())
     path.write_text(json.dumps({**told, "model_type": "mamba"}))
     found = problem("model", "--model", str(checkpoint))
-    assert "'mamba': MambaModel takes no positions" in found["found"]
+    assert "'mamba': MambaModel takes no position ids" in found["found"]
     assert "docs/models.md" in found["advice"]
     path.write_text("{")
     assert "cannot be read" in problem("model", "--model", str(checkpoint))["found"]

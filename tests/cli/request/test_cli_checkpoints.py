@@ -181,7 +181,7 @@ CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "linear rope": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ""),
     "bfloat16": ({"dtype": "bfloat16"}, ""),
     "another family": ({"model_type": "qwen2_moe", "num_experts": 4}, ""),
-    "no decoder": ({"model_type": "mamba"}, "model_type 'mamba': MambaModel takes no positions"),
+    "no decoder": ({"model_type": "mamba"}, "model_type 'mamba': MambaModel takes no position ids"),
     "GPTQ": (
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         "quantization_config: weights quantized by 'gptq' are not supported",
