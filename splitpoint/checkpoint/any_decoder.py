@@ -25,9 +25,8 @@ _KEYS = {
     "context_length": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
 }
 
-
-# Upper bounds, beyond the largest models: checked before any loop or allocation.
-_MOST = {
+# Upper bounds of dimensions, beyond the largest models.
+_BOUNDS = {
     "layer_count": 1024,
     "hidden_size": 1 << 17,
     "query_head_count": 4096,
@@ -37,6 +36,14 @@ _MOST = {
     "vocabulary_size": 1 << 22,
     "context_length": 1 << 26,
 }
+# The bound of each key: checked before any loop or allocation.
+MOST = {key: _BOUNDS[dimension] for dimension, keys in _KEYS.items() for key in keys}
+
+
+def stored_type(config: Mapping[str, Any]) -> DataType:
+    """Return the element type of a checkpoint. Raises ValueError for one that is not served."""
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return DataType(str(stored).removeprefix("torch."))
 
 
 def any_shape(
@@ -66,9 +73,8 @@ def any_shape(
         head_dim, kv_heads = sum(positive_integer(config.get(each), each) for each in parts), heads
     elif config.get("multi_query"):
         kv_heads = 1
-    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     try:
-        held = data_type or DataType(str(stored).removeprefix("torch."))
+        held = data_type or stored_type(config)
     except ValueError as error:
         raise InvalidArgument(f"config.json: {error}", field="config") from error
     return ModelShape(
@@ -92,8 +98,8 @@ def _found(config: Mapping[str, Any], dimension: str) -> int | None:
     for key in _KEYS[dimension]:
         if config.get(key) is not None:
             value = positive_integer(config[key], key)
-            if value > _MOST[dimension]:
-                raise unsupported(f"{key} = {value} is more than {_MOST[dimension]:,}", key)
+            if value > MOST[key]:
+                raise unsupported(f"{key} = {value} is more than {MOST[key]:,}", key)
             return value
     return None
 

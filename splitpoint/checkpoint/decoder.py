@@ -16,7 +16,7 @@ from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
-from splitpoint.checkpoint.any_decoder import any_shape
+from splitpoint.checkpoint.any_decoder import MOST, any_shape, stored_type
 from splitpoint.checkpoint.config import (
     UNSUPPORTED_MODEL,
     boolean,
@@ -47,18 +47,6 @@ _GEMMA3_DEFAULTS = {
     "num_key_value_heads": 4,
     "head_dim": 256,
     "max_position_embeddings": 131_072,
-}
-# Upper bounds, beyond the largest models: checked before any loop or allocation.
-_MOST = {
-    "num_hidden_layers": 1024,
-    "hidden_size": 1 << 17,
-    "num_attention_heads": 4096,
-    "num_key_value_heads": 4096,
-    "head_dim": 4096,
-    "intermediate_size": 1 << 20,
-    "ffn_dim": 1 << 20,
-    "vocab_size": 1 << 22,
-    "max_position_embeddings": 1 << 26,
 }
 
 
@@ -416,7 +404,6 @@ def shape_from_config(
         hidden = _integer(config, "hidden_size")
         query_heads = _integer(config, "num_attention_heads")
         is_opt = family == "opt"
-        stored = config.get("dtype") or config.get("torch_dtype") or "float32"
         return ModelShape(
             name=name or str(config.get("_name_or_path") or family),
             family=family,
@@ -428,7 +415,7 @@ def shape_from_config(
             intermediate_size=_integer(config, "ffn_dim" if is_opt else "intermediate_size"),
             vocabulary_size=_integer(config, "vocab_size"),
             context_length=_integer(config, "max_position_embeddings"),
-            data_type=data_type or DataType(str(stored).removeprefix("torch.")),
+            data_type=data_type or stored_type(config),
             gated_mlp=not is_opt,
             tied_embeddings=bool(
                 config.get("tie_word_embeddings", is_opt or family in _GEMMA_FAMILIES)
@@ -443,10 +430,10 @@ def shape_from_config(
 def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return a whole number within its bounds; the default if it is absent, null or 0."""
     value = config[key] if default is None else config.get(key) or default
-    if type(value) is not int or not 1 <= value <= _MOST[key]:
+    if type(value) is not int or not 1 <= value <= MOST[key]:
         shown = repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
         raise InvalidArgument(
-            f"config.json: {key} must be a whole number from 1 to {_MOST[key]:,}, not {shown:.40}",
+            f"config.json: {key} must be a whole number from 1 to {MOST[key]:,}, not {shown:.40}",
             field="config",
         )
     return value
@@ -468,8 +455,9 @@ class Support:
     Attributes:
         shape: of the model; None if it is refused.
         decoder: what our own decoder computes; None if transformers' code would have to.
-        refusal: why our own decoder refuses it; `field` is the key of config.json that decides,
-            and `reason` is UNSUPPORTED_MODEL for a sound checkpoint that needs what it lacks.
+        refusal: why it is refused, None if it is not; `field` is the key of config.json that
+            decides, and `reason` is UNSUPPORTED_MODEL for a sound checkpoint that needs what this
+            version lacks.
     """
 
     shape: ModelShape | None = None
@@ -494,7 +482,6 @@ def support_of(
 
     A worker still has to see whether transformers' code computes what our own decoder refuses.
     """
-    refusal = None
     try:
         config, name = read_config(folder), model_name(folder)
         if backend is not ModelBackend.TRANSFORMERS:
@@ -502,11 +489,10 @@ def support_of(
                 decoder = DecoderConfig.parse(config, name=name, data_type=data_type)
                 return Support(decoder.shape, decoder)
             except InvalidArgument as error:
-                refusal = error
                 if backend is ModelBackend.OWN or error.reason != UNSUPPORTED_MODEL:
                     raise
         _refuse_quantized(config)
-        return Support(any_shape(config, name=name, data_type=data_type), refusal=refusal)
+        return Support(any_shape(config, name=name, data_type=data_type))
     except InvalidArgument as error:
         return Support(refusal=error)
 

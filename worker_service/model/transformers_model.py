@@ -206,7 +206,6 @@ class TransformersModel:
         enter: Enter | None = None,
     ) -> torch.Tensor:
         """See `Model`. The lanes see no parts of its layers but their attention."""
-
         hidden = self._run(token_ids, positions, attend, enter)
         assert hidden is not None
         return hidden
@@ -528,7 +527,7 @@ def _matrix_shape(module: nn.Module) -> tuple[int, int] | None:
 
 def _check_rope(config: Any, shape: ModelShape) -> None:
     """Refuse angles that depend on the longest sequence of a step."""
-    found = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    found = getattr(config, "rope_parameters", None) or {}
     kinds = [found, *(each for each in found.values() if isinstance(each, dict))]
     for each in kinds:
         if each.get("rope_type") == "dynamic":
