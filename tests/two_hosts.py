@@ -16,6 +16,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fleet import until
+from flipped_bits import ArenaFile
 from forked_service import ForkedService, start_forked
 from local_stack import ROOT, stop_process, wait_for_workers
 from own_names import shared_memory_folder
@@ -30,6 +32,7 @@ from splitpoint_cli.security.authority import make_certificates
 from splitpoint_cli.security.token import add_token
 
 NEW_TOKENS = 8
+CHUNK = 16  # tokens
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,18 @@ class Hosts:
             prompt, max_tokens=NEW_TOKENS, ignore_eos=True, worker=worker, cache_salt=salt
         ).complete()
 
+    async def generate_stored(self, worker: str, prompt: list[int], salt: bytes) -> Completion:
+        """Generate a new text, and return once the store of its host has sealed the prompt.
+
+        Chunks are written back in the background: a text's end does not mean that all are there.
+        """
+        arena = ArenaFile(self.arenas / worker / "arena")
+        wanted = len(arena.sealed()) + len(prompt) // CHUNK
+        completion = await self.generate(worker, prompt, salt)
+        await until(lambda: len(arena.sealed()) >= wanted)
+        arena.close()
+        return completion
+
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text()
 
@@ -185,7 +200,7 @@ async def two_hosts(
             listen = ("--listen", f"{network.addresses[host]}:0")
             store = await start(
                 *(f"store {host}", "kvstore_service", *listen, "--arena", f"{shm}/{host}/arena"),
-                *("--host-memory", "96MiB", "--chunk-tokens", "16", *store_arguments),
+                *("--host-memory", "96MiB", "--chunk-tokens", str(CHUNK), *store_arguments),
             )
             return await start(
                 *(f"worker {host}", "worker_service", *listen),

@@ -47,7 +47,7 @@ def engine_port(hosts: Hosts, host: str) -> tuple[str, str]:
 
 
 async def computed_by_a(hosts: Hosts, salt: bytes) -> Completion:
-    first = await hosts.generate("a", PROMPT, salt)
+    first = await hosts.generate_stored("a", PROMPT, salt)
     assert first.usage.cached_tokens == 0
     return first
 
