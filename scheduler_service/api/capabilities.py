@@ -16,8 +16,8 @@ from splitpoint.v1 import types_pb2
 _WANTING = {
     DraftMethod.MODEL: "no ready worker has a draft model: start it with --draft-model",
     DraftMethod.SELF: (
-        "no ready worker can draft by itself: that needs a KV store, and a worker whose own method "
-        "(--speculative-config) is self or auto"
+        "no ready worker can draft by itself: start it with a KV store and --speculative-config "
+        """'{"method": "self"}' or "auto\""""
     ),
     DraftMethod.SUFFIX: (
         "no ready worker can draft by suffix: start it with --speculative-config "
@@ -36,7 +36,7 @@ def check_capabilities(request: Request, workers: Collection[WorkerFacts]) -> No
     if request.forced is not None and workers:
         has_activations = any(worker.has_activations for worker in workers)
         request.forced.check(request.residency, has_activations=has_activations)
-    _check_drafter(request.drafter, workers)
+    _check_drafter(request.drafter, workers, "speculation.method")
     _check_selection(request.selection, workers)
     if request.is_structured and not any(worker.has_structured_output for worker in workers):
         raise unavailable(
@@ -45,10 +45,12 @@ def check_capabilities(request: Request, workers: Collection[WorkerFacts]) -> No
         )
 
 
-def _check_drafter(method: DraftMethod | None, workers: Collection[WorkerFacts]) -> None:
+def _check_drafter(
+    method: DraftMethod | None, workers: Collection[WorkerFacts], field: str
+) -> None:
     """Raise InvalidArgument for a method that none of the ready workers has. None: any will do."""
     if method and not any(method in worker.draft_methods for worker in workers):
-        raise InvalidArgument(_WANTING[method], field="speculation.method", reason="NO_DRAFTER")
+        raise InvalidArgument(_WANTING[method], field=field, reason="NO_DRAFTER")
 
 
 def _check_selection(selection: Selection, workers: Collection[WorkerFacts]) -> None:
@@ -71,7 +73,7 @@ def _check_selection(selection: Selection, workers: Collection[WorkerFacts]) -> 
             field="selection.columns",
         )
     if selection.verify:
-        _check_drafter(DraftMethod.SELF, able)
+        _check_drafter(DraftMethod.SELF, able, "selection.verify")
 
 
 def _wanting(method: SelectionMethod) -> FailedPrecondition:

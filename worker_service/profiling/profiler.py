@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -135,7 +137,7 @@ def _rebuild_seconds(model: Model, count: int, plane: torch.Tensor, pages: range
     """Return the seconds to rebuild K and V of `count` tokens of one layer into pages."""
     inputs = torch.randn(count, model.shape.hidden_size, device=plane.device).to(plane.dtype)
     rotary = model.rotary(torch.arange(count, device=plane.device))
-    with _first_layer(model) as layer:
+    with _usual_layer(model) as layer:
 
         def run() -> None:
             for rows in layer.project_kv(inputs, rotary):
@@ -158,7 +160,7 @@ def _layer_seconds(model: Model, count: int, device: torch.device) -> float:
     hidden = torch.randn(count, shape.hidden_size, device=device)
     hidden = hidden.to(TORCH_TYPES[shape.data_type])
     rotary = model.rotary(torch.arange(count, device=device))
-    with _first_layer(model) as layer:
+    with _usual_layer(model) as layer:
 
         def run() -> None:
             layer.work(hidden, rotary)
@@ -167,10 +169,15 @@ def _layer_seconds(model: Model, count: int, device: torch.device) -> float:
 
 
 @contextmanager
-def _first_layer(model: Model) -> Iterator[Layer]:
-    """Visit the first layer; weights on the host are copied first."""
+def _usual_layer(model: Model) -> Iterator[Layer]:
+    """Visit a layer like most others; weights on the host are copied first.
+
+    The first layers of a mixture of experts may be dense.
+    """
+    kinds = [layer.structure for layer in model.layers]
+    [(usual, _)] = Counter(kinds).most_common(1)
     with closing(model.visit()) as layers:
-        yield next(layers)
+        yield next(islice(layers, kinds.index(usual), None))
 
 
 def _measure_step(model: Model, device: torch.device) -> float:

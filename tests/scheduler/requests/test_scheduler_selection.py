@@ -118,7 +118,8 @@ async def test_a_method_without_artefacts_is_refused() -> None:
         assert isinstance(error, FailedPrecondition), "the only worker that may run it cannot"
         assert error.reason == "NO_SELECTION"
         error = await running.error(asking(2, "columns:0.1,verify"))
-        assert (type(error), error.reason) == (InvalidArgument, "NO_DRAFTER")
+        assert isinstance(error, InvalidArgument)
+        assert (error.field, error.reason) == ("selection.verify", "NO_DRAFTER")
 
 
 async def test_trained_artefacts_decide_the_columns() -> None:

@@ -101,7 +101,7 @@ async def test_a_method_that_no_worker_has_is_refused() -> None:
         assert "--draft-model" in error.message
         # Such a worker may have a store: it has no window for self drafts by its own choice.
         error = await running.error(asking(2, method=types_pb2.DRAFT_METHOD_SELF))
-        assert "KV store, and a worker whose own method" in error.message
+        assert "KV store and --speculative-config" in error.message
         request = asking(2, method=SUFFIX)
         request.worker_id = "1"
         error = await running.error(request)
