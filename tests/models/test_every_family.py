@@ -27,10 +27,11 @@ from worker_service.engine.sampling import Sampling
 from worker_service.startup.model_source import source_of
 
 # Experts, latent attention, windows, learned positions, parallel blocks, partial rotation, joint
-# projections, scaled residuals; and refusals: a state, no positions, sinks, another attention.
+# projections, scaled residuals, sinks; and refusals: a state, no positions, heads that differ by
+# layer, another attention.
 ALWAYS = (
-    *("qwen3_moe", "deepseek_v3", "cohere2", "gpt2", "gpt_neox", "phi3", "granite"),
-    *("mamba", "bloom", "gpt_oss", "diffllama", "jamba"),
+    *("qwen3_moe", "deepseek_v3", "cohere2", "gpt2", "gpt_neox", "phi3", "granite", "gpt_oss"),
+    *("mamba", "bloom", "mimo_v2_flash", "diffllama", "jamba"),
 )
 NEW_TOKENS = 8
 CHUNK = 16
@@ -110,7 +111,7 @@ def test_a_family_is_served_or_refused(
     note(family, source.backend.value)
 
 
-@pytest.mark.parametrize("family", ["mamba", "bloom", "gpt_oss", "diffllama", "jamba"])
+@pytest.mark.parametrize("family", ["mamba", "bloom", "mimo_v2_flash", "diffllama", "jamba"])
 def test_a_refusal_names_the_family_and_the_reason(family: str, tmp_path: Path) -> None:
     folder = write(small_model(family), tmp_path)
     with pytest.raises(InvalidArgument) as caught:

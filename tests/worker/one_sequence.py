@@ -27,6 +27,7 @@ class Shape:
     chunk: int = 16
     window: int | None = None
     cap: float | None = None
+    has_sinks: bool = False
 
 
 class Sequence:
@@ -50,6 +51,8 @@ class Sequence:
         self.queries = self.queries.to(dtype)
         pool = (2 * count, shape.kv_heads, shape.chunk, shape.head_dim)
         self.keys, self.values = (torch.full(pool, poison, dtype=dtype) for _ in range(2))
+        sinks = torch.linspace(-2, 9, shape.heads)
+        self.sinks = sinks if shape.has_sinks else None
         self.rows = []
         for plane in (self.keys, self.values):
             drawn = torch.randn(length, shape.kv_heads, shape.head_dim, generator=generator)
@@ -81,7 +84,7 @@ class Sequence:
             window=self.shape.window,
             **self.options,  # type: ignore[arg-type]
         )
-        return part.attended(queries.dtype)
+        return part.attended(queries.dtype, self.sinks)
 
     def prefilled(self, rows: range) -> torch.Tensor:
         """The same as one piece of a prompt, behind what is before."""
@@ -104,6 +107,7 @@ class Sequence:
             self.values,
             plan,
             window=self.shape.window,
+            sinks=self.sinks,
             **self.options,  # type: ignore[arg-type]
         )
 
@@ -119,7 +123,11 @@ class Sequence:
             scores = self.shape.cap * torch.tanh(scores / self.shape.cap)
         behind = torch.arange(self.length)[:, None] - torch.arange(self.length)
         hidden = (behind < 0) | (behind >= (self.shape.window or self.length))
-        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if self.sinks is not None:
+            column = self.sinks.double().view(-1, 1, 1).expand(-1, self.length, 1)
+            scores = torch.cat((scores, column), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : self.length]
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
     def streamed(self, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +139,8 @@ class Sequence:
         cuts = sorted({0, count // 4, count // 2, count - 1, count})
         parts = [range(first, last) for first, last in itertools.pairwise(cuts)]
         queries = self.queries[rows.start : rows.stop]
-        options: dict[str, Any] = {"window": self.shape.window, **self.options}
+        options: dict[str, Any] = {"window": self.shape.window, "sinks": self.sinks}
+        options |= self.options
         prefilled = PrefillParts(queries, first_position=rows.start, **options)
         plans = []
         for part in parts:

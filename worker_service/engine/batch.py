@@ -136,6 +136,7 @@ class Batch:
                     window=layer.window,
                     scale=layer.scale,
                     cap=layer.cap,
+                    sinks=layer.sinks,
                 )
                 attended = compute(prefetcher, "attend", index, call)
             elif prefetcher is not None:
@@ -169,7 +170,7 @@ class Batch:
             cap=layer.cap,
         )
         whole = compute(prefetcher, "attend", index, call)
-        return whole.attended(queries.dtype)
+        return whole.attended(queries.dtype, layer.sinks)
 
 
 def build_batch(

@@ -83,6 +83,7 @@ class StreamedPrefill:
             window=layer.window,
             scale=layer.scale,
             cap=layer.cap,
+            sinks=layer.sinks,
         )
 
         def attend_own(pages: list[DevicePages]) -> None:
@@ -171,6 +172,7 @@ class StreamedStep:
             window=layer.window,
             scale=layer.scale,
             cap=layer.cap,
+            sinks=layer.sinks,
             order=here.order,
         )
         own = partial(parts.add, cache.keys[index], cache.values[index])

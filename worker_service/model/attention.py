@@ -21,7 +21,7 @@ from torch.nn import functional
 from splitpoint.host.processor import instruction_sets
 from worker_service.kernels import paged_attention
 from worker_service.kernels.choice import Prefill, by_flags, in_use
-from worker_service.kernels.paged_attention import PromptPages
+from worker_service.kernels.paged_attention import PromptPages, PromptParts
 from worker_service.kernels.units import UnitView
 from worker_service.model.attention_plan import (
     LEAST,
@@ -79,12 +79,15 @@ class PartialAttention:
         for each, of_row in zip(mine, (merged.weighted, merged.peak, merged.total), strict=True):
             each[row : row + 1] = of_row
 
-    def attended(self, dtype: torch.dtype) -> torch.Tensor:
+    def attended(self, dtype: torch.dtype, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Return the normalised result `[N, n_q * d]`, the input of `DecoderLayer.finish`.
 
-        Each query must have seen at least one key.
+        Each query must have seen at least one key. `sinks`: see `Layer`.
         """
-        return (self.weighted / self.total.unsqueeze(-1)).flatten(1).to(dtype)
+        total = self.total
+        if sinks is not None:
+            total = total + (sinks - self.peak).exp_()
+        return (self.weighted / total.unsqueeze(-1)).flatten(1).to(dtype)
 
 
 def decode_partial(
@@ -204,6 +207,7 @@ def prefill(
     window: int | None,
     scale: float,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     flags: Collection[str] | None = None,
 ) -> torch.Tensor:
     """Attend the prefix's pages and the new tokens with T new tokens of one request.
@@ -212,6 +216,7 @@ def prefill(
         queries: `[T, n_q, d]`; new_keys, new_values: `[T, n_kv, d]`.
         keys, values: the pool, `[pages, n_kv, C, d]`; with a kernel that reads pages the new
             tokens' own are written.
+        sinks: see `Layer`.
         flags: the instruction sets that decide the kernel; None: the choice of this process,
             or without one this processor's.
 
@@ -220,18 +225,20 @@ def prefill(
     view = plan.views[window]
     if isinstance(view, PromptPages):
         kernels = kernels_of(queries.device)
-        if kernels is not None:
-            parts = SpanPrompt(queries, kernels)
-            parts.add(view, keys, values, scale=scale, cap=cap)
-            return PartialAttention(parts.sums, parts.peaks, parts.totals).attended(queries.dtype)
-        return paged_attention.attend_prompt(view, queries, keys, values, scale=scale, cap=cap)
+        if kernels is None and sinks is None:
+            return paged_attention.attend_prompt(view, queries, keys, values, scale=scale, cap=cap)
+        parts = PromptParts(queries) if kernels is None else SpanPrompt(queries, kernels)
+        parts.add(view, keys, values, scale=scale, cap=cap)
+        return PartialAttention(*parts.state).attended(queries.dtype, sinks)
     all_keys, all_values = new_keys.transpose(0, 1), new_values.transpose(0, 1)
     if view.pages is not None:
         all_keys = torch.cat((_prefix(keys, view.pages, view.row_count), all_keys), dim=1)
         all_values = torch.cat((_prefix(values, view.pages, view.row_count), all_values), dim=1)
-    if prefills_in_blocks(queries.device, queries.dtype, cap, flags):
+    if sinks is not None or prefills_in_blocks(queries.device, queries.dtype, cap, flags):
         most_scores = SCORE_ELEMENTS if queries.is_cuda else None
-        return prefill_in_blocks(queries, all_keys, all_values, view, scale, cap, most_scores)
+        return prefill_in_blocks(
+            queries, all_keys, all_values, view, scale, cap, most_scores, sinks
+        )
     if queries.is_cuda:
         if view.window is not None or not has_fused_kernel(queries, all_keys, all_values):
             return prefill_in_blocks(
@@ -396,11 +403,13 @@ def prefill_alone(
     window: int | None,
     scale: float,
     cap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend a whole sequence with itself, without a cache: return `[T, n_q * d]`.
 
     Args:
         queries: `[T, n_q, d]`; keys, values: `[T, n_kv, d]`.
+        sinks: see `Layer`.
     """
     part = prefill_partial(
         queries,
@@ -412,7 +421,7 @@ def prefill_alone(
         scale=scale,
         cap=cap,
     )
-    return part.attended(queries.dtype)
+    return part.attended(queries.dtype, sinks)
 
 
 def tile_rows(pages: torch.Tensor, row_count: int) -> torch.Tensor:
@@ -429,6 +438,7 @@ def prefill_in_blocks(
     scale: float,
     cap: float | None,
     most_scores: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Prefill by plain products, where keys and values `[n_kv, rows + T, d]` have the prefix.
 
@@ -436,6 +446,7 @@ def prefill_in_blocks(
         most_scores: scores of a block at once, or those of _LEAST_BLOCK queries; a block then
             reads no keys that a sliding window hides from all of it. None: blocks of _BLOCK
             queries, which are faster on a CPU.
+        sinks: see `Layer`.
     """
     count, query_heads, head_dim = queries.shape
     kv_heads, rows, _ = keys.shape
@@ -464,7 +475,12 @@ def prefill_in_blocks(
             scores.masked_fill_(masked, least)
         else:
             scores[..., seen - start - size :].masked_fill_(later[:size, :size], least)
-        weights = torch.softmax(scores, dim=-1).view(kv_heads, group * size, seen - start)
+        if sinks is not None:
+            # One score more of each query, whose weight is dropped: it has no value.
+            column = sinks.to(scores.dtype).view(kv_heads, group, 1, 1)
+            scores = torch.cat((scores, column.expand(-1, -1, size, 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1).view(kv_heads, group * size, scores.shape[-1])
+        weights = weights[..., : seen - start]
         product = torch.bmm(weights, values[:, start:seen])
         attended[first:last] = product.view(kv_heads, group, size, head_dim).permute(2, 0, 1, 3)
     return attended.view(count, query_heads * head_dim)

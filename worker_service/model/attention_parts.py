@@ -31,10 +31,11 @@ class DecodeParts:
         window: int | None,
         scale: float,
         cap: float | None,
+        sinks: torch.Tensor | None,
         order: UnitOrder | None,
     ) -> None:
         """`order`: of all plans that will be added, one after the other; None: see `UnitParts`."""
-        self._queries, self._order = queries, order
+        self._queries, self._order, self._sinks = queries, order, sinks
         self._window, self._scale, self._cap = window, scale, cap
         self._units: UnitParts | None = None
         self._spans: SpanParts | None = None
@@ -79,7 +80,7 @@ class DecodeParts:
             raise RuntimeError("queries attend nothing, not even themselves")
         for row, part in self._estimates:
             whole.take(row, part)
-        return whole.attended(self._queries.dtype)
+        return whole.attended(self._queries.dtype, self._sinks)
 
 
 class PrefillParts:
@@ -96,9 +97,10 @@ class PrefillParts:
         window: int | None,
         scale: float,
         cap: float | None,
+        sinks: torch.Tensor | None,
     ) -> None:
         """`first_position`: of the first query."""
-        self._queries, self._position = queries, first_position
+        self._queries, self._position, self._sinks = queries, first_position, sinks
         self._window, self._scale, self._cap = window, scale, cap
         self._units: PromptParts | SpanPrompt | None = None
         if prefills_in_units(queries.device):
@@ -148,4 +150,4 @@ class PrefillParts:
             whole = PartialAttention(*self._units.state)
         if whole is None:
             raise RuntimeError("queries attend nothing, not even themselves")
-        return whole.attended(self._queries.dtype)
+        return whole.attended(self._queries.dtype, self._sinks)

@@ -30,10 +30,9 @@ _KNOWN = frozenset(
         *("mask", "scaling", "softcap", "is_causal", "sliding_window", "dropout"),
         *("position_ids", "position_embeddings", "use_cache", "cache_position"),
         *("past_key_values", "output_attentions", "output_hidden_states"),
-        *("output_router_logits", "return_dict"),
+        *("output_router_logits", "return_dict", "s_aux"),
     }
 )
-_WORDS = {"s_aux": "sinks"}
 # Tokens of the first pass.
 _SEEN_TOKENS = 4
 
@@ -42,7 +41,7 @@ class Stop(Exception):
     """Ends a pass where nothing behind it is wanted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerFacts:
     """One layer's attention.
 
@@ -50,6 +49,7 @@ class LayerFacts:
         input_width: elements of X, which the attention module is given.
         head_dim: elements of a key; value_dim: of a value.
         window: tokens that a query sees, itself included; None: all.
+        sinks: fp32 `[n_q]`, see `Layer`; None: none.
         like: the first layer that is given the same arguments of positions.
     """
 
@@ -62,6 +62,7 @@ class LayerFacts:
     scale: float
     cap: float | None
     window: int | None
+    sinks: torch.Tensor | None
     like: int
 
 
@@ -282,9 +283,12 @@ class DividedModel:
         problem = mask.problem if isinstance(mask, _Mask) else "a mask of its own kind"
         unknown = {each for each, value in options.items() if value is not None} - _KNOWN
         if unknown:
-            problem = _WORDS.get(min(unknown), f"the option {min(unknown)}")
+            problem = f"the option {min(unknown)}"
         if options.get("is_causal") is False:
             problem = "tokens that see later tokens"
+        sinks = options.get("s_aux")
+        if sinks is not None and sinks.numel() != query.shape[1]:
+            problem = f"sinks {list(sinks.shape)} for {query.shape[1]} heads"
         if own.inputs is None:
             problem = "inputs that are no tensor"
         if problem or own.inputs is None or not isinstance(mask, _Mask):
@@ -300,6 +304,7 @@ class DividedModel:
             scale=float(query.shape[2] ** -0.5 if scale is None else scale),
             cap=options.get("softcap"),
             window=mask.window,
+            sinks=None if sinks is None else sinks.detach().flatten().to(torch.float32),
             like=next(i for i in range(index + 1) if _are_same(seen[i].more, own.more)),
         )
 

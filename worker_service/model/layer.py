@@ -85,6 +85,11 @@ class DecoderLayer:
     arrival: Callable[[WeightPiece], None] | None = None
 
     @property
+    def sinks(self) -> torch.Tensor | None:
+        """See `Layer`: none of our families has any."""
+        return None
+
+    @property
     def structure(self) -> Hashable:
         """See `Layer`: all layers of a model are alike."""
         return None

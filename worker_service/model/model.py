@@ -44,6 +44,10 @@ class Layer(Protocol):
         """Tokens that a query sees, itself included; None: all."""
 
     @property
+    def sinks(self) -> torch.Tensor | None:
+        """Fp32 `[n_q]`, a score of each head beside those of keys, without a value; None: none."""
+
+    @property
     def structure(self) -> Hashable:
         """Equal for layers of equal operators, their weights and attention aside."""
 

@@ -129,6 +129,10 @@ class TransformersLayer:
         return self.facts.window
 
     @property
+    def sinks(self) -> torch.Tensor | None:
+        return self.facts.sinks
+
+    @property
     def structure(self) -> Hashable:
         """See `Layer`: dense layers and experts differ by their modules."""
         layer = self.model.layers[self.index]
@@ -358,6 +362,7 @@ class TransformersModel:
                 window=layer.window,
                 scale=layer.scale,
                 cap=layer.cap,
+                sinks=layer.sinks,
             )
             return attended[positions]
 

@@ -138,7 +138,7 @@ def attention_operators(model: Model, chunk_tokens: int) -> Iterator[Operator]:
     """Yield the operators of each kind of layer."""
     seen: set[tuple[object, ...]] = set()
     for index, layer in enumerate(model.layers):
-        kind = (layer.window, layer.scale, layer.cap)
+        kind = (layer.window, layer.scale, layer.cap, layer.sinks is None)
         if kind not in seen:
             seen.add(kind)
             sequence = _Sequence.random(model, layer, chunk_tokens)
@@ -205,7 +205,7 @@ class _Sequence:
             scale=self.layer.scale,
             cap=self.layer.cap,
         )
-        return attended.attended(queries.dtype)
+        return attended.attended(queries.dtype, self.layer.sinks)
 
     def by_count(self, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Attend with consecutive queries as a step does: few of them decode, many prefill."""
@@ -231,6 +231,7 @@ class _Sequence:
             window=self.layer.window,
             scale=self.layer.scale,
             cap=self.layer.cap,
+            sinks=self.layer.sinks,
         )
 
     def _rows(self, plane: torch.Tensor) -> torch.Tensor:

@@ -173,4 +173,5 @@ class _BlockAttention:
             window=layer.window,
             scale=layer.scale,
             cap=layer.cap,
+            sinks=layer.sinks,
         )

@@ -236,7 +236,7 @@ class _Attention:
                     window=layer.window,
                     scale=layer.scale,
                     cap=layer.cap,
-                ).attended(queries.dtype)
+                ).attended(queries.dtype, layer.sinks)
             )
         for span, plan in self.prefills:
             parts.append(
@@ -250,6 +250,7 @@ class _Attention:
                     window=layer.window,
                     scale=layer.scale,
                     cap=layer.cap,
+                    sinks=layer.sinks,
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

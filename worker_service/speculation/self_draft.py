@@ -190,7 +190,7 @@ class SelfDrafter:
             )
             for row, part in estimates_of(readers, index, queries):
                 attended.take(row, part)
-            return attended.attended(queries.dtype)
+            return attended.attended(queries.dtype, layer.sinks)
 
         return model.run(token_ids, positions, attend, enter=ahead.enter)
 

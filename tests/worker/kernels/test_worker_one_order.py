@@ -154,6 +154,15 @@ def test_streamed_tiles_give_the_bits_of_pages_on_the_device(
         assert torch.equal(found, whole)
 
 
+def test_sinks_take_the_same_weight_of_a_row_however_it_is_computed() -> None:
+    sequence = Sequence(205, torch.float32, Shape(heads=6, kv_heads=2, window=41, has_sinks=True))
+    whole = sequence.prefilled(range(205))
+    torch.testing.assert_close(whole.double(), sequence.expected(), rtol=3e-6, atol=3e-6)
+    assert torch.equal(whole, sequence.decoded(range(205)))
+    for found in sequence.streamed(range(192, 205)):
+        assert torch.equal(found, whole[192:])
+
+
 def test_other_sequences_in_a_step_change_no_bit() -> None:
     shape = Shape(heads=6, kv_heads=2)
     alone = Sequence(205, torch.bfloat16, shape)

@@ -216,8 +216,10 @@ def test_parts_in_any_order_give_the_bits_of_the_whole(
         for some in ([3, 5], [1, 4, 0], [], [2])
     ]
     views = [view for plan in plans if isinstance(view := plan.views[window], UnitView)]
-    options = {"window": window, "scale": case.scale, "cap": None}
-    parts = DecodeParts(case.queries, **options, order=UnitOrder.of(views, 2, Upload(CPU)))  # type: ignore[arg-type]
+    order = UnitOrder.of(views, 2, Upload(CPU))
+    parts = DecodeParts(
+        case.queries, window=window, scale=case.scale, cap=None, sinks=None, order=order
+    )
     for plan in plans[:-1]:
         parts.add(case.keys, case.values, plan=plan)
     with pytest.raises(ValueError, match="were planned"):
@@ -259,7 +261,9 @@ def test_parts_in_the_order_of_positions_are_merged_as_they_come(
     case = Case([400, 150], torch.bfloat16, windows=(window,))
     whole = case.attend(window=window).attended(torch.bfloat16)
     monkeypatch.setattr(units, "ATTENTION_PARTS", 6)
-    parts = DecodeParts(case.queries, window=window, scale=case.scale, cap=None, order=None)
+    parts = DecodeParts(
+        case.queries, window=window, scale=case.scale, cap=None, sinks=None, order=None
+    )
 
     def plan(chunks: list[range]) -> DecodePlan:
         listed = [(case.tables[row][index], row, index) for row in (0, 1) for index in chunks[row]]

@@ -33,6 +33,7 @@ def naive(
     values: torch.Tensor,
     window: int | None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query `[n_q, d]` at the last of `[rows, n_kv, d]` keys, head by head."""
     start = 0 if window is None else max(0, len(keys) - window)
@@ -43,7 +44,9 @@ def naive(
         scores = seen @ query[head].float() * SCALE
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
-        weights = torch.softmax(scores, dim=0)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head : head + 1]))
+        weights = torch.softmax(scores, dim=0)[: len(keys) - start]
         heads.append(weights @ values[start:, head // group].float())
     return torch.cat(heads)
 
@@ -341,6 +344,44 @@ def test_prefill_in_blocks_of_bounded_scores(
     )
     wanted = prefilled(prefix, new, window, cap, torch.float32)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("flags", [(), (AMX_BF16,)])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks(window: int | None, flags: tuple[str, ...]) -> None:
+    """A head's sink weighs from nothing to nearly all, prefilled and decoded."""
+    prefix, new = 37, 70
+    pool = Pool((prefix + new,), 2, ORDERS["in order"])
+    keys, values = pool.sequences[0]
+    queries, sinks = queries_of(new, torch.float32), torch.linspace(-3, 8, 6)
+    pages, planes = pool.page_tables[0], (pool.keys, pool.values)
+    prefix_plan = PrefillPlan.of_prefix(
+        pages, prefix, new, chunk_tokens=CHUNK, windows=[window], device=CPU
+    )
+    lengths = range(prefix + 1, prefix + new + 1)
+    plan = DecodePlan.of_sequences(
+        [pages] * new, list(lengths), chunk_tokens=CHUNK, windows=[window], device=CPU
+    )
+    results = (
+        prefill(
+            *(queries, keys[prefix:], values[prefix:], *planes, prefix_plan),
+            window=window,
+            scale=SCALE,
+            sinks=sinks,
+            flags=flags,
+        ),
+        decode_partial(queries, *planes, plan, window=window, scale=SCALE).attended(
+            torch.float32, sinks
+        ),
+    )
+    wanted = torch.stack(
+        [
+            naive(query, keys[:length], values[:length], window, sinks=sinks)
+            for query, length in zip(queries, lengths, strict=True)
+        ]
+    )
+    for got in results:
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
