@@ -10,7 +10,7 @@ import torch
 
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.planning.plan import Residency
-from splitpoint.shapes import ArenaLayout
+from splitpoint.shapes import ArenaLayout, Encoding
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import STAGING_PAGES, MemoryPlan, divide
@@ -47,6 +47,7 @@ def make_engine(
     eos_token_ids: tuple[int, ...] = (),
     device: torch.device = CPU,
     has_activations: bool = False,
+    encoding: Encoding = Encoding.NATIVE,
     staging_pages: int = STAGING_PAGES,
     has_store: bool = True,
     lanes: Lanes | None = None,
@@ -63,7 +64,9 @@ def make_engine(
     With a `recorder` it has graphs, which may take `graph_bytes`.
     """
     model = Decoder.load(source, device, torch.float32) if isinstance(source, Path) else source
-    layout = ArenaLayout.of(model.shape, chunk_tokens=chunk_tokens, has_activations=has_activations)
+    layout = ArenaLayout.of(
+        model.shape, chunk_tokens=chunk_tokens, has_activations=has_activations, encoding=encoding
+    )
 
     def plan_for(budget: int) -> MemoryPlan:
         return divide(
