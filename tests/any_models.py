@@ -11,12 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+# What reads images or sound, and has no class for its text alone.
+WRAPPERS = tuple(
+    sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys())
+)
 VOCABULARY = 512
 CONTEXT = 1024
 WINDOW = 24
@@ -31,6 +44,7 @@ _SMALL: dict[str, int] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
     "max_position_embeddings": CONTEXT,
     "sliding_window": WINDOW,
     "n_positions": CONTEXT,
@@ -58,9 +72,22 @@ _SMALL: dict[str, int] = {
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+    # What reads images or sound.
+    "depth": 2,
+    "embed_dim": 64,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
 }
 
 
+# What is computed from other values, and what is of other layers.
+_DERIVED = (
+    *("layer_types", "per_layer_config", "model_type", "transformers_version", "qk_head_dim"),
+)
 # Sizes that a default configuration leaves out, and a checkpoint has.
 _OFTEN_ABSENT = ("head_dim", "num_key_value_heads", "num_experts_per_tok")
 
@@ -71,37 +98,50 @@ class NotMade(Exception):
 
 def small_config(family: str, **changes: Any) -> PreTrainedConfig:
     """Return the family's configuration with small sizes. Raises NotMade."""
-    kind = CONFIG_MAPPING[family]
     try:
-        usual = kind()
-        values = usual.to_dict()
-        layers = values.get("num_hidden_layers", getattr(usual, "num_hidden_layers", None))
-        by_layer = [
-            name for name, each in values.items() if isinstance(each, list) and len(each) == layers
-        ]
-        # Lists for another number of layers, and what is computed from other values.
-        for name in (*by_layer, "layer_types", "model_type", "transformers_version", "qk_head_dim"):
-            values.pop(name, None)
-        for name, size in _SMALL.items():
-            given = getattr(usual, name, None)
-            is_plain = given is not None and not isinstance(given, list | dict)
-            if (is_plain or name in _OFTEN_ABSENT) and (
-                name in values or name in kind.attribute_map
-            ):
-                values[name] = size
-        if "kv_lora_rank" in values:
-            values["num_key_value_heads"] = values["num_attention_heads"]
-        padding = None if values.get("pad_token_id") is None else 0
-        values |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": padding, **changes}
-        return kind(**values)
+        return _small(CONFIG_MAPPING[family](), **changes)
     except Exception as error:  # of any family's code
         raise NotMade(f"{error!s:.120}") from error
+
+
+def _small(usual: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
+    kind = type(usual)
+    values = usual.to_dict()
+    layers = values.get("num_hidden_layers", getattr(usual, "num_hidden_layers", None))
+    by_layer = [
+        name for name, each in values.items() if isinstance(each, list) and len(each) == layers
+    ]
+    # Lists for another number of layers, and what depends on other values.
+    for name in (*by_layer, *_DERIVED):
+        values.pop(name, None)
+    for name, size in _SMALL.items():
+        try:
+            given = getattr(usual, name, None)
+        except RuntimeError:  # it may differ between layers
+            given = values[name]
+        is_plain = given is not None and not isinstance(given, list | dict)
+        if (is_plain or name in _OFTEN_ABSENT) and (name in values or name in kind.attribute_map):
+            values[name] = size
+    if "kv_lora_rank" in values:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    rope = values.get("rope_parameters") or {}
+    if kind.__name__.endswith("TextConfig") and "rope_theta" in rope:
+        # Angles of text, height and width: the code's defaults are for larger heads.
+        half = int(_SMALL["head_dim"] * rope.get("partial_rotary_factor", 1)) // 2
+        rope["mrope_section"] = [half // 4, half // 4, half // 2]
+    for name in kind.sub_configs:
+        if isinstance(part := getattr(usual, name, None), PreTrainedConfig):
+            values[name] = _small(part).to_dict()
+    padding = None if values.get("pad_token_id") is None else 0
+    values |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": padding, **changes}
+    return kind(**values)
 
 
 def small_model(family: str, **changes: Any) -> PreTrainedModel:
     """Return a random model in fp32, whose tokens depend on what it sees. Raises NotMade."""
     config = small_config(family, **changes)
-    make: Any = AutoModelForCausalLM
+    is_wrapper = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    make: Any = AutoModelForMultimodalLM if is_wrapper else AutoModelForCausalLM
     try:
         with torch.device("meta"):
             size = sum(each.numel() for each in make.from_config(config).parameters())

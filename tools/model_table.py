@@ -3,7 +3,7 @@
     python -m tools.model_table ROWS
 
 ROWS has a JSON object in each line: the family, whose code computes it ("own", "transformers" or
-""), and why it is refused.
+""), why it is refused, and whether only its text part is tried.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _WIDTH = 118
 def table(rows: Iterable[dict[str, str]]) -> str:
     """Return the families that are served, then the others with their reasons, as Markdown."""
     by_name = {row["family"]: row for row in rows}
-    served: dict[str, list[str]] = {"own": [], "transformers": []}
+    served: dict[str, list[str]] = {"own": [], "transformers": [], "text part": []}
     refused: list[str] = []
     untried: list[str] = []
     for name, row in sorted(by_name.items()):
         if row["by"]:
-            served[row["by"]].append(name)
+            served["text part" if row.get("is_wrapper") else row["by"]].append(name)
         elif row["reason"].startswith("not tried"):
             untried.append(name)
         else:
@@ -38,6 +38,8 @@ def table(rows: Iterable[dict[str, str]]) -> str:
         _listed(served["own"]),
         f"**By transformers' code: {len(served['transformers'])}.**",
         _listed(served["transformers"]),
+        f"**The text part of what reads images or sound, by either: {len(served['text part'])}.**",
+        _listed(served["text part"]),
         f"**Refused: {len(refused)}.**",
         "\n".join(["| model_type | why |", "| --- | --- |", *refused]),
         f"**Not tried: {len(untried)}.** Their default configuration makes no small checkpoint.",

@@ -98,7 +98,7 @@ def _read_part(name: str, value: Any, kinds: Mapping[str, str]) -> dict[str, str
     if kind not in kinds:
         raise wrong(
             f"{name}.type",
-            f"must be {' or '.join(kinds)}: the model reads text only",
+            f"must be {' or '.join(kinds)}: only text is served",
             reason="UNSUPPORTED_CONTENT",
         )
     field = kinds[kind]

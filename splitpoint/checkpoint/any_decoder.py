@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from splitpoint.checkpoint.config import UNSUPPORTED_MODEL, positive_integer, shown, unsupported
+from splitpoint.checkpoint.config import (
+    UNSUPPORTED_MODEL,
+    positive_integer,
+    shown,
+    text_part,
+    unsupported,
+)
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType, ModelShape
 
@@ -49,7 +55,7 @@ def stored_type(config: Mapping[str, Any]) -> DataType:
 def any_shape(
     config: Mapping[str, Any], *, name: str = "", data_type: DataType | None = None
 ) -> ModelShape:
-    """Return the shape that a `config.json` of any family describes.
+    """Return the shape that a `config.json` of any family describes; of a wrapper, its text part.
 
     Raises InvalidArgument for a dimension that is missing or no number, and
     UNSUPPORTED_MODEL for a model that is no decoder alone.
@@ -61,9 +67,11 @@ def any_shape(
             field="model_type",
             reason=UNSUPPORTED_MODEL,
         )
-    if config.get("is_encoder_decoder") or "text_config" in config:
-        kind = "an encoder and a decoder" if "text_config" not in config else "parts beside text"
-        raise unsupported(f"model_type {shown(family)}: it has {kind}", "model_type")
+    config = text_part(config)
+    if config.get("is_encoder_decoder"):
+        raise unsupported(
+            f"model_type {shown(family)}: it has an encoder and a decoder", "model_type"
+        )
     hidden, heads = _value(config, "hidden_size"), _value(config, "query_head_count")
     kv_heads = _found(config, "kv_head_count")
     head_dim = _found(config, "head_dim")

@@ -16,6 +16,8 @@ from splitpoint.shapes import ModelShape
 
 # Reason of the error for a sound checkpoint that needs what this version lacks.
 UNSUPPORTED_MODEL = "UNSUPPORTED_MODEL"
+# What is said of a checkpoint that also reads images or sound.
+TEXT_ONLY = "text only: its parts for images or sound are left out"
 # Beyond any setting of a model, and a float64 still has it.
 _MOST_NUMBER = 1 << 60
 
@@ -85,6 +87,23 @@ def with_context(shape: ModelShape, max_model_len: int | None) -> ModelShape:
             field="max_model_len",
         )
     return replace(shape, context_length=max_model_len)
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a `config.json` says of its text decoder.
+
+    A wrapper for images or sound nests that in `text_config`; `model_type` stays the wrapper's.
+    """
+    text = config.get("text_config")
+    nested = text.items() if isinstance(text, Mapping) else ()
+    given = {key: value for key, value in nested if value is not None}
+    return {**config, **given, "model_type": config.get("model_type")}
+
+
+def reads_more_than_text(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint has parts for images or sound, which are not served."""
+    parts = ("text_config", "vision_config", "audio_config")
+    return any(isinstance(config.get(each), Mapping) for each in parts)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

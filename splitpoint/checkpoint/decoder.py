@@ -26,6 +26,7 @@ from splitpoint.checkpoint.config import (
     read_config,
     refuse,
     shown,
+    text_part,
     unsupported,
 )
 from splitpoint.checkpoint.rope_config import Rope, read_layered_ropes, read_rope
@@ -373,12 +374,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = config.get("model_type")
     if family == "gemma3":
-        text = config.get("text_config")
-        if not isinstance(text, dict):
+        if not isinstance(config.get("text_config"), dict):
             raise InvalidArgument("config.json has no text_config", field="text_config")
-        whole = {key: value for key, value in config.items() if not key.endswith("_config")}
-        quantized = {"quantization_config": config.get("quantization_config")}
-        config = {**whole, **quantized, **text, "model_type": "gemma3_text"}
+        config = {**text_part(config), "model_type": "gemma3_text"}
     elif family != "gemma3_text":
         return dict(config)
     return {**_GEMMA3_DEFAULTS, **config}
@@ -491,7 +489,7 @@ def support_of(
             except InvalidArgument as error:
                 if backend is ModelBackend.OWN or error.reason != UNSUPPORTED_MODEL:
                     raise
-        _refuse_quantized(config)
+        _refuse_quantized(text_part(config))
         return Support(any_shape(config, name=name, data_type=data_type))
     except InvalidArgument as error:
         return Support(refusal=error)

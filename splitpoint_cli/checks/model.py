@@ -11,7 +11,13 @@ from pathlib import Path
 from splitpoint import config
 from splitpoint.chat.renderer import ChatRenderer
 from splitpoint.chat.source import read_template_file, read_templates
-from splitpoint.checkpoint.config import UNSUPPORTED_MODEL, model_name
+from splitpoint.checkpoint.config import (
+    TEXT_ONLY,
+    UNSUPPORTED_MODEL,
+    model_name,
+    read_config,
+    reads_more_than_text,
+)
 from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.checkpoint.resolve import resolve_model, weight_files
 from splitpoint.checkpoint.tensors import read_header
@@ -54,6 +60,8 @@ def find_model(
         f"{shape.name}: {shape.family}, {shape.layer_count} layers, {shape.data_type.value}, "
         f"{format_size(shape.weight_bytes)} of weights, context {shape.context_length:,}"
     )
+    if reads_more_than_text(read_config(folder)):
+        found += f", {TEXT_ONLY}"
     return FoundModel(Finding(name, Verdict.OK, found), folder, shape)
 
 

@@ -11,12 +11,15 @@ import torch
 from any_models import CONTEXT, small_model, write
 from engine_runner import CPU
 from own_names import instance_name
+from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama
 
+from splitpoint.checkpoint.config import TEXT_ONLY
 from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST
 from splitpoint.shapes import DataType, WeightFormat
+from splitpoint_cli.checks.model import find_model
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan import plan_stack
 from worker_service.model.model import Model
@@ -129,3 +132,18 @@ def test_int8_weights_are_for_our_own_decoder(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidArgument, match="--weights int8 takes a model that our own decoder"):
         plan_stack(options)
+
+
+def test_parts_for_images_are_neither_read_nor_counted(tmp_path: Path) -> None:
+    """A checkpoint without their weights is served as well."""
+    folder = write(small_model("qwen3_vl"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    text = {name: each for name, each in tensors.items() if ".visual." not in name}
+    assert len(text) < len(tensors)
+    save_file(text, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load(folder)
+    assert model.weight_bytes <= 1.1 * sum(each.nbytes for each in text.values())
+    doctor = find_model(str(folder), "auto")
+    assert doctor.finding.found.endswith(TEXT_ONLY)
+    assert doctor.shape is not None
+    assert doctor.shape.family == "qwen3_vl"

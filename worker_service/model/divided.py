@@ -104,11 +104,13 @@ class _Seen:
     """What reached a layer's attention.
 
     Attributes:
+        hidden: `[N, h]`, which the layer was given.
         heads: q, k and v, `[N, heads, d]`.
         more: what the layer was given beside the hidden.
     """
 
     module: nn.Module
+    hidden: torch.Tensor
     inputs: torch.Tensor | None
     heads: tuple[torch.Tensor, ...]
     options: dict[str, Any]
@@ -177,7 +179,11 @@ def _mask(mask_function: Callable[..., Any], local_size: int | None = None, **_:
     window = local_size
     far = 3 * (window or 1 << 20) // 2
     first = 0 if window is None else far - window + 1
-    if sees(far, far + 1):
+    try:
+        sees_later = sees(far, far + 1)
+    except NotImplementedError:  # it looks into `meta` tensors
+        return _Mask(window, "a mask that depends on other tokens")
+    if sees_later:
         return _Mask(window, "tokens see later tokens")
     if not all(sees(query, query) for query in range(far - 4, far + 1)):
         return _Mask(window, "a mask of its own kind")
@@ -214,7 +220,9 @@ class DividedModel:
         for index, layer in enumerate(self.layers):
             names = tuple(inspect.signature(layer.forward).parameters)
             layer.forward = partial(self._layer, index, names, layer.forward)
-        _use(model, _SEEING)
+        # The stack of a wrapper for images has a configuration of its own.
+        attending = self.stack if isinstance(self.stack, PreTrainedModel) else model
+        _use(attending, _SEEING)
         # What a layer returns is seen by trial: most return the hidden, some a tuple.
         self._returns_tuple = False
         try:
@@ -233,7 +241,11 @@ class DividedModel:
         seen = self._see()
         self.facts = [self._facts(index, seen) for index in range(len(seen))]
         self._last_argument_layer = max(each.like for each in self.facts)
-        _use(model, _ATTENDING)
+        _use(attending, _ATTENDING)
+        try:
+            self.logits(first[0].hidden)
+        except Exception as error:
+            raise _refusal(f"{type(model).__name__} {_trouble(error)}") from error
 
     # -- the first pass -----------------------------------------------------------------------
 
@@ -246,7 +258,7 @@ class DividedModel:
                 raise _Misunderstood
 
             def on_attention(module: nn.Module, *heads: torch.Tensor, **options: Any) -> Any:
-                found.append(_Seen(module, current.seen_inputs, heads, options, more))
+                found.append(_Seen(module, hidden[0], current.seen_inputs, heads, options, more))
                 raise Stop
 
             current.on_attention = on_attention

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers import __version__ as transformers_version
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
@@ -41,8 +49,9 @@ from worker_service.model.model import Attend, CarryOut, Enter, Layer, WriteLast
 from worker_service.weights.packing import Matrix, held_bytes, layout_of
 from worker_service.weights.stream import WeightStream
 
-# Its annotations do not say what it returns.
-_AUTO: Any = AutoModelForCausalLM
+# Their annotations do not say what they return.
+_TEXT: Any = AutoModelForCausalLM
+_WRAPPED: Any = AutoModelForMultimodalLM
 _LOGGING: Any = transformers_logging
 # Nothing is downloaded, and no code of a checkpoint runs.
 _LOCAL: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
@@ -421,10 +430,15 @@ class Blueprint:
         with _quietly():
             try:
                 config = _config_of(folder)
+                # A wrapper whose text part has no class of its own is made whole.
+                is_wrapped = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+                is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+                auto = _WRAPPED if is_wrapped and not is_text else _TEXT
                 with torch.device("meta"):
-                    model: PreTrainedModel = _AUTO.from_config(
+                    model: PreTrainedModel = auto.from_config(
                         config, dtype=TORCH_TYPES[shape.data_type]
                     )
+                _keep_text(model)
             except Exception as error:  # of any family's code
                 raise unsupported(
                     f"transformers {transformers_version} makes no {shape.family} of this "
@@ -472,9 +486,9 @@ class Blueprint:
         counter = Counter("loading", total, tickers)
         with _quietly():
             try:
-                model, report = _AUTO.from_pretrained(
+                model, report = _text_class(type(self.model)).from_pretrained(
                     self.folder,
-                    config=_config_of(self.folder),
+                    config=self._fresh_config(),
                     dtype=TORCH_TYPES[shape.data_type],
                     output_loading_info=True,
                     use_safetensors=True,
@@ -509,6 +523,36 @@ class Blueprint:
             message = f"model_type {shape.family!r}: its code fails: {error!s:.200}"
             raise unsupported(message, "model_type") from error
         return made
+
+    def _fresh_config(self) -> Any:
+        """Return the model's configuration: of the checkpoint, or of its text part alone."""
+        config = _config_of(self.folder)
+        is_whole = type(config) is type(self.model.config)
+        return config if is_whole else config.get_text_config()
+
+
+def _keep_text(model: Any) -> None:
+    """Drop what a wrapper has beside its decoder and its head: parts for images or sound."""
+    if not model.config.sub_configs:
+        return
+    kept = {model.get_decoder(), model.get_output_embeddings()}
+    path: list[Any] = [model]
+    for module in path:
+        for name, child in list(module.named_children()):
+            if kept.isdisjoint(child.modules()):
+                setattr(module, name, None)
+            elif child not in kept:
+                path.append(child)
+
+
+def _text_class(kind: type[PreTrainedModel]) -> Any:
+    """Return a class whose models never have the parts for images or sound: none are read."""
+
+    def make(self: Any, *args: Any, **options: Any) -> None:
+        kind.__init__(self, *args, **options)
+        _keep_text(self)
+
+    return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__})
 
 
 def _config_of(folder: Path) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from splitpoint.checkpoint.config import TEXT_ONLY, read_config, reads_more_than_text
 from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
@@ -176,9 +177,11 @@ def load_engine(
         eager_reason=memory.eager_reason,
         screens_of=None if screens is None else screens.screens,
     )
+    is_part = reads_more_than_text(read_config(folder))
     log.info(
-        "%s by %s on %s: weights take %s (%s), cache %s in %d pages",
+        "%s%s by %s on %s: weights take %s (%s), cache %s in %d pages",
         shape.name,
+        f" ({TEXT_ONLY})" if is_part else "",
         model.code,
         describe(lanes),
         format_size(plan.weight_bytes),
@@ -189,6 +192,8 @@ def load_engine(
     weights = "" if placement.on_host == NOTHING_ON_HOST else placement.reason
     if source.backend is not ModelBackend.OWN:
         weights = f"the model is computed by {model.code} (docs/models.md)"
+    if is_part:
+        weights = "; ".join(filter(None, (TEXT_ONLY, weights)))
     return engine, weights, memory.drafts.described(drafters)
 
 

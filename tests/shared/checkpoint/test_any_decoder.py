@@ -57,13 +57,21 @@ def test_heads(config: dict[str, Any], heads: tuple[int, int, int]) -> None:
     assert (shape.query_head_count, shape.kv_head_count, shape.head_dim) == heads
 
 
+def test_the_text_part_of_a_wrapper() -> None:
+    text = {**USUAL, "model_type": "some_text", "head_dim": 24, "torch_dtype": None}
+    wrapper = {"model_type": "a_wrapper", "vision_config": USUAL, "text_config": text}
+    shape = any_shape({**wrapper, "torch_dtype": "bfloat16"})
+    assert (shape.family, shape.head_dim) == ("a_wrapper", 24)
+    assert shape.data_type is DataType.BFLOAT16
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"model_type": None}, "model_type None names no model"),
         ({"num_hidden_layers": None}, "model_type 'some_family': no num_hidden_layers"),
         ({"is_encoder_decoder": True}, "an encoder and a decoder"),
-        ({"text_config": {}}, "parts beside text"),
+        ({"text_config": {"num_hidden_layers": "many"}}, "num_hidden_layers must be a positive"),
         ({"hidden_size": 1 << 40}, "hidden_size = 1099511627776 is more than 131,072"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers must be a positive integer"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
