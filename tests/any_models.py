@@ -91,15 +91,163 @@ _DERIVED = (
 # Sizes that a default configuration leaves out, and a checkpoint has.
 _OFTEN_ABSENT = ("head_dim", "num_key_value_heads", "num_experts_per_tok")
 
+_STATES = {"mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_heads": 8}
+_LINEAR_THEN_FULL = ["linear_attention", "full_attention"] * 2
+_VISION = {"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+# More tokens than a test has.
+_MANY = 256
+# Where a family has other names for its sizes, or sizes that depend on each other. What makes a
+# checkpoint of it what it is stays: layers that differ, and what its default leaves open.
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "bamba": {**_STATES, "attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        }
+    },
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 4,
+        "max_seq_len": CONTEXT,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 64,
+        "swa_q_lora_rank": 32,
+        "swa_kv_lora_rank": 32,
+        "swa_qk_nope_head_dim": 48,
+        "swa_v_head_dim": 32,
+    },
+    "emu3": {"vocabulary_map": {"<image>": 500, "<|extra_200|>": 501}},
+    "emu3_vqgan": {"codebook_size": 64, "base_channels": 32, "channel_multiplier": [1, 2]},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "intermediate_size": 128,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": None,
+    },
+    "gemma4_text": {
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 16,
+        "per_layer_config": {"03": {"head_dim": 32}},
+    },
+    "gemma4_unified_text": {"per_layer_config": {"03": {"head_dim": 32}}},
+    "git": {"vision_config": {**_VISION, "hidden_size": 32, "image_size": 16, "patch_size": 8}},
+    "gpt_neo": {
+        "num_layers": 4,
+        "num_heads": 4,
+        "window_size": WINDOW,
+        "attention_types": [[["global", "local"], 2]],
+    },
+    "granitemoehybrid": {**_STATES, "layer_types": ["mamba", "attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {
+        "num_layers": 2,
+        "ffn_hidden_size": 128,
+        "expert_ffn_hidden_size": 64,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
+    # Their caches keep as many tokens as they have positions, or a chunk of attention.
+    "llama4_text": {"attention_chunk_size": _MANY},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16},
+    "moshi": {"sliding_window": _MANY},
+    "phi4_multimodal": {
+        "vision_config": {**_VISION, "hidden_size": 32},
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 32,
+            "nemo_conv_channels": 32,
+        },
+    },
+    "plbart": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
+    "qwen4_exp_text": {
+        "layer_types": _LINEAR_THEN_FULL,
+        "hc_lowrank": 16,
+        "ple_embed_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
+    "reformer": {
+        "is_decoder": True,
+        "attention_head_size": 16,
+        "feed_forward_size": 128,
+        "axial_pos_shape": [32, 32],
+        "axial_pos_embds_dim": [32, 32],
+        "attn_layers": ["local", "lsh"] * 2,
+    },
+    "whisper": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
+    "xglm": {"num_layers": 4, "attention_heads": 4},
+    "xlnet": {"d_head": 16, "d_inner": 128, "n_head": 4, "n_layer": 2},
+    "zamba": {
+        "n_mamba_heads": 2,
+        "mamba_dt_rank": 8,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "layers_block_type": ["linear_attention"] * 2 + ["hybrid"] * 2,
+    },
+    "zamba2": {
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "mamba_d_state": 16,
+        "use_mamba_kernels": False,
+        "kv_channels": 16,
+        "num_query_groups": 4,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
+}
+
+
+# What a default configuration lacks to be valid.
+_WITHOUT_EXTRA = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+_NEEDED: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_WITHOUT_EXTRA}},
+}
+
 
 class NotMade(Exception):
     """No small checkpoint of the family is made from its default configuration."""
 
 
+def usual_config(family: str) -> PreTrainedConfig:
+    """Return the family's default configuration, in its usual sizes. Raises NotMade."""
+    try:
+        return CONFIG_MAPPING[family](**_NEEDED.get(family, {}))
+    except Exception as error:  # of any family's code
+        raise NotMade(f"{error!s:.120}") from error
+
+
 def small_config(family: str, **changes: Any) -> PreTrainedConfig:
     """Return the family's configuration with small sizes. Raises NotMade."""
     try:
-        return _small(CONFIG_MAPPING[family](), **changes)
+        return _small(usual_config(family), **changes)
     except Exception as error:  # of any family's code
         raise NotMade(f"{error!s:.120}") from error
 
@@ -133,8 +281,8 @@ def _small(usual: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
         if isinstance(part := getattr(usual, name, None), PreTrainedConfig):
             values[name] = _small(part).to_dict()
     padding = None if values.get("pad_token_id") is None else 0
-    values |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": padding, **changes}
-    return kind(**values)
+    values |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": padding}
+    return kind(**{**values, **_OF_FAMILY.get(kind.model_type, {}), **changes})
 
 
 def small_model(family: str, **changes: Any) -> PreTrainedModel:

@@ -23,7 +23,13 @@ from splitpoint.shapes import DataType, ModelShape
 _KEYS = {
     "layer_count": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
-    "query_head_count": ("num_attention_heads", "n_head", "n_heads"),
+    "query_head_count": (
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "attention_heads",
+    ),
     "kv_head_count": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
     "head_dim": ("head_dim", "attention_head_dim"),
     "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size"),
@@ -105,7 +111,10 @@ def _found(config: Mapping[str, Any], dimension: str) -> int | None:
     """Return a dimension; None if the config has none of its names."""
     for key in _KEYS[dimension]:
         if config.get(key) is not None:
-            value = positive_integer(config[key], key)
+            given = config[key]
+            # Some families give one for each layer.
+            every = given if given and isinstance(given, list) else [given]
+            value = max(positive_integer(each, key) for each in every)
             if value > MOST[key]:
                 raise unsupported(f"{key} = {value} is more than {MOST[key]:,}", key)
             return value

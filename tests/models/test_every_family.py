@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from any_models import FAMILIES, WRAPPERS, NotMade, clear_prompt, small_model, write
+from any_models import FAMILIES, WRAPPERS, NotMade, clear_prompt, small_model, usual_config, write
 from engine_runner import CPU, admission, make_engine, run_all
 from selecting import select_always
 from store_runner import store_runner
@@ -24,7 +25,7 @@ from splitpoint.selection import Selection
 from splitpoint.shapes import ArenaLayout, WeightFormat
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
-from worker_service.startup.model_source import source_of
+from worker_service.startup.model_source import ModelSource, source_of
 
 # Experts, latent attention, windows, learned positions, parallel blocks, partial rotation, joint
 # projections, scaled residuals, sinks; and refusals: a state, no positions, heads that differ by
@@ -55,6 +56,31 @@ def note(family: str, backend: str, reason: str = "") -> None:
             rows.write(json.dumps(row) + "\n")
 
 
+def check_refused_in_usual_sizes(family: str, folder: Path, made: NotMade) -> None:
+    """Try the default configuration of a family of which no small checkpoint is made."""
+    try:
+        usual_config(family).save_pretrained(folder)
+        source_of(folder)
+    except InvalidArgument as error:
+        note(family, "", error.message)
+    except NotMade:
+        note(family, "", f"not tried: {made}")
+        pytest.skip(f"no small checkpoint: {made}")
+    else:
+        pytest.fail(f"{family} is not refused, and no small checkpoint tries it: {made}")
+
+
+def as_advised(folder: Path) -> ModelSource:
+    """Return what computes a checkpoint, with the context that a refusal advises, if one does."""
+    try:
+        return source_of(folder)
+    except InvalidArgument as error:
+        advice = re.search(r"--max-model-len (\d+)", error.message)
+        if advice is None:
+            raise
+        return source_of(folder, max_model_len=int(advice[1]))
+
+
 @pytest.mark.parametrize(
     "family",
     [
@@ -69,11 +95,11 @@ def test_a_family_is_served_or_refused(
     try:
         model = small_model(family)
     except NotMade as error:
-        note(family, "", f"not tried: {error}")
-        pytest.skip(f"no small checkpoint: {error}")
+        check_refused_in_usual_sizes(family, tmp_path, error)
+        return
     folder = write(model, tmp_path / "m")
     try:
-        source = source_of(folder)
+        source = as_advised(folder)
         served = source.load(CPU, NOTHING_ON_HOST, (), WeightFormat.NATIVE)
     except InvalidArgument as error:
         note(family, "", error.message)
