@@ -69,13 +69,27 @@ def by_element(rows: torch.Tensor, activation: Activation | None) -> torch.Tenso
     """
     wide = rows.to(torch.float32)
     if activation is Activation.RELU:
-        return rows.relu_()
+        return rows.relu()
     if activation is Activation.SILU:
         return (wide / (1 + (-wide).exp_())).to(rows.dtype)
     if activation is Activation.GELU_TANH:
         inner = _GELU_FACTOR * (wide + 0.044715 * wide * wide * wide)
         return (0.5 * wide * (1 + inner.tanh_())).to(rows.dtype)
     return rows
+
+
+# Elements that torch's kernels take at once, at most.
+_AT_ONCE = 32
+
+
+def apart(rows: torch.Tensor) -> torch.Tensor:
+    """Return narrow rows `[N, n]` with space between them.
+
+    torch computes sigmoid and the like of adjacent rows as one, and its last elements otherwise
+    than the others. Rows that lie apart are computed one by one.
+    """
+    missing = -rows.shape[-1] % _AT_ONCE
+    return functional.pad(rows, (0, missing))[..., : rows.shape[-1]] if missing else rows
 
 
 class Weight(Protocol):

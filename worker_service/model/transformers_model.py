@@ -10,9 +10,11 @@ bits of a row then depend on no other row, as with our own decoder.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,15 @@ from worker_service.kernels.choice import Layout
 from worker_service.lanes.lanes import Lanes
 from worker_service.model.attention import prefill_alone
 from worker_service.model.divided import Arguments, DividedModel, LayerFacts, Stop
+from worker_service.model.experts import (
+    ExpertMatrices,
+    expert_shape,
+    expert_tensors,
+    routers_of,
+    use_own_experts,
+)
 from worker_service.model.layer import NormWeights
-from worker_service.model.linear import Linear, by_element
+from worker_service.model.linear import Linear, apart, by_element
 from worker_service.model.model import Attend, CarryOut, Enter, Layer, WriteLast, at_once
 from worker_service.weights.packing import Matrix, held_bytes, layout_of
 from worker_service.weights.stream import WeightStream
@@ -68,7 +77,7 @@ class Product(nn.Module):
         super().__init__()
         self.matrix = matrix
         self.bias = bias
-        self._linear = Linear(matrix, bias)
+        self.linear = Linear(matrix, bias)
         self.is_skipped = False
 
     @property
@@ -81,7 +90,12 @@ class Product(nn.Module):
         shape = (*rows.shape[:-1], self.matrix.out_features)
         if self.is_skipped or not rows.numel():
             return rows.new_zeros(shape)
-        return self._linear(rows.reshape(-1, rows.shape[-1])).view(shape)
+        found = self.linear(rows.reshape(-1, rows.shape[-1]))
+        return (apart(found) if shape[-1] < _NARROW else found).view(shape)
+
+
+# Gates of heads and of experts have fewer outputs.
+_NARROW = 256
 
 
 class Activated(nn.Module):
@@ -89,10 +103,10 @@ class Activated(nn.Module):
 
     def __init__(self, activation: Activation) -> None:
         super().__init__()
-        self._activation = activation
+        self.activation = activation
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return by_element(rows.clone(), self._activation)
+        return by_element(rows, self.activation)
 
 
 class Normed(nn.Module):
@@ -459,8 +473,12 @@ class Blueprint:
     @property
     def product_shapes(self) -> set[tuple[int, int]]:
         """`(out_features, in_features)` of all matrices that rows are multiplied with."""
-        found = (_matrix_shape(each) for each in self.model.modules())
-        return {each for each in found if each is not None}
+        found = {(len(each.weight), each.weight.shape[1]) for each in routers_of(self.model)}
+        for each in self.model.modules():
+            size = _matrix_shape(each)
+            found |= set() if size is None else {size}
+            found |= {expert_shape(each, stacked) for stacked in expert_tensors(each).values()}
+        return found
 
     def held_bytes(self, device: torch.device) -> int:
         """Return the bytes of all weights, each tensor once, as `TransformersModel` holds them."""
@@ -477,6 +495,10 @@ class Blueprint:
             packed += held_bytes(*size, device, dtype)
             if tensor not in tables:
                 tensors.pop(tensor, None)
+        for each in modules if not is_plain else ():
+            for stacked in expert_tensors(each).values():
+                packed += len(stacked) * held_bytes(*expert_shape(each, stacked), device, dtype)
+                del tensors[id(stacked)]
         return packed + sum(each.nbytes for each in tensors.values())
 
     def load(self, device: torch.device, tickers: Sequence[Ticker]) -> TransformersModel:
@@ -654,7 +676,8 @@ def _check_windows(divided: DividedModel, shape: ModelShape) -> None:
 
 
 def _use_own_parts(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Replace products, norms and activations that are the plain thing, one by one."""
+    """Replace experts, and one by one the products, norms and activations that are plain."""
+    use_own_experts(model)
     # By name: a list of all modules would keep what was replaced.
     parents = [name for name, each in model.named_modules() if any(True for _ in each.children())]
     for parent in parents:
@@ -663,6 +686,10 @@ def _use_own_parts(model: PreTrainedModel, dtype: torch.dtype) -> None:
             own = _own_part(module.get_submodule(name), dtype)
             if own is not None:
                 setattr(module, name, own)
+    for module in model.modules():
+        own_forward = _own_gated(module)
+        if own_forward is not None:
+            module.forward = own_forward
 
 
 def _own_part(module: Any, dtype: torch.dtype) -> nn.Module | None:
@@ -687,6 +714,41 @@ _ACTIVATIONS = {
     "GELUTanh": Activation.GELU_TANH,
     "NewGELUActivation": Activation.GELU_TANH,
 }
+
+
+def _own_gated(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return `down(activation(gate(rows)) * up(rows))` with fused operations.
+
+    None if the module computes anything else of random rows.
+    """
+    parts = [each for each in module.children() if not isinstance(each, nn.Dropout | nn.Identity)]
+    products = [each for each in parts if isinstance(each, Product)]
+    activated = [each for each in parts if isinstance(each, Activated)]
+    if len(parts) != 4 or len(products) != 3 or len(activated) != 1:
+        return None
+    weight = products[0].weight
+    generator = torch.Generator().manual_seed(_SEED)
+    rows = torch.randn(1, _TRIED_TOKENS, products[0].matrix.in_features, generator=generator)
+    rows = rows.to(weight.device, weight.dtype)
+    found: list[tuple[float, Callable[[torch.Tensor], torch.Tensor]]] = []
+    for gate, up, down in itertools.permutations(products):
+        forward = partial(_gated, gate, up, down, activated[0].activation)
+        try:
+            wanted = module(rows)
+            off = (forward(rows) - wanted).abs().amax() / wanted.abs().amax()
+        except Exception:  # of any family's code; or these matrices do not fit each other
+            continue
+        if off <= _OFF[weight.dtype]:
+            found.append((float(off), forward))
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def _gated(
+    gate: Product, up: Product, down: Product, activation: Activation, rows: torch.Tensor
+) -> torch.Tensor:
+    flat = rows.reshape(-1, rows.shape[-1])
+    inner = up.linear.times(flat, gate.linear(flat, activation))
+    return down.linear(inner).view(*rows.shape[:-1], -1)
 
 
 def _own_norm(module: Any) -> nn.Module | None:
@@ -718,15 +780,19 @@ def _held_bytes(model: nn.Module) -> int:
     """Return the bytes of all weights; a head that is the table counts once."""
     plain = [*model.parameters(), *model.buffers()]
     plain += [each.weight for each in model.modules() if isinstance(each, Normed)]
-    products = [each for each in model.modules() if isinstance(each, Product)]
-    plain += [each.bias for each in products if each.bias is not None]
+    matrices = []
+    for each in model.modules():
+        if isinstance(each, Product):
+            matrices.append(each.matrix)
+            plain += [] if each.bias is None else [each.bias]
+        elif isinstance(each, ExpertMatrices):
+            matrices += each.matrices
     by_id = {id(each): each for each in plain}
     size = sum(each.nbytes for each in by_id.values())
     addresses = {each.data_ptr() for each in by_id.values()}
-    for each in products:
-        weight = each.matrix.weight
-        if weight.is_mkldnn or weight.data_ptr() not in addresses:
-            size += each.matrix.size_bytes
+    for matrix in matrices:
+        if matrix.weight.is_mkldnn or matrix.weight.data_ptr() not in addresses:
+            size += matrix.size_bytes
     return size
 
 
