@@ -19,6 +19,7 @@ from splitpoint.host.memory import available_cores, default_host_memory
 from splitpoint.options import scheduler, store, worker
 from splitpoint.options.option import RATE, SIZE, Option, Section, all_options
 from splitpoint.options.speculation import read_speculative_config
+from splitpoint.shapes import DataType
 
 
 class EngineOptions(TypedDict, total=False):
@@ -135,11 +136,13 @@ def settings_of(model: str | Path | None, options: Mapping[str, Any]) -> Setting
     folder = resolve_model(None if model is None else str(model))
     # Refused before a thread or a process starts.
     backend = ModelBackend(given.get("model_backend", ModelBackend.AUTO))
-    if support_of(folder, backend=backend).decoder is None:
+    dtype = given.get("dtype", "auto")
+    data_type = None if dtype == "auto" else DataType(dtype)
+    if support_of(folder, data_type, backend).decoder is None:
         # Takes seconds to import, for checkpoints that transformers' code would compute.
         from worker_service.startup.model_source import source_of
 
-        source_of(folder, backend=backend, max_model_len=given.get("max_model_len"))
+        source_of(folder, data_type, backend, max_model_len=given.get("max_model_len"))
     instance = f"llm-{os.getpid()}-{secrets.token_hex(4)}"
     runtime, arena = config.runtime_path(instance), config.arena_path(instance)
     sockets = {

@@ -211,7 +211,7 @@ class DividedModel:
         """Raises InvalidArgument (UNSUPPORTED_MODEL) for what this version does not compute."""
         self.model = model
         self.stack, self.layers, self._names = _layers_of(model)
-        if "position_ids" not in inspect.signature(self.stack.forward).parameters:
+        if not _takes_positions(self.stack):
             raise _refusal(
                 f"{type(self.stack).__name__} takes no position ids: no model with ALiBi, with a "
                 "state, or of an encoder does"
@@ -226,24 +226,23 @@ class DividedModel:
         # What a layer returns is seen by trial: most return the hidden, some a tuple.
         self._returns_tuple = False
         try:
-            first = self._see()
+            seen = self._see()
         except _Misunderstood:
             self._returns_tuple = True
             try:
-                first = self._see()
+                seen = self._see()
             except _Misunderstood:
                 raise _refusal("its layers pass on more than one hidden") from None
-        self.attention = [each.module for each in first]
+        self.attention = [each.module for each in seen]
         if len({id(each) for each in self.attention}) != len(self.layers):
             raise _refusal("layers share an attention")
         for module in self.attention:
             module.forward = partial(self._attention_module, module.forward)
-        seen = self._see()
         self.facts = [self._facts(index, seen) for index in range(len(seen))]
         self._last_argument_layer = max(each.like for each in self.facts)
         _use(attending, _ATTENDING)
         try:
-            self.logits(first[0].hidden)
+            self.logits(seen[0].hidden)
         except Exception as error:
             raise _refusal(f"{type(model).__name__} {_trouble(error)}") from error
 
@@ -252,13 +251,20 @@ class DividedModel:
     def _see(self) -> list[_Seen]:
         """Return what reaches the attention of each layer, of a pass that computes none."""
         found: list[_Seen] = []
+        # Which modules attend is not known yet: what each is given.
+        given: dict[nn.Module, object] = {}
+
+        def note(module: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+            given[module] = args[0] if args else more.get("hidden_states")
 
         def on_layer(index: int, inner: Callable[..., Any], hidden: torch.Tensor, more: Any) -> Any:
             if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
                 raise _Misunderstood
 
             def on_attention(module: nn.Module, *heads: torch.Tensor, **options: Any) -> Any:
-                found.append(_Seen(module, hidden[0], current.seen_inputs, heads, options, more))
+                first = given[module]
+                inputs = first[0] if isinstance(first, torch.Tensor) else None
+                found.append(_Seen(module, hidden[0], inputs, heads, options, more))
                 raise Stop
 
             current.on_attention = on_attention
@@ -273,6 +279,8 @@ class DividedModel:
 
         current = _Pass(_no_attention, on_layer)
         positions = torch.arange(_SEEN_TOKENS, device=self.model.device)
+        parts = [part for layer in self.layers for part in layer.modules()]
+        hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in parts]
         try:
             # With a mask of its own, transformers does not look for sequences in the positions.
             mask = torch.ones_like(positions)[None]
@@ -283,6 +291,9 @@ class DividedModel:
             if not self._returns_tuple:
                 raise _Misunderstood from error
             raise _refusal(f"{type(self.stack).__name__} {_trouble(error)}") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
         if len(found) != len(self.layers):
             raise _refusal(f"{len(self.layers)} layers attend {len(found)} times")
         return found
@@ -497,11 +508,19 @@ def _use(model: PreTrainedModel, name: str) -> None:
 def _layers_of(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module], list[str]]:
     """Return what computes the layers, the layers, and their names."""
     count = model.config.get_text_config().num_hidden_layers
+    found: list[tuple[nn.Module, list[nn.Module], list[str]]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             stack = model.get_submodule(name.rpartition(".")[0])
-            return stack, list(module), [f"{name}.{index}" for index in range(count)]
-    raise _refusal(f"{type(model).__name__} has no list of {count} layers")
+            found.append((stack, list(module), [f"{name}.{index}" for index in range(count)]))
+    if not found:
+        raise _refusal(f"{type(model).__name__} has no list of {count} layers")
+    # What reads images may have as many layers, and stand inside the decoder.
+    return next((each for each in found if _takes_positions(each[0])), found[0])
+
+
+def _takes_positions(stack: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(stack.forward).parameters
 
 
 def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

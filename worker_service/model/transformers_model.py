@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
@@ -441,6 +442,12 @@ class Blueprint:
     @classmethod
     def of(cls, folder: Path, shape: ModelShape) -> Blueprint:
         """Raises InvalidArgument for what this version does not compute."""
+        if shape.family not in CONFIG_MAPPING:
+            raise unsupported(
+                f"transformers {transformers_version} has no model_type {shape.family!r}, and code "
+                "of checkpoints is not run",
+                "model_type",
+            )
         with _quietly():
             try:
                 config = _config_of(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,7 +20,7 @@ from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.options.store import INT8_NEEDS_OWN
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost, WeightSizes
 from splitpoint.progress import Ticker
-from splitpoint.shapes import DataType, WeightFormat
+from splitpoint.shapes import DataType, ModelShape, WeightFormat
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.model.decoder import Decoder
 from worker_service.model.model import Model
@@ -82,10 +83,16 @@ def source_of(
     shape = with_context(support.required_shape, max_model_len)
     if support.decoder is not None:
         return _OwnSource(folder, replace(support.decoder, shape=shape))
+    return _TransformersSource(_blueprint(folder, shape, (folder / "config.json").read_bytes()))
+
+
+@lru_cache(maxsize=1)
+def _blueprint(folder: Path, shape: ModelShape, _config: bytes) -> Blueprint:
+    """Return a checkpoint's model; who asks again of the same config.json is given the same."""
     # Takes seconds to import, and serves only this.
     from worker_service.model.transformers_model import Blueprint
 
-    return _TransformersSource(Blueprint.of(folder, shape))
+    return Blueprint.of(folder, shape)
 
 
 class _OwnSource:
