@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
 
 from worker_service.model.linear import Linear, apart
 from worker_service.weights.packing import Matrix
@@ -150,15 +149,14 @@ def routers_of(model: nn.Module) -> list[Any]:
     """Return the modules beside experts that multiply with a matrix of their own, `weight`."""
     found: dict[nn.Module, None] = {}
     for parent in model.modules():
-        if any(expert_tensors(each) for each in parent.children()):
-            for each in parent.modules():
-                weight = each._parameters.get("weight")
-                if weight is not None and weight.dim() == 2 and not isinstance(each, _PLAIN):
-                    found[each] = None
+        counts = {each.num_experts for each in parent.children() if expert_tensors(each)}
+        for each in parent.modules() if counts else ():
+            weight = each._parameters.get("weight")
+            if weight is None or isinstance(each, nn.Linear | nn.Embedding):
+                continue
+            if weight.dim() == 2 and len(weight) in counts:
+                found[each] = None
     return [*found]
-
-
-_PLAIN = (nn.Linear, nn.Embedding, Conv1D)
 
 
 def use_own_experts(model: nn.Module) -> None:
