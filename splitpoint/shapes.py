@@ -104,7 +104,8 @@ class ModelShape:
 
     Attributes:
         held_weight_bytes: bytes of all weights where a device must hold them all: of a model by
-            transformers' code, whose experts no dimension here tells; None: the dimensions say.
+            transformers' code, whose experts no dimension here tells, or of a quantised
+            checkpoint; None: the dimensions say.
     """
 
     name: str
@@ -244,7 +245,9 @@ class ModelShape:
         An embedding table that is no head is read for a few tokens only.
         """
         table = 0 if self.tied_embeddings else self.embedding_bytes
-        return self.parameter_count * self.data_type.size - table
+        size = self.parameter_count * self.data_type.size - table
+        # Codes of a quantised checkpoint are fewer.
+        return size if self.held_weight_bytes is None else min(size, self.held_weight_bytes)
 
     def decode_step_bytes(self, batch: int, tokens: float) -> int:
         """Return the bytes that a decode step must read, for `batch` sequences of `tokens` tokens.

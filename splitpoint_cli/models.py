@@ -6,13 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitpoint.checkpoint.config import with_context
+from splitpoint.checkpoint.config import unsupported, with_context
 from splitpoint.checkpoint.decoder import ModelBackend, read_decoder, support_of
+from splitpoint.checkpoint.quantized import panels_for
 from splitpoint.checkpoint.resolve import NO_SUCH_MODEL, resolve_model
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.extras import is_installed
-from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
+from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape, WeightFormat
 
 # The model of commands that plan, unless one is named or measured.
 DEFAULT_SHAPE = "llama-3.1-8b"
@@ -50,11 +51,6 @@ def served_shape(
         source = source_of(folder, data_type, backend, max_model_len=max_model_len)
         return source.config.shape
     return with_context(support.required_shape, max_model_len)
-
-
-def is_own(folder: Path, backend: str = ModelBackend.AUTO) -> bool:
-    """Return whether our own decoder computes a checkpoint."""
-    return support_of(folder, backend=ModelBackend(backend)).decoder is not None
 
 
 def parse_dtype(text: str) -> DataType | None:
@@ -178,9 +174,11 @@ def find_draft(
 
     folder = resolve_model(model, download=download)
     try:
-        shape = read_decoder(folder, served.data_type).shape
+        decoder = read_decoder(folder, served.data_type)
+        if panels_for(WeightFormat.NATIVE, decoder.quantization) is not None:
+            raise unsupported("a quantised model does not draft", "quantization_config")
     except InvalidArgument as error:
         message = f"the draft model {model}: {error.message}"
         raise InvalidArgument(message, field="draft_model", reason=error.reason) from error
-    check_vocabulary(folder, shape, served_folder, served)
-    return folder, shape
+    check_vocabulary(folder, decoder.shape, served_folder, served)
+    return folder, decoder.shape

@@ -29,6 +29,7 @@ from splitpoint.checkpoint.config import (
     text_part,
     unsupported,
 )
+from splitpoint.checkpoint.quantized import Quantization, read_quantization
 from splitpoint.checkpoint.rope_config import Rope, read_layered_ropes, read_rope
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType, ModelShape
@@ -76,12 +77,14 @@ class AttentionConfig:
         windows: per layer the tokens that a query sees, itself included; None: all.
         score_scale: factor of attention scores.
         score_cap: a score s becomes `cap * tanh(s / cap)` (Gemma 2); None: no cap.
+        quantization: how its linear layers are stored; None: as `shape.data_type`.
     """
 
     shape: ModelShape
     windows: tuple[int | None, ...]
     score_scale: float
     score_cap: float | None = None
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,26 +139,17 @@ class DecoderConfig(AttentionConfig):
         """
         config = text_config(config)
         shape = shape_from_config(config, name=name, data_type=data_type)
-        _refuse_quantized(config)
+        quantization = read_quantization(config)
         refuse(config, "is_encoder_decoder", allowed=(None, False))
-        return FAMILIES[shape.family](config, shape)
+        if quantization is not None:
+            shape = replace(shape, held_weight_bytes=quantization.held_bytes(shape))
+        return replace(FAMILIES[shape.family](config, shape), quantization=quantization)
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> DecoderConfig:
         """Return the usual settings of a family, for random weights and measurements."""
         parsed = cls.parse(plain_config(shape), data_type=shape.data_type)
         return replace(parsed, shape=shape)
-
-
-def _refuse_quantized(config: Mapping[str, Any]) -> None:
-    quantized = config.get("quantization_config")
-    if quantized is None:
-        return
-    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
-    kind = "" if method is None else f" by {shown(method)}"
-    raise unsupported(
-        f"quantization_config: weights quantized{kind} are not supported", "quantization_config"
-    )
 
 
 def plain_config(shape: ModelShape) -> dict[str, Any]:
@@ -453,6 +447,7 @@ class Support:
     Attributes:
         shape: of the model; None if it is refused.
         decoder: what our own decoder computes; None if transformers' code would have to.
+        quantization: see AttentionConfig.
         refusal: why it is refused, None if it is not; `field` is the key of config.json that
             decides, and `reason` is UNSUPPORTED_MODEL for a sound checkpoint that needs what this
             version lacks.
@@ -460,6 +455,7 @@ class Support:
 
     shape: ModelShape | None = None
     decoder: DecoderConfig | None = None
+    quantization: Quantization | None = None
     refusal: InvalidArgument | None = None
 
     @property
@@ -485,12 +481,15 @@ def support_of(
         if backend is not ModelBackend.TRANSFORMERS:
             try:
                 decoder = DecoderConfig.parse(config, name=name, data_type=data_type)
-                return Support(decoder.shape, decoder)
+                return Support(decoder.shape, decoder, decoder.quantization)
             except InvalidArgument as error:
                 if backend is ModelBackend.OWN or error.reason != UNSUPPORTED_MODEL:
                     raise
-        _refuse_quantized(text_part(config))
-        return Support(any_shape(config, name=name, data_type=data_type))
+        quantization = read_quantization(text_part(config))
+        shape = any_shape(config, name=name, data_type=data_type)
+        if quantization is not None:
+            shape = replace(shape, held_weight_bytes=quantization.held_bytes(shape))
+        return Support(shape, quantization=quantization)
     except InvalidArgument as error:
         return Support(refusal=error)
 

@@ -55,14 +55,14 @@ def named_kernels(text: str) -> dict[str, StrEnum]:
     return named
 
 
-def with_panels(text: str) -> str:
-    """Return this value of the option with weights in panels, as int8 weights need them.
+def with_panels(text: str, what: str = "--weights int8") -> str:
+    """Return this value of the option with weights in panels, as these weights need them.
 
     Raises InvalidArgument if it is a value that has them otherwise.
     """
     if text == FLAGS:
         raise InvalidArgument(
-            f"--weights int8 needs a compiled kernel, and --{_FIELD} {FLAGS} compiles none",
+            f"{what} needs a compiled kernel, and --{_FIELD} {FLAGS} compiles none",
             field=_FIELD,
         )
     panels = f"linear={Layout.PANELS.value}"
@@ -70,9 +70,7 @@ def with_panels(text: str) -> str:
         return panels
     layout = named_kernels(text).get("linear", Layout.PANELS)
     if layout is not Layout.PANELS:
-        raise InvalidArgument(
-            f"--weights int8 needs {panels}, not linear={layout.value}", field=_FIELD
-        )
+        raise InvalidArgument(f"{what} needs {panels}, not linear={layout.value}", field=_FIELD)
     return f"{text},{panels}"
 
 

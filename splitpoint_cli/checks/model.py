@@ -18,7 +18,7 @@ from splitpoint.checkpoint.config import (
     read_config,
     reads_more_than_text,
 )
-from splitpoint.checkpoint.decoder import ModelBackend
+from splitpoint.checkpoint.decoder import ModelBackend, support_of
 from splitpoint.checkpoint.resolve import resolve_model, weight_files
 from splitpoint.checkpoint.tensors import read_header
 from splitpoint.config import counted, format_size
@@ -56,8 +56,10 @@ def find_model(
     except InvalidArgument as error:
         found = f"{model_name(folder)}: {error.message}"
         return FoundModel(Finding(name, Verdict.PROBLEM, found, _advice(error, text)), folder)
+    how = support_of(folder, data_type, ModelBackend(backend)).quantization
     found = (
         f"{shape.name}: {shape.family}, {shape.layer_count} layers, {shape.data_type.value}, "
+        f"{'' if how is None else f'{how.text}, '}"
         f"{format_size(shape.weight_bytes)} of weights, context {shape.context_length:,}"
     )
     if reads_more_than_text(read_config(folder)):
@@ -115,7 +117,7 @@ def _advice(error: SplitpointError, text: str | None) -> str:
     if field == "model_type":
         return "Choose another model: docs/models.md lists the families that are served"
     if field == "quantization_config":
-        return "Choose the checkpoint that this one was quantized from"
+        return "Choose the checkpoint that this one was quantized from, or one of another format"
     if error.reason == UNSUPPORTED_MODEL:
         return f"Choose another checkpoint: this version cannot compute its {field}"
     if field == "dtype":
@@ -129,7 +131,8 @@ def check_weights(folder: Path) -> Finding:
     """Check that every safetensors file is present, with the length in its header."""
     name = "weights"
     try:
-        files = [read_header(path) for path in weight_files(folder)]
+        is_plain = read_config(folder).get("quantization_config") is None
+        files = [read_header(path, floats_only=is_plain) for path in weight_files(folder)]
     except InvalidArgument as error:
         pickled = (
             ""

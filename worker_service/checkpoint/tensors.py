@@ -6,7 +6,7 @@ second copy of the whole model. Pickled weights can run code and are refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -21,6 +21,7 @@ from splitpoint.checkpoint.resolve import indexed_files
 from splitpoint.errors import InvalidArgument
 from splitpoint.progress import Counter, Ticker
 from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
+from worker_service.checkpoint.quantized import PARTS, Codes, read_codes
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -32,6 +33,7 @@ _IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 _LISTED = 5  # names shown in an error
 # By safetensors' names of the types.
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_STORED_BYTES = {**_FLOAT_BYTES, "I64": 8, "I32": 4}
 
 
 class TensorSource(Protocol):
@@ -114,19 +116,40 @@ class Checkpoint:
 
     def get(self, name: str) -> torch.Tensor:
         """Return a copy of the tensor in the decoder's type, on its device."""
-        stored_name, file = self._holders[name]
-        stored: torch.Tensor = file.get_tensor(stored_name)
         # Never a view of the mapped file, which may be replaced later.
-        tensor = stored.to(device=self._device, dtype=self._dtype, copy=True)
-        self._read.add(stored.nbytes)
-        return tensor
+        return self._plain(name).to(device=self._device, dtype=self._dtype, copy=True)
+
+    def matrix(self, name: str) -> torch.Tensor | Codes:
+        """Return the same, or the codes that the checkpoint has of it."""
+        found = self._found(name)
+        if isinstance(found, Codes):
+            return found
+        return found.to(device=self._device, dtype=self._dtype, copy=True)
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
         """Copy the tensor from the file to `target`, without another copy."""
+        target.copy_(self._plain(name))
+
+    def _plain(self, name: str) -> torch.Tensor:
+        found = self._found(name)
+        return found.dequantized() if isinstance(found, Codes) else found
+
+    def _found(self, name: str) -> torch.Tensor | Codes:
+        how, module = self._config.quantization, name.removesuffix(".weight")
+        if how is not None:
+            codes = read_codes(how, module, self._holders.__contains__, self._stored)
+            if codes is not None:
+                _check_shape(name, codes.shape, expected_tensors(self._config)[name])
+                return codes
+        return self._stored(name)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        if name not in self._holders:
+            raise _bad(f"{self._folder} lacks {name}")
         stored_name, file = self._holders[name]
         stored: torch.Tensor = file.get_tensor(stored_name)
-        target.copy_(stored)
         self._read.add(stored.nbytes)
+        return stored
 
     def _open_files(self) -> None:
         root = NAMES[self._config.shape.family].root
@@ -146,30 +169,47 @@ class Checkpoint:
     def _check(self, expected: Mapping[str, tuple[int, ...]]) -> int:
         """Check names, shapes and types; return the stored bytes of the expected tensors."""
         total = 0
-        missing = [name for name in expected if name not in self._holders]
+        parts = {} if self._config.quantization is None else self._parts_of(expected)
+        missing = [name for name in expected if name not in self._holders and name not in parts]
+        known = {*expected, *(part for each in parts.values() for part in each)}
         unknown = [
             name
             for name in self._holders
-            if name not in expected and not name.endswith(_IGNORED_SUFFIXES) and name != _HEAD
+            if name not in known and not name.endswith(_IGNORED_SUFFIXES) and name != _HEAD
         ]
         if missing:
             raise _bad(f"{self._folder} lacks {_listed(missing)}")
         if unknown:
             raise _bad(f"{self._folder} holds tensors this model has not: {_listed(unknown)}")
         for name, shape in expected.items():
+            if name in parts:
+                total += sum(self._bytes_of(each) for each in parts[name])
+                continue
             stored_name, file = self._holders[name]
             stored = file.get_slice(stored_name)
-            if tuple(stored.get_shape()) != shape:
-                raise _bad(
-                    f"{stored_name} has shape {list(stored.get_shape())}, "
-                    f"the config asks for {list(shape)}"
-                )
+            _check_shape(stored_name, stored.get_shape(), shape)
             if stored.get_dtype() not in _FLOAT_BYTES:
                 raise _bad(f"{stored_name} is stored as {stored.get_dtype()}, not as floats")
             total += prod(shape) * _FLOAT_BYTES[stored.get_dtype()]
         if _HEAD in self._holders and _HEAD not in expected:
             self._check_tied_head()
         return total
+
+    def _parts_of(self, expected: Iterable[str]) -> dict[str, list[str]]:
+        """Return what is stored of each matrix that is quantised."""
+        found = {}
+        for name in expected:
+            module = name.removesuffix("weight")
+            parts = [module + each for each in PARTS if module + each in self._holders]
+            if name.endswith(".weight") and parts:
+                found[name] = [*parts, *([name] if name in self._holders else [])]
+        return found
+
+    def _bytes_of(self, name: str) -> int:
+        stored_name, file = self._holders[name]
+        stored = file.get_slice(stored_name)
+        size: int = prod(stored.get_shape())
+        return size * _STORED_BYTES.get(stored.get_dtype(), 1)
 
     def _check_tied_head(self) -> None:
         """Check that a tied head that is stored again equals the embeddings."""
@@ -219,6 +259,11 @@ def _full_name(name: str, root: str) -> str:
     if name.startswith(bare) and (bare or name.startswith(("layers.", "embed_tokens.", "norm."))):
         return f"model.{name}"
     return name
+
+
+def _check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+    if list(found) != list(wanted):
+        raise _bad(f"{name} has shape {list(found)}, the config asks for {list(wanted)}")
 
 
 def _listed(names: list[str]) -> str:

@@ -6,6 +6,10 @@
 // on how rows are blocked, or on the threads. It is compiled for one ELEMENT (of rows and
 // outputs) and one WEIGHT. int8 codes are multiplied as they are, without rounding, and each
 // sum is scaled at its end.
+//
+// int4: codes from 0 to 15 stand for scale * (code - zero), with a scale and a zero for each column
+// and `group` inputs. Each group is such a chain over the codes, that begins with what the zeros
+// take from it; sums are scaled and added group by group.
 
 #include "vectors.h"
 
@@ -15,25 +19,28 @@
 
 #define SAME 0
 #define INT8 1
+#define INT4 2
 
 // Weights of two inputs in one word, for an instruction that multiplies and adds both.
-#if ELEMENT == BFLOAT16 && defined(__AVX512BF16__)
+#if ELEMENT == BFLOAT16 && defined(__AVX512BF16__) && WEIGHT != INT4
+#define PAIRS 1
 static const int PAIR = 2;
 typedef int32_t Input;
 typedef __m512bh Column;
 #else
+#define PAIRS 0
 static const int PAIR = 1;
 typedef float Input;
 typedef Floats Column;
 #endif
 
-// Unpacked: what int8 is turned into for many rows.
+// Unpacked: what codes are turned into for many rows.
 #if WEIGHT == SAME
 typedef Element Weight;
 typedef Element Unpacked;
 #else
 typedef int8_t Weight;
-#if ELEMENT == BFLOAT16 && defined(__AVX512BF16__)
+#if PAIRS
 typedef uint16_t Unpacked;
 #else
 typedef float Unpacked;
@@ -43,6 +50,9 @@ typedef float Unpacked;
 // Sums of ROWS x VECTORS vectors stay in registers: of 512 bits there are 32, of 256 half as many.
 #if defined(__AVX512F__)
 static const int VECTORS = 3, ROWS = 8;
+#elif WEIGHT == INT4
+// A row alone has four chains at once, else it would wait for each sum.
+static const int VECTORS = 2, ROWS = 3;
 #else
 static const int VECTORS = 1, ROWS = 6;
 #endif
@@ -50,7 +60,7 @@ static const int COLUMNS = VECTORS * LANES;
 // Bytes ahead of the weights that are read; enough for the memory, measured.
 static const int AHEAD = 2048;
 // Inputs that one thread packs at once, rows that a task has at least, and blocks of rows for
-// which int8 is unpacked once instead of for each of them.
+// which codes are unpacked once instead of for each of them.
 static const int64_t PACKED_INPUTS = 256, TASK_ROWS = 64, UNPACKED_BLOCKS = 3;
 
 enum Operation { NONE, RELU, SILU, GELU_TANH, ADD, MULTIPLY };
@@ -59,11 +69,12 @@ enum Operation { NONE, RELU, SILU, GELU_TANH, ADD, MULTIPLY };
 struct Call {
   const Element* rows;
   const Weight* weights;
-  const float* scales;  // of each column; null: 1
+  const float* scales;  // of each column; null: 1, or within the panels
   const Element *bias, *other;
   Element* outputs;
   Input* packed;
-  int64_t row_stride, other_stride, row_count, in_features, out_features;
+  float* group_sums;  // of inputs, of each row and group; int4 only
+  int64_t row_stride, other_stride, row_count, in_features, out_features, group;
   int32_t operation, threads;
 };
 
@@ -76,7 +87,7 @@ static inline float element(const Element* from) {
 #endif
 }
 
-// Packs inputs [first, last) of `count` rows: those of one input side by side.
+// Packs inputs [first, last) of a block of rows, with int4 a group: those of one input side by side.
 static void pack(const Call& call, int64_t block, int64_t first, int64_t last) {
   const int64_t depth = (call.in_features + PAIR - 1) / PAIR;
   const int count = (int)std::min<int64_t>(ROWS, call.row_count - block * ROWS);
@@ -94,11 +105,16 @@ static void pack(const Call& call, int64_t block, int64_t first, int64_t last) {
 #endif
       to[k * count + r] = (Input)element(row + k);
     }
+#if WEIGHT == INT4
+    float sum = 0;
+    for (int64_t k = first; k < last; k++) sum += to[k * count + r];
+    call.group_sums[(block * ROWS + r) * ((depth + call.group - 1) / call.group) + first / call.group] = sum;
+#endif
   }
 }
 
 // Weights of a vector's columns, for one input or a pair.
-#if ELEMENT == BFLOAT16 && defined(__AVX512BF16__)
+#if PAIRS
 static inline Column column_of(const uint16_t* from) { return (Column)_mm512_loadu_si512(from); }
 static inline Column column_of(const int8_t* from) {
   // Integers up to 127 are exact in bfloat16.
@@ -117,9 +133,107 @@ static inline Floats add_product(Input input, Column column, Floats sum) {
 static inline void store_column(float* to, Column column) { store(to, column); }
 #endif
 
+// What sums of some rows with a panel are made of.
+template <class W>
+struct Terms {
+  const Call& call;
+  const Input* inputs;      // packed
+  const float* group_sums;  // of the first row
+  const Weight* panel;
+  const W* columns;  // the panel's weights, unpacked or not
+};
+
+#if WEIGHT == INT4
+// As wide as a register: what is wider does not stay in registers.
+#if defined(__AVX512F__)
+static const int WIDTH = 16;
+#elif defined(__AVX2__)
+static const int WIDTH = 8;
+#else
+static const int WIDTH = 4;
+#endif
+typedef float Part __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t PartIntegers __attribute__((vector_size(4 * WIDTH)));
+typedef float LoosePart __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t LooseWords __attribute__((vector_size(4 * WIDTH), aligned(1), may_alias));
+
+// Bytes of a panel for one column: of each group a scale, a zero, and a word of codes for 8 inputs.
+static inline int64_t group_bytes(int64_t inputs) { return sizeof(float) + 1 + inputs / 2; }
+static inline int64_t group_count(const Call& call) { return (call.in_features + call.group - 1) / call.group; }
+static inline int64_t column_bytes(const Call& call) {
+  return group_count(call) * group_bytes(0) + call.in_features / 2;
+}
+
+// Calls `with` with the codes of each input of a group for P parts of columns, in order.
+template <int P, class F>
+static inline void for_each_input(const int8_t* codes, int64_t count, F with) {
+  for (int64_t k = 0; k < count; k += 8, codes += P * sizeof(Part)) {
+    LooseWords words[P];
+    for (int p = 0; p < P; p++) {
+      if (p * sizeof(Part) % 64 == 0) __builtin_prefetch(codes + AHEAD + p * sizeof(Part), 0, 3);
+      words[p] = ((const LooseWords*)codes)[p];
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      Part columns[P];
+      for (int p = 0; p < P; p++)
+        columns[p] = __builtin_convertvector((PartIntegers)(words[p] >> 4 * i & 15), Part);
+      with(k + i, columns);
+    }
+  }
+}
+template <int P, class F>
+static inline void for_each_input(const float* codes, int64_t count, F with) {
+  for (int64_t k = 0; k < count; k++, codes += P * WIDTH) {
+    Part columns[P];
+    for (int p = 0; p < P; p++) columns[p] = *(const LoosePart*)(codes + p * WIDTH);
+    with(k, columns);
+  }
+}
+
 // Sums of R rows with V vectors of columns.
 template <int R, int V, class W>
-static inline void sum_up(const Input* inputs, const W* weights, int64_t depth, Floats (*sums)[VECTORS]) {
+static inline void sum_up(const Terms<W>& terms, Floats (*sums)[VECTORS]) {
+  constexpr int P = V * LANES / WIDTH;
+  const int64_t groups = group_count(terms.call), group = terms.call.group;
+  const Weight* panel = terms.panel;
+  Part all_sums[R][P] = {};
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t count = std::min(group, terms.call.in_features - g * group);
+    const Input* inputs = terms.inputs + g * group * R;
+    const float* scales = (const float*)panel;
+    const int8_t* zeros = panel + V * LANES * sizeof(float);
+    Part own[R][P];
+    for (int r = 0; r < R; r++) {
+      Floats start[V];
+      for (int v = 0; v < V; v++) start[v] = rounded(load(zeros + v * LANES) * -terms.group_sums[r * groups + g]);
+      memcpy(own[r], start, sizeof start);
+    }
+    const auto add = [&](int64_t k, const Part* columns) {
+      for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++) own[r][p] = columns[p] * inputs[k * R + r] + own[r][p];
+    };
+    if constexpr (sizeof(W) == 1)
+      for_each_input<P>(zeros + V * LANES, count, add);
+    else
+      for_each_input<P>(terms.columns + g * group * V * LANES, count, add);
+    for (int r = 0; r < R; r++)
+      for (int p = 0; p < P; p++) all_sums[r][p] += own[r][p] * *(const LoosePart*)(scales + p * WIDTH);
+    panel += V * LANES * group_bytes(count);
+  }
+  for (int r = 0; r < R; r++) memcpy(sums[r], all_sums[r], sizeof all_sums[r]);
+}
+#else
+static inline int64_t column_bytes(const Call& call) {
+  return (call.in_features + PAIR - 1) / PAIR * PAIR * sizeof(Weight);
+}
+
+// Sums of R rows with V vectors of columns.
+template <int R, int V, class W>
+static inline void sum_up(const Terms<W>& terms, Floats (*sums)[VECTORS]) {
+  const int64_t depth = (terms.call.in_features + PAIR - 1) / PAIR;
+  const Input* inputs = terms.inputs;
+  const W* weights = terms.columns;
   Floats own[R][V];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) own[r][v] = Floats{};
@@ -134,18 +248,18 @@ static inline void sum_up(const Input* inputs, const W* weights, int64_t depth, 
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) sums[r][v] = own[r][v];
 }
+#endif
 
 template <int R, int V, class W>
-static void sum_rows(int rows, const Input* inputs, const W* weights, int64_t depth, Floats (*sums)[VECTORS]) {
-  if (rows == R) return sum_up<R, V>(inputs, weights, depth, sums);
-  if constexpr (R > 1) sum_rows<R - 1, V>(rows, inputs, weights, depth, sums);
+static void sum_rows(int rows, const Terms<W>& terms, Floats (*sums)[VECTORS]) {
+  if (rows == R) return sum_up<R, V>(terms, sums);
+  if constexpr (R > 1) sum_rows<R - 1, V>(rows, terms, sums);
 }
 
 template <int V, class W>
-static void sum_columns(
-    int vectors, int rows, const Input* inputs, const W* weights, int64_t depth, Floats (*sums)[VECTORS]) {
-  if (vectors == V) return sum_rows<ROWS, V>(rows, inputs, weights, depth, sums);
-  if constexpr (V > 1) sum_columns<V - 1>(vectors, rows, inputs, weights, depth, sums);
+static void sum_columns(int vectors, int rows, const Terms<W>& terms, Floats (*sums)[VECTORS]) {
+  if (vectors == V) return sum_rows<ROWS, V>(rows, terms, sums);
+  if constexpr (V > 1) sum_columns<V - 1>(vectors, rows, terms, sums);
 }
 
 // 1 / (1 + e^-x)
@@ -190,37 +304,61 @@ static void write(const Call& call, int64_t row, int64_t column, Floats value) {
 
 // The vectors of a panel, and where it begins.
 struct Panel {
-  int64_t depth, column;
+  int64_t column;
   int vectors;
   const Weight* weights;
 };
 
 static Panel panel_of(const Call& call, int64_t index) {
-  const int64_t depth = (call.in_features + PAIR - 1) / PAIR, column = index * COLUMNS;
+  const int64_t column = index * COLUMNS;
   const int vectors = (int)std::min<int64_t>(VECTORS, (call.out_features - column + LANES - 1) / LANES);
-  return {depth, column, vectors, call.weights + column * depth * PAIR};
+  return {column, vectors, (const Weight*)((const char*)call.weights + column * column_bytes(call))};
 }
 
 template <class W>
-static void multiply_blocks(const Call& call, const Panel& panel, const W* weights, int64_t first, int64_t last) {
+static void multiply_blocks(const Call& call, const Panel& panel, const W* columns, int64_t first, int64_t last) {
+  const int64_t depth = (call.in_features + PAIR - 1) / PAIR;
+  const int64_t groups = call.group ? (call.in_features + call.group - 1) / call.group : 0;
   for (int64_t block = first; block < last; block++) {
-    const int rows = (int)std::min<int64_t>(ROWS, call.row_count - block * ROWS);
+    const int64_t row = block * ROWS;
+    const int rows = (int)std::min<int64_t>(ROWS, call.row_count - row);
     Floats sums[ROWS][VECTORS];
-    const Input* inputs = call.packed + block * ROWS * panel.depth;
-    sum_columns<VECTORS>(panel.vectors, rows, inputs, weights, panel.depth, sums);
+    const Terms<W> terms = {call, call.packed + row * depth, call.group_sums + row * groups, panel.weights, columns};
+    sum_columns<VECTORS>(panel.vectors, rows, terms, sums);
     for (int r = 0; r < rows; r++)
-      for (int v = 0; v < panel.vectors; v++)
-        write(call, block * ROWS + r, panel.column + v * LANES, sums[r][v]);
+      for (int v = 0; v < panel.vectors; v++) write(call, row + r, panel.column + v * LANES, sums[r][v]);
   }
 }
 
+#if WEIGHT == INT8
+static void unpack(const Call& call, const Panel& panel, Unpacked* to) {
+  const int64_t width = LANES * PAIR, count = (call.in_features + PAIR - 1) / PAIR * panel.vectors;
+  for (int64_t i = 0; i < count; i++) store_column(to + i * width, column_of(panel.weights + i * width));
+}
+#elif WEIGHT == INT4
+template <int V>
+static void unpack(const Call& call, const Panel& panel, Unpacked* to) {
+  if constexpr (V > 1) {
+    if (panel.vectors < V) return unpack<V - 1>(call, panel, to);
+  }
+  const Weight* from = panel.weights;
+  for (int64_t first = 0; first < call.in_features; first += call.group) {
+    const int64_t count = std::min(call.group, call.in_features - first);
+    for_each_input<V * LANES / WIDTH>(from + V * LANES * group_bytes(0), count, [&](int64_t k, const Part* columns) {
+      memcpy(to + (first + k) * V * LANES, columns, V * LANES * sizeof(float));
+    });
+    from += V * LANES * group_bytes(count);
+  }
+}
+static void unpack(const Call& call, const Panel& panel, Unpacked* to) { unpack<VECTORS>(call, panel, to); }
+#endif
+
 static void multiply_panel(const Call& call, int64_t index, int64_t first, int64_t last, Unpacked* unpacked) {
   const Panel panel = panel_of(call, index);
-#if WEIGHT == INT8
+#if WEIGHT != SAME
   if (last - first >= UNPACKED_BLOCKS) {
-    const int64_t width = LANES * PAIR, count = panel.depth * panel.vectors;
-    for (int64_t i = 0; i < count; i++) store_column(unpacked + i * width, column_of(panel.weights + i * width));
-    return multiply_blocks(call, panel, unpacked, first, last);
+    unpack(call, panel, unpacked);
+    return multiply_blocks<Unpacked>(call, panel, unpacked, first, last);
   }
 #endif
   multiply_blocks(call, panel, panel.weights, first, last);
@@ -234,7 +372,8 @@ extern "C" int32_t panel_pair() { return PAIR; }
 extern "C" int32_t multiply(const Call* given) {
   const Call& call = *given;
   const int64_t depth = (call.in_features + PAIR - 1) / PAIR;
-  const int64_t blocks = (call.row_count + ROWS - 1) / ROWS, slices = (depth + PACKED_INPUTS - 1) / PACKED_INPUTS;
+  const int64_t blocks = (call.row_count + ROWS - 1) / ROWS, slice = call.group ? call.group : PACKED_INPUTS;
+  const int64_t slices = (depth + slice - 1) / slice;
   const int64_t panels = (call.out_features + COLUMNS - 1) / COLUMNS;
   // Rows are divided, too, where panels alone would leave threads without work.
   const int64_t wanted = (4 * call.threads + panels - 1) / panels, most = (call.row_count + TASK_ROWS - 1) / TASK_ROWS;
@@ -244,10 +383,10 @@ extern "C" int32_t multiply(const Call* given) {
   {
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < blocks * slices; task++) {
-      const int64_t first = task % slices * PACKED_INPUTS;
-      pack(call, task / slices, first, std::min(depth, first + PACKED_INPUTS));
+      const int64_t first = task % slices * slice;
+      pack(call, task / slices, first, std::min(depth, first + slice));
     }
-    const bool unpacks = WEIGHT == INT8 && blocks >= UNPACKED_BLOCKS;
+    const bool unpacks = WEIGHT != SAME && blocks >= UNPACKED_BLOCKS;
     const std::unique_ptr<Unpacked[]> unpacked(
         unpacks ? new (std::nothrow) Unpacked[COLUMNS * depth * PAIR] : nullptr);
     failed = unpacks && !unpacked;

@@ -17,8 +17,23 @@ from torch.nn import functional
 from worker_service.device.copies import large_zeros
 from worker_service.kernels.compiled import ELEMENTS, LANES, content, load
 
-_POINTERS = ("rows", "weights", "scales", "bias", "other", "outputs", "packed")
-_COUNTS = ("row_stride", "other_stride", "row_count", "in_features", "out_features")
+_POINTERS = ("rows", "weights", "scales", "bias", "other", "outputs", "packed", "group_sums")
+_COUNTS = ("row_stride", "other_stride", "row_count", "in_features", "out_features", "group")
+# Codes of int4 in a word, of neighbouring inputs; a group has a multiple of them.
+WORD = 8
+# Bytes of a scale and a zero.
+_GROUP_BYTES = 5
+
+
+class Kind(IntEnum):
+    """What the panels hold: elements of the rows' type, or codes with scales."""
+
+    SAME = 0
+    INT8 = 1
+    INT4 = 2
+
+
+_KINDS = {torch.int8: Kind.INT8, torch.uint8: Kind.INT4}
 
 
 class Operation(IntEnum):
@@ -47,21 +62,24 @@ def multiply(
     bias: torch.Tensor | None = None,
     operation: Operation = Operation.NONE,
     other: torch.Tensor | None = None,
+    group: int = 0,
 ) -> torch.Tensor:
     """Return `[N, out]` for rows `[N, in]` and the panels of a matrix `[out, in]`.
 
     Sums are fp32; the result, with bias and operation, is rounded once. `other`: `[N, out]`.
-    `panels`: of `packed`, or int8 with scales of `packed_int8`.
+    `panels`: of `packed`, `packed_int8`, or `packed_int4` with its `group`.
     Raises ValueError unless all else is of one type, and as many elements as the shapes say.
     """
-    is_int8 = panels.dtype == torch.int8
+    kind = _KINDS.get(panels.dtype, Kind.SAME)
     given = [rows, *(each for each in (bias, other) if each is not None)]
-    if not is_int8:
+    if kind is Kind.SAME:
         given.append(panels)
-    size_of = packed_int8_bytes if is_int8 else packed_bytes
-    if len({each.dtype for each in given}) > 1 or panels.nbytes != size_of(
-        out_features, rows.shape[1], rows.dtype
-    ):
+    shape = (out_features, rows.shape[1])
+    if kind is Kind.INT4:
+        size = packed_int4_bytes(*shape, group)
+    else:
+        size = (packed_int8_bytes if kind is Kind.INT8 else packed_bytes)(*shape, rows.dtype)
+    if len({each.dtype for each in given}) > 1 or panels.nbytes != size:
         raise ValueError(f"panels of {panels.dtype} are not those of rows {tuple(rows.shape)}")
     check_beside(rows, out_features, bias, operation, other)
     if rows.stride(-1) != 1:
@@ -74,18 +92,20 @@ def multiply(
         return outputs
     # Each input of a row takes 4 bytes: a float, or two of bfloat16.
     packed = torch.empty((count, in_features), dtype=torch.float32)
-    scales = None
-    if is_int8:
-        pair = _panel(rows.dtype, is_int8=True)[1]
+    scales = sums = None
+    if kind is Kind.INT4:
+        sums = torch.empty((count, -(-in_features // group)), dtype=torch.float32)
+    if kind is Kind.INT8:
+        pair = _panel(rows.dtype, kind)[1]
         scales = panels.data_ptr() + prod(_padded(out_features, in_features, pair))
     call = _Call(
         *(rows.data_ptr(), panels.data_ptr(), scales),
         *(None if each is None else each.data_ptr() for each in (bias, other)),
-        *(outputs.data_ptr(), packed.data_ptr(), rows.stride(0)),
-        *(0 if other is None else other.stride(0), count, in_features, out_features),
-        *(operation, torch.get_num_threads()),
+        *(outputs.data_ptr(), packed.data_ptr(), None if sums is None else sums.data_ptr()),
+        *(rows.stride(0), 0 if other is None else other.stride(0)),
+        *(count, in_features, out_features, group, operation, torch.get_num_threads()),
     )
-    if _library(rows.dtype, is_int8=is_int8).multiply(ctypes.byref(call)):
+    if _library(rows.dtype, kind).multiply(ctypes.byref(call)):
         raise MemoryError("there is no memory for the weights that a thread unpacks")
     return outputs
 
@@ -105,7 +125,7 @@ def packed_int8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     Codes are int8 `[out, in]`, scales fp32 `[out]`; behind the panels lie the bytes of the
     scales, padded like columns.
     """
-    columns, pair = _panel(dtype, is_int8=True)
+    columns, pair = _panel(dtype, Kind.INT8)
     rows, depth = _padded(codes.shape[0], codes.shape[1], pair)
     size = packed_int8_bytes(codes.shape[0], codes.shape[1], dtype)
     panels = large_zeros(size).view(torch.int8)
@@ -113,6 +133,37 @@ def packed_int8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     panels[rows * depth :].view(torch.float32).copy_(
         functional.pad(scales, (0, rows - len(scales)))
     )
+    return panels
+
+
+def packed_int4(
+    words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the panels of `scales * (codes - zeros)`, for rows of this type: uint8, flat.
+
+    Codes are from 0 to 15, those of WORD inputs in each of `words`, int32 `[out, in / WORD]`, the
+    first in the lowest bits. Scales, fp32, and zeros, int8, are `[out, groups]`: each group has
+    `group` inputs, a multiple of WORD, and the last one the rest.
+    """
+    columns, _ = _panel(dtype, Kind.INT4)
+    rows, width = _padded(len(words), 1, 1)[0], words.shape[1] * WORD
+    column_bytes = packed_int4_bytes(1, width, group) // LANES
+    panels = large_zeros(rows * column_bytes)
+    missing = (0, 0, 0, rows - len(words))
+    words, scales, zeros = (functional.pad(each, missing) for each in (words, scales, zeros))
+    whole = rows // columns * columns
+    for first, last, side in ((0, whole, columns), (whole, rows, rows - whole)):
+        if first == last:
+            continue
+        target = panels[first * column_bytes : last * column_bytes].view(-1, side * column_bytes)
+        at = 0
+        for place in range(scales.shape[1]):
+            own = words[first:last, place * group // WORD : (place + 1) * group // WORD]
+            for held in (scales[first:last, place, None], zeros[first:last, place, None], own):
+                part = held.reshape(len(target), side, -1).transpose(1, 2).contiguous()
+                part = part.view(len(target), -1).view(torch.uint8)
+                target[:, at : at + part.shape[1]] = part
+                at += part.shape[1]
     return panels
 
 
@@ -134,8 +185,14 @@ def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int
 
 def packed_int8_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
     """Return the bytes of `packed_int8` for this shape and rows of this type."""
-    rows, depth = _padded(out_features, in_features, _panel(dtype, is_int8=True)[1])
+    rows, depth = _padded(out_features, in_features, _panel(dtype, Kind.INT8)[1])
     return rows * (depth + torch.float32.itemsize)
+
+
+def packed_int4_bytes(out_features: int, in_features: int, group: int) -> int:
+    """Return the bytes of `packed_int4` for this shape."""
+    groups = -(-in_features // group)
+    return _padded(out_features, 1, 1)[0] * (groups * _GROUP_BYTES + in_features // 2)
 
 
 def check_beside(
@@ -160,14 +217,14 @@ def takes(dtype: torch.dtype) -> bool:
     return dtype in ELEMENTS
 
 
-def prepare(dtype: torch.dtype, *, is_int8: bool = False) -> None:
+def prepare(dtype: torch.dtype, kind: Kind = Kind.SAME) -> None:
     """Compile and load the kernel for rows, and weights, of this type. Raises NoKernels."""
-    _library(dtype, is_int8=is_int8)
+    _library(dtype, kind)
 
 
-def library_digest(dtype: torch.dtype, *, is_int8: bool = False) -> str:
+def library_digest(dtype: torch.dtype, kind: Kind = Kind.SAME) -> str:
     """Return `compiled.content` of what `prepare` loads. Raises NoKernels."""
-    return content(_library(dtype, is_int8=is_int8))
+    return content(_library(dtype, kind))
 
 
 def _padded(out_features: int, in_features: int, pair: int) -> tuple[int, int]:
@@ -175,15 +232,15 @@ def _padded(out_features: int, in_features: int, pair: int) -> tuple[int, int]:
 
 
 @lru_cache
-def _panel(dtype: torch.dtype, *, is_int8: bool = False) -> tuple[int, int]:
+def _panel(dtype: torch.dtype, kind: Kind = Kind.SAME) -> tuple[int, int]:
     """Return a panel's columns, and the inputs whose weights lie side by side."""
-    library = _library(dtype, is_int8=is_int8)
+    library = _library(dtype, kind)
     return int(library.panel_columns()), int(library.panel_pair())
 
 
 @lru_cache
-def _library(dtype: torch.dtype, *, is_int8: bool = False) -> ctypes.CDLL:
-    library = load("panel_gemm.cpp", {"ELEMENT": ELEMENTS[dtype], "WEIGHT": int(is_int8)})
+def _library(dtype: torch.dtype, kind: Kind = Kind.SAME) -> ctypes.CDLL:
+    library = load("panel_gemm.cpp", {"ELEMENT": ELEMENTS[dtype], "WEIGHT": int(kind)})
     library.multiply.argtypes = [ctypes.POINTER(_Call)]
     library.multiply.restype = ctypes.c_int32
     return library

@@ -21,6 +21,7 @@ from splitpoint.planning.weight_schedule import WeightOrder, WeightPiece
 from splitpoint.progress import Ticker
 from splitpoint.shapes import WeightFormat
 from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
+from worker_service.checkpoint.quantized import stacked
 from worker_service.checkpoint.tensors import Checkpoint, RandomTensors, TensorSource
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels.choice import Layout
@@ -425,8 +426,10 @@ class Decoder:
 
     def _matrix(self, names: Sequence[str]) -> Matrix:
         """Stack stored matrices over the same input into one on the device."""
-        weights = [self._source.get(f"{name}.weight") for name in names]
-        matrix = Matrix(weights[0] if len(weights) == 1 else torch.cat(weights))
+        source = self._source
+        read = source.matrix if isinstance(source, Checkpoint) else source.get
+        stored = stacked([read(f"{name}.weight") for name in names], self.dtype)
+        matrix = Matrix.of(stored, self.dtype)
         self.weight_bytes += matrix.size_bytes
         return matrix
 

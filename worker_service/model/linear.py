@@ -99,6 +99,8 @@ class Weight(Protocol):
     def layout(self) -> Layout: ...
     @property
     def out_features(self) -> int: ...
+    @property
+    def group(self) -> int: ...
 
     @property
     def weight(self) -> torch.Tensor:
@@ -168,7 +170,7 @@ class Linear:
         if self._layout is not Layout.PANELS:
             return tile_gemm.multiply(rows, matrix.weight, self._bias, operation, other)
         return panel_gemm.multiply(
-            rows, matrix.weight, matrix.out_features, self._bias, operation, other
+            rows, matrix.weight, matrix.out_features, self._bias, operation, other, matrix.group
         )
 
     def _combined(self, rows: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:

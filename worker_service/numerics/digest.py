@@ -17,11 +17,10 @@ from pathlib import Path
 import torch
 
 from splitpoint.host.processor import processor_name, vector_sets
-from splitpoint.shapes import WeightFormat
 from worker_service.kernels import paged_attention, panel_gemm, row_counts
 from worker_service.kernels.choice import Layout, in_use
 from worker_service.model.model import Model
-from worker_service.weights.packing import layout_of
+from worker_service.weights.packing import kinds_of, layout_of
 
 # Hexadecimal digits: 64 bits.
 DIGITS = 16
@@ -78,8 +77,8 @@ def _cpu_facts(model: Model) -> Facts:
         "attention": _short(paged_attention.library_digest(model.shape.head_dim, model.dtype)),
     }
     if layout is Layout.PANELS:
-        formats = [False, True] if model.weights is WeightFormat.INT8 else [False]
-        libraries = (panel_gemm.library_digest(model.dtype, is_int8=each) for each in formats)
+        kinds = kinds_of(model.weights, model.config.quantization)
+        libraries = (panel_gemm.library_digest(model.dtype, each) for each in kinds)
         return {**facts, "products": [_short(each) for each in libraries]}
     counts = sorted((*shape, list(each)) for shape, each in row_counts.in_use().items())
     return {**facts, "threads": torch.get_num_threads(), "rows": counts}

@@ -192,8 +192,8 @@ def load_engine(
     weights = "" if placement.on_host == NOTHING_ON_HOST else placement.reason
     if source.backend is not ModelBackend.OWN:
         weights = f"the model is computed by {model.code} (docs/models.md)"
-    if is_part:
-        weights = "; ".join(filter(None, (TEXT_ONLY, weights)))
+    how = "" if source.config.quantization is None else source.config.quantization.text
+    weights = "; ".join(filter(None, (TEXT_ONLY if is_part else "", how, weights)))
     return engine, weights, memory.drafts.described(drafters)
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from splitpoint.checkpoint.decoder import AttentionConfig, read_decoder
+from splitpoint.checkpoint.quantized import Quantization, panels_for
 from splitpoint.config import format_rate
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.processor import spins_long
 from splitpoint.options.cpu_kernels import with_panels
-from splitpoint.shapes import ArenaLayout, ModelShape, Numerics, WeightFormat
+from splitpoint.shapes import ArenaLayout, ModelShape, Numerics
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.choice import describe_device
 from worker_service.hardware.streams import make_current
@@ -31,20 +32,26 @@ from worker_service.profiling.agreeing_rows import use_agreeing_rows
 from worker_service.profiling.calibration import prefers_one_order, use_kernels
 from worker_service.startup.drafting import head_dims
 from worker_service.startup.options import WorkerOptions
+from worker_service.weights.packing import kinds_of
 
 log = logging.getLogger(__name__)
 
 
-def kernel_wish(options: WorkerOptions, device: torch.device) -> str:
-    """Return `--cpu-kernels`, as int8 weights need them. Raises InvalidArgument."""
-    if options.weights is WeightFormat.NATIVE:
+def kernel_wish(
+    options: WorkerOptions, device: torch.device, quantization: Quantization | None
+) -> str:
+    """Return `--cpu-kernels`, as int8 weights and codes need them. Raises InvalidArgument."""
+    what = panels_for(options.weights, quantization)
+    if what is None:
         return options.cpu_kernels
     if device.type != "cpu":
-        raise InvalidArgument("--weights int8 is for CPU workers", field="weights")
-    return with_panels(options.cpu_kernels)
+        raise InvalidArgument(f"{what} is for CPU workers", field="weights")
+    return with_panels(options.cpu_kernels, what)
 
 
-def choose_kernels(options: WorkerOptions, shape: ModelShape, wish: str) -> Choice:
+def choose_kernels(
+    options: WorkerOptions, shape: ModelShape, wish: str, quantization: Quantization | None
+) -> Choice:
     """Choose the kernels of a CPU worker, and compile those it needs. Raises FailedPrecondition."""
     dtype = TORCH_TYPES[shape.data_type]
     kernels = use_kernels(
@@ -53,11 +60,13 @@ def choose_kernels(options: WorkerOptions, shape: ModelShape, wish: str) -> Choi
         head_dims=head_dims(options.speculation, shape),
         is_invariant=prefers_one_order(options.numerics),
     )
-    if options.weights is WeightFormat.INT8:
+    what = panels_for(options.weights, quantization)
+    if what is not None:
         try:
-            panel_gemm.prepare(dtype, is_int8=True)
+            for kind in kinds_of(options.weights, quantization):
+                panel_gemm.prepare(dtype, kind)
         except NoKernels as error:
-            raise FailedPrecondition(f"--weights int8: {error}", reason="NO_INT8_KERNEL") from error
+            raise FailedPrecondition(f"{what}: {error}", reason="NO_INT8_KERNEL") from error
     return kernels
 
 

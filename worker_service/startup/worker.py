@@ -160,12 +160,12 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
     FailedPrecondition (the store holds another model), Unavailable (no store).
     """
     device = choose_device(options.device)
-    wish = kernel_wish(options, device)
     lanes = _lanes(options, device)
     if options.threads is not None and device.type == "cpu":
         torch.set_num_threads(options.threads)
     source = await asyncio.to_thread(model_source, options)
-    shape = source.config.shape
+    shape, quantization = source.config.shape, source.config.quantization
+    wish = kernel_wish(options, device, quantization)
     async with AsyncExitStack() as on_failure:
         on_failure.callback(lanes.close)
         # Before the weights are loaded, which uses link and power, too.
@@ -183,7 +183,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
             await asyncio.to_thread(check_layout, layout, shape, options)
         kernels = None
         if device.type == "cpu":
-            kernels = await asyncio.to_thread(choose_kernels, options, shape, wish)
+            kernels = await asyncio.to_thread(choose_kernels, options, shape, wish, quantization)
         description = describe(lanes, kernels)
         against = await asyncio.to_thread(
             obstacle_of, options, device, source.config, layout, kernels

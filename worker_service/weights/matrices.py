@@ -99,12 +99,16 @@ def weight_sizes(
     """Return the bytes of each part in the layout of this device, type and format."""
     shape, names = config.shape, NAMES[config.shape.family]
 
-    def held(rows: int, width: int) -> int:
-        return held_bytes(rows, width, device, dtype, weights)
+    how = config.quantization
+
+    def held(rows: int, width: int, name: str = HEAD_NAME) -> int:
+        stored = how if how is not None and how.covers(name) else None
+        return held_bytes(rows, width, device, dtype, weights, stored)
 
     pieces = dict.fromkeys(LAYER_PIECES, 0)
     for matrix in layer_matrices(config, 0):
-        pieces[matrix.piece] += held(matrix.out_features, matrix.in_features)
+        name, _ = matrix.sources[0]
+        pieces[matrix.piece] += held(matrix.out_features, matrix.in_features, name)
     tables = (names.embedding, *([names.positions] if config.position_offset is not None else []))
     table = fixed = 0
     for name, dimensions in expected_tensors(config).items():
@@ -118,7 +122,7 @@ def weight_sizes(
         elif ".layers." not in name and name != f"{HEAD_NAME}.weight":
             fixed += held_bytes(dimensions[0], dimensions[1], device, dtype)
     pieces_of_head = head_rows(config)
-    return WeightSizes(
+    sizes = WeightSizes(
         layer_count=shape.layer_count,
         pieces=pieces,
         fixed=fixed,
@@ -128,3 +132,7 @@ def weight_sizes(
         head_pieces=len(pieces_of_head),
         head_is_table=shape.tied_embeddings and layout_of(device, dtype) is Layout.PLAIN,
     )
+    if how is None or not how.holds_codes:
+        return sizes
+    # Codes do not stream.
+    return WeightSizes.held(shape.layer_count, sizes.total)

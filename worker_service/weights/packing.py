@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 
+from splitpoint.checkpoint.quantized import Quantization, Stored
 from splitpoint.errors import FailedPrecondition
 from splitpoint.shapes import WeightFormat
+from worker_service.checkpoint.quantized import Codes
 from worker_service.kernels import panel_gemm
 from worker_service.kernels.choice import Layout, in_use
+from worker_service.kernels.panel_gemm import Kind
 
 _LARGEST = 127
 # Elements that are quantised at once: a head of 256k rows has no second copy in fp32.
@@ -58,11 +61,25 @@ def layout_of(device: torch.device, dtype: torch.dtype) -> Layout:
 
 def check_format(weights: WeightFormat, device: torch.device, dtype: torch.dtype) -> None:
     """Raise FailedPrecondition unless the device can multiply with weights in this format."""
-    if weights is WeightFormat.INT8 and layout_of(device, dtype) is not Layout.PANELS:
+    if weights is WeightFormat.INT8:
+        _need_panels("int8 weights need", device, dtype)
+
+
+def _need_panels(what: str, device: torch.device, dtype: torch.dtype) -> None:
+    if layout_of(device, dtype) is not Layout.PANELS:
         raise FailedPrecondition(
-            "int8 weights need a CPU worker whose kernels are linear=panels",
-            reason="NO_INT8_KERNEL",
+            f"{what} a CPU worker whose kernels are linear=panels", reason="NO_INT8_KERNEL"
         )
+
+
+def kinds_of(weights: WeightFormat, quantization: Quantization | None) -> list[Kind]:
+    """Return what the panels of a model hold, if its matrices are in panels."""
+    kinds = {Kind.SAME}
+    if weights is WeightFormat.INT8:
+        kinds.add(Kind.INT8)
+    if quantization is not None and quantization.holds_codes:
+        kinds.add(Kind.INT8 if quantization.stored is Stored.INT8 else Kind.INT4)
+    return sorted(kinds)
 
 
 def _has_blocks(dtype: torch.dtype) -> bool:
@@ -81,8 +98,11 @@ class Matrix:
 
     Attributes:
         weight: the matrix in that layout; an opaque tensor if it is oneDNN's.
+        group: inputs that share a scale, of int4; 0: it is no int4.
         size_bytes: padding to whole blocks or panels included.
     """
+
+    group = 0
 
     def __init__(self, weight: torch.Tensor, *, int8_for: torch.dtype | None = None) -> None:
         """Take a checkpoint's `[out, in]` in its final type and device; not copied if plain.
@@ -101,6 +121,27 @@ class Matrix:
         # torch counts the elements of oneDNN's blocks, without their padding.
         has_blocks = weight.is_mkldnn
         self.size_bytes = int(torch.ops.mkldnn._nbytes(weight)) if has_blocks else weight.nbytes
+
+    @classmethod
+    def of(cls, codes: torch.Tensor | Codes, dtype: torch.dtype) -> Matrix:
+        """Take a tensor, or codes for rows of this type.
+
+        Raises FailedPrecondition for codes where weights are not in panels.
+        """
+        if isinstance(codes, torch.Tensor):
+            return cls(codes)
+        _need_panels("the codes of a quantised checkpoint need", codes.codes.device, dtype)
+        made = cls.__new__(cls)
+        made.layout = Layout.PANELS
+        made.out_features, made.in_features = codes.shape
+        if codes.is_int4:
+            made.group = codes.group
+            parts = (codes.codes, codes.scales, codes.zeros, codes.group)
+            made.weight = panel_gemm.packed_int4(*parts, dtype)
+        else:
+            made.weight = panel_gemm.packed_int8(codes.codes, codes.scales[:, 0], dtype)
+        made.size_bytes = made.weight.nbytes
+        return made
 
     def raw(self) -> torch.Tensor:
         """Return the matrix's memory as uint8 `[size_bytes]`.
@@ -123,10 +164,16 @@ def held_bytes(
     device: torch.device,
     dtype: torch.dtype,
     weights: WeightFormat = WeightFormat.NATIVE,
+    stored: Quantization | None = None,
 ) -> int:
-    """Return `Matrix.size_bytes` for this shape; makes one to ask oneDNN."""
+    """Return `Matrix.size_bytes` for this shape; makes one to ask oneDNN.
+
+    `stored`: as codes, which it is made of; None: plainly.
+    """
     layout = layout_of(device, dtype)
-    if weights is WeightFormat.INT8:
+    if stored is not None and stored.stored is not Stored.INT8:
+        return panel_gemm.packed_int4_bytes(out_features, in_features, stored.group or in_features)
+    if weights is WeightFormat.INT8 or stored is not None:
         return panel_gemm.packed_int8_bytes(out_features, in_features, dtype)
     if layout is Layout.PLAIN:
         return out_features * in_features * dtype.itemsize

@@ -202,6 +202,7 @@ class LentMatrix:
     piece: WeightPiece
     out_features: int
     layout: Layout
+    group: int = 0
 
     @property
     def weight(self) -> torch.Tensor:
