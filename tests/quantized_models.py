@@ -146,7 +146,9 @@ FORMS: dict[str, tuple[Form, dict[str, Any]]] = {
     "gptq v2": (
         gptq_v2,
         {
-            **{"quant_method": "gptq", "bits": 4, "group_size": GROUP},
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": GROUP,
             "checkpoint_format": "gptq_v2",
         },
     ),
@@ -185,7 +187,9 @@ def quantized_model(family: str, form: str, folder: Path, **changes: Any) -> Pre
                 continue
             stored, made = make(tensor)
             model.get_parameter(name).copy_(made)
-            tensors |= {f"{name.removesuffix('weight')}{part}": each for part, each in stored.items()}
+            tensors |= {
+                f"{name.removesuffix('weight')}{part}": each for part, each in stored.items()
+            }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))

@@ -76,6 +76,13 @@ class Quantization:
         """Return whether the linear layer of this name is stored in the format."""
         return self.holds_codes and not any(_is_ignored(module, each) for each in self.ignored)
 
+    def matrix_bytes(self, out_features: int, in_features: int) -> int:
+        """Return the bytes of a matrix's codes, without padding."""
+        if self.stored is Stored.INT8:
+            return out_features * (in_features + 4)
+        groups = -(-in_features // (self.group or in_features))
+        return out_features * (groups * GROUP_BYTES + in_features // 2)
+
     def held_bytes(self, shape: ModelShape) -> int | None:
         """Return the bytes of all weights, without padding; None: as the shape's type says."""
         if not self.holds_codes:

@@ -31,7 +31,12 @@ def drawn(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def check_products(
-    panels: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, operation: Operation, count: int
+    panels: torch.Tensor,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    operation: Operation,
+    count: int,
+    group: int = 0,
 ) -> None:
     """Compare products of `count` rows with those of `weight` [out, in] in float64.
 
@@ -45,7 +50,7 @@ def check_products(
 
     def call(first: int, last: int) -> torch.Tensor:
         beside = other[first:last] if has_other else None
-        return multiply(rows[first:last], panels, out_features, bias, operation, beside)
+        return multiply(rows[first:last], panels, out_features, bias, operation, beside, group)
 
     every = call(0, count)
     product = rows.double() @ weight.double().T + bias.double()

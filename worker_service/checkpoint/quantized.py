@@ -18,6 +18,8 @@ PARTS = (
     # Of activations, which are not rounded here.
     *("input_scale", "output_scale", "k_scale", "v_scale"),
 )
+# How the names end of which a quantised matrix has one.
+STORED = tuple(f".{each}" for each in (*INT4_PARTS, *SCALES))
 FP8 = torch.float8_e4m3fn
 _SHIFTS = tuple(range(0, 4 * INT4_IN_WORD, 4))
 # The outputs of an AWQ word, from its lowest bits on.

@@ -6,7 +6,7 @@ second copy of the whole model. Pickled weights can run code and are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -153,18 +153,13 @@ class Checkpoint:
 
     def _open_files(self) -> None:
         root = NAMES[self._config.shape.family].root
-        for path in weight_files(self._folder):
-            try:
-                file = self._files.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise _bad(f"{path} cannot be read: {error}") from error
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                if name.removeprefix("model.").startswith(_IMAGE_PREFIXES):
-                    continue
-                full = _full_name(name, root)
-                if full in self._holders:
-                    raise _bad(f"{name} is in more than one file of {self._folder}")
-                self._holders[full] = (name, file)
+        for name, file in stored_tensors(self._folder, self._files):
+            if name.removeprefix("model.").startswith(_IMAGE_PREFIXES):
+                continue
+            full = _full_name(name, root)
+            if full in self._holders:
+                raise _bad(f"{name} is in more than one file of {self._folder}")
+            self._holders[full] = (name, file)
 
     def _check(self, expected: Mapping[str, tuple[int, ...]]) -> int:
         """Check names, shapes and types; return the stored bytes of the expected tensors."""
@@ -218,6 +213,17 @@ class Checkpoint:
         name, file = self._holders[f"{names.root}{names.embedding}.weight"]
         if not torch.equal(head_file.get_tensor(head_name), file.get_tensor(name)):
             raise _bad("tie_word_embeddings is true, but lm_head.weight is not the embeddings")
+
+
+def stored_tensors(folder: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
+    """Yield each tensor's name and its file, which is open until `files` closes."""
+    for path in weight_files(folder):
+        try:
+            file = files.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise _bad(f"{path} cannot be read: {error}") from error
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            yield name, file
 
 
 def weight_files(folder: Path) -> list[Path]:

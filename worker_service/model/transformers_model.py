@@ -11,8 +11,8 @@ bits of a row then depend on no other row, as with our own decoder.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,12 +35,15 @@ from transformers import __version__ as transformers_version
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
-from splitpoint.checkpoint.config import unsupported
+from splitpoint.checkpoint.config import read_config, text_part, unsupported
 from splitpoint.checkpoint.decoder import Activation, AttentionConfig, Norm
+from splitpoint.checkpoint.quantized import Quantization, read_quantization
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.weight_schedule import WeightPiece
 from splitpoint.progress import Counter, Ticker
 from splitpoint.shapes import ModelShape, WeightFormat
+from worker_service.checkpoint.quantized import STORED, Codes, read_codes
+from worker_service.checkpoint.tensors import stored_tensors
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels.choice import Layout
 from worker_service.lanes.lanes import Lanes
@@ -74,17 +77,19 @@ class Product(nn.Module):
         is_skipped: the result does not matter now; it is zeros.
     """
 
-    def __init__(self, matrix: Matrix, bias: torch.Tensor | None) -> None:
+    def __init__(self, matrix: Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.matrix = matrix
         self.bias = bias
+        self._dtype = dtype
         self.linear = Linear(matrix, bias)
         self.is_skipped = False
 
     @property
     def weight(self) -> torch.Tensor:
         """For code that asks for its type or device."""
-        return self.matrix.weight
+        held = self.matrix.weight
+        return held if held.dtype == self._dtype else held.new_empty(0, dtype=self._dtype)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Map `[..., in]` to `[..., out]`."""
@@ -97,6 +102,32 @@ class Product(nn.Module):
 
 # Gates of heads and of experts have fewer outputs.
 _NARROW = 256
+
+
+class StoredLinear(nn.Module):
+    """A linear layer whose matrix is stored quantised, in the place of transformers' module.
+
+    Attributes:
+        stored: the codes, or the dequantised matrix; None: not yet read.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.size = (linear.out_features, linear.in_features)
+        self.bias = linear.bias
+        self.stored: torch.Tensor | Codes | None = None
+        self._dtype = linear.weight.dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix, made anew."""
+        found = self.stored
+        if found is None:
+            raise AttributeError("weight")
+        return (found.dequantized() if isinstance(found, Codes) else found).to(self._dtype)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rows, self.weight, self.bias)
 
 
 class Activated(nn.Module):
@@ -207,10 +238,11 @@ class TransformersModel:
         divided: DividedModel,
         shape: ModelShape,
         device: torch.device,
+        quantization: Quantization | None = None,
     ) -> None:
         """Take a loaded model; its matrices become ours one by one."""
         self._divided = divided
-        self.config = attention_config(divided, shape)
+        self.config = replace(attention_config(divided, shape), quantization=quantization)
         self.shape = shape
         self.device = device
         self.dtype = TORCH_TYPES[shape.data_type]
@@ -467,11 +499,16 @@ class Blueprint:
                     "model_type",
                 ) from error
         _check_rope(config.get_text_config(), shape)
+        how = read_quantization(text_part(read_config(folder)))
         try:
             divided = DividedModel(model.train(mode=False))
+            if how is not None and any(each.dim() > 2 for each in model.parameters()):
+                raise unsupported(f"experts stored as {how.text}", "quantization_config")
             size = sum(each.nbytes for each in model.parameters())
+            for each in _coded(model, how):
+                size += how.matrix_bytes(*each.weight.shape) - each.weight.nbytes if how else 0
             shape = replace(shape, held_weight_bytes=size)
-            return cls(folder, attention_config(divided, shape), model)
+            return cls(folder, replace(attention_config(divided, shape), quantization=how), model)
         except InvalidArgument as error:
             raise unsupported(
                 f"model_type {shape.family!r}: {error.message}", error.field
@@ -494,12 +531,14 @@ class Blueprint:
         tables = {id(each.weight) for each in modules if isinstance(each, nn.Embedding)}
         tensors = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
         is_plain = layout_of(device, dtype) is Layout.PLAIN
-        packed = 0
+        how, packed = self.config.quantization, 0
+        coded = set(_coded(self.model, how))
         for each in modules:
             size, tensor = _matrix_shape(each), id(getattr(each, "weight", None))
             if size is None or (is_plain and tensor in tables):
                 continue
-            packed += held_bytes(*size, device, dtype)
+            stored = how if each in coded else None
+            packed += held_bytes(*size, device, dtype, stored=stored)
             if tensor not in tables:
                 tensors.pop(tensor, None)
         for each in modules if not is_plain else ():
@@ -510,12 +549,14 @@ class Blueprint:
 
     def load(self, device: torch.device, tickers: Sequence[Ticker]) -> TransformersModel:
         """Read the weights. Raises InvalidArgument for files that do not fit the model."""
-        shape = self.config.shape
+        shape, how = self.config.shape, self.config.quantization
         total = sum(each.nbytes for each in self.model.parameters())
         counter = Counter("loading", total, tickers)
-        with _quietly():
+        with ExitStack() as files, _quietly():
+            tensors = {} if how is None else dict(stored_tensors(self.folder, files))
+            quantized = {name.rpartition(".")[0] for name in tensors if name.endswith(STORED)}
             try:
-                model, report = _text_class(type(self.model)).from_pretrained(
+                model, report = _text_class(type(self.model), quantized).from_pretrained(
                     self.folder,
                     config=self._fresh_config(),
                     dtype=TORCH_TYPES[shape.data_type],
@@ -528,6 +569,8 @@ class Blueprint:
                 raise InvalidArgument(
                     f"transformers cannot load {self.folder}: {error!s:.300}", field="model"
                 ) from error
+            if how is not None:
+                _read_stored(model, how, tensors, quantized)
         for name, found, wanted in sorted(report["mismatched_keys"]):
             raise InvalidArgument(
                 f"{self.folder}: {name} is {list(found)}, and {list(wanted)} by config.json",
@@ -544,7 +587,7 @@ class Blueprint:
         try:
             with torch.inference_mode():
                 wanted = model(input_ids=ids[None], use_cache=False).logits[0]
-            made = TransformersModel(DividedModel(model), shape, device)
+            made = TransformersModel(DividedModel(model), shape, device, how)
             made.check_against(ids, wanted)
         except InvalidArgument:
             raise
@@ -574,14 +617,48 @@ def _keep_text(model: Any) -> None:
                 path.append(child)
 
 
-def _text_class(kind: type[PreTrainedModel]) -> Any:
-    """Return a class whose models never have the parts for images or sound: none are read."""
+def _text_class(kind: type[PreTrainedModel], quantized: Collection[str]) -> Any:
+    """Return a class whose models never have the parts for images or sound: none are read.
+
+    Nor are the matrices of modules that are `quantized`: they have none.
+    """
 
     def make(self: Any, *args: Any, **options: Any) -> None:
         kind.__init__(self, *args, **options)
         _keep_text(self)
+        for name, module in list(self.named_modules()):
+            if name in quantized and type(module) is nn.Linear:
+                self.set_submodule(name, StoredLinear(module))
 
     return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__})
+
+
+def _coded(model: nn.Module, how: Quantization | None) -> list[nn.Linear]:
+    """Return the linear layers that are held as codes."""
+    named = model.named_modules() if how is not None else ()
+    return [each for name, each in named if type(each) is nn.Linear and how and how.covers(name)]
+
+
+def _read_stored(
+    model: nn.Module, how: Quantization, tensors: Mapping[str, Any], quantized: Collection[str]
+) -> None:
+    """Read the matrices that transformers did not. Raises InvalidArgument."""
+    found = {name: each for name, each in model.named_modules() if isinstance(each, StoredLinear)}
+    if left := set(quantized) - set(found):
+        raise unsupported(
+            f"{min(left)} is stored as {how.text}, and is no linear layer", "quantization_config"
+        )
+
+    def get(name: str) -> torch.Tensor:
+        if name not in tensors:
+            raise InvalidArgument(f"the checkpoint has no weights {name}", field="model")
+        tensor: torch.Tensor = tensors[name].get_tensor(name)
+        return tensor
+
+    for name, module in found.items():
+        module.stored = read_codes(how, name, tensors.__contains__, get)
+        if module.stored is None or tuple(module.stored.shape) != module.size:
+            raise InvalidArgument(f"{name} is not {list(module.size)}", field="model")
 
 
 def _config_of(folder: Path) -> Any:
@@ -589,6 +666,7 @@ def _config_of(folder: Path) -> Any:
     config: Any = AutoConfig.from_pretrained(folder, **_LOCAL)
     for each in (config, config.get_text_config()):
         each._attn_implementation_internal = None
+        each.quantization_config = None
         each._experts_implementation_internal = None
         each.return_dict = True
     return config
@@ -706,7 +784,11 @@ def _own_part(module: Any, dtype: torch.dtype) -> nn.Module | None:
         if weight.dtype != dtype:  # a router that is kept in fp32
             return None
         matrix = Matrix(weight.T.contiguous() if type(module) is Conv1D else weight)
-        return Product(matrix, None if module.bias is None else module.bias.data)
+        return Product(matrix, None if module.bias is None else module.bias.data, dtype)
+    if isinstance(module, StoredLinear):
+        stored = module.stored if isinstance(module.stored, Codes) else module.weight
+        bias = None if module.bias is None else module.bias.data
+        return Product(Matrix.of(stored, dtype), bias, dtype)
     if type(module).__name__ in _ACTIVATIONS:
         return Activated(_ACTIVATIONS[type(module).__name__])
     if type(module).__name__.endswith("RMSNorm"):

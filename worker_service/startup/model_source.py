@@ -117,6 +117,8 @@ class _OwnSource:
         tickers: Sequence[Ticker],
         weights: WeightFormat,
     ) -> Model:
+        if self.config.quantization is not None and self.config.quantization.holds_codes:
+            _require_all_on_device(on_host, "that is quantised")
         shape = self.config.shape
         return Decoder.load(
             self._folder,
@@ -154,10 +156,14 @@ class _TransformersSource:
         tickers: Sequence[Ticker],
         weights: WeightFormat,
     ) -> Model:
-        if on_host != NOTHING_ON_HOST:
-            raise ResourceExhausted(
-                "the device memory does not hold all weights, and a model that transformers' code "
-                "computes can keep none on the host",
-                reason="DEVICE_MEMORY",
-            )
+        _require_all_on_device(on_host, "that transformers' code computes")
         return self._blueprint.load(device, tickers)
+
+
+def _require_all_on_device(on_host: OnHost, what: str) -> None:
+    if on_host != NOTHING_ON_HOST:
+        raise ResourceExhausted(
+            f"the device memory does not hold all weights, and a model {what} can keep none on "
+            "the host",
+            reason="DEVICE_MEMORY",
+        )

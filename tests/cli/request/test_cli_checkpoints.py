@@ -183,8 +183,12 @@ CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "another family": ({"model_type": "qwen2_moe", "num_experts": 4}, ""),
     "no decoder": ({"model_type": "mamba"}, "model_type 'mamba': MambaModel takes no position ids"),
     "GPTQ": (
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "quantization_config: weights quantized by 'gptq' are not supported",
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+        "",
+    ),
+    "bitsandbytes": (
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "weights quantized by 'bitsandbytes' are not read",
     ),
     "YaRN": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ""),
     "another activation": ({"hidden_act": "gelu"}, ""),
@@ -229,7 +233,7 @@ def test_every_command_has_the_same_verdict(name: str, tmp_path: Path, bundled_m
         "simulate": ("--devices", "H100=1", "--num-prompts", "1"),
         **({"up": ("--device", "cpu", "--instance", INSTANCE)} if reason else {}),
     }
-    if name not in ("as it is", "GPTQ", "element type"):
+    if name not in ("as it is", "GPTQ", "bitsandbytes", "element type"):
         asked = {"size": asked["size"]} if name in BY_TRANSFORMERS else {}
     for command, more in asked.items():
         done = splitpoint(command, "--model", model, *more)

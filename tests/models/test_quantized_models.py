@@ -1,0 +1,217 @@
+"""Quantised checkpoints: near the model that they stand for, exact in themselves, as large as said.
+Two compilations of a kernel at the first run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from any_models import clear_prompt, small_model, write
+from engine_runner import CPU, admission, make_engine, run_all
+from own_names import instance_name
+from quantized_models import FORMS, quantized_model
+from safetensors.torch import load_file, save_file
+from store_runner import store_runner
+
+from splitpoint.checkpoint.decoder import ModelBackend
+from splitpoint.checkpoint.quantized import Quantization, Stored, read_quantization
+from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.host.processor import compiler
+from splitpoint.planning.plan import Residency
+from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WeightSizes
+from splitpoint.shapes import ArenaLayout, DataType, WeightFormat
+from splitpoint_cli.checks.model import check_weights, find_model
+from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan import plan_stack
+from worker_service.engine.sampling import Sampling
+from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
+from worker_service.model.attention import prefill_alone
+from worker_service.model.model import Model
+from worker_service.numerics.self_check import dependence
+from worker_service.startup.model_source import source_of
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler"),
+]
+
+NEW_TOKENS = 8
+GREEDY = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
+BACKENDS = [ModelBackend.OWN, ModelBackend.TRANSFORMERS]
+
+
+@pytest.fixture(autouse=True)
+def panels() -> None:
+    use(Choice(Decode.FUSED, Prefill.FUSED, Layout.PANELS))
+
+
+def load(
+    folder: Path, backend: ModelBackend, data_type: DataType | None = DataType.FLOAT32
+) -> Model:
+    """Load, and compare the bytes with what is said beforehand."""
+    source = source_of(folder, data_type, backend)
+    model = source.load(CPU, NOTHING_ON_HOST, (), WeightFormat.NATIVE)
+    assert model.weight_bytes == pytest.approx(
+        source.weight_sizes(CPU, WeightFormat.NATIVE).total, rel=1e-3
+    )
+    said = WeightSizes.of(source.config.shape).total
+    # Without padding, norms and scales of whole rows, of which small matrices have more.
+    assert said == pytest.approx(model.weight_bytes, rel=0.05)
+    return model
+
+
+def logits_of(model: Model, ids: torch.Tensor) -> torch.Tensor:
+    def attend(_: int, layer: Any, _inputs: Any, *heads: torch.Tensor) -> torch.Tensor:
+        return prefill_alone(*heads, window=layer.window, scale=layer.scale, cap=layer.cap)
+
+    with torch.inference_mode():
+        return model.logits(model.run(ids, torch.arange(len(ids)), attend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_the_dequantised_model(
+    form: str, backend: ModelBackend, tmp_path: Path
+) -> None:
+    exact = quantized_model("qwen2", form, tmp_path)
+    ids = torch.randint(3, 500, (20,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted = exact(ids[None]).logits[0]
+    largest = float(wanted.abs().max())
+    found = logits_of(load(tmp_path, backend), ids)
+    assert float((found - wanted).abs().max()) < 1e-5 * largest
+    near = logits_of(load(tmp_path, backend, DataType.BFLOAT16), ids)
+    assert float((near - wanted).abs().max()) < 0.03 * largest
+
+
+@pytest.mark.parametrize(
+    ("form", "family"), [("gptq", "llama"), ("awq", "qwen3"), ("int8", "qwen2"), ("awq", "granite")]
+)
+def test_tokens_are_those_of_the_dequantised_model_restored_or_not(
+    form: str, family: str, tmp_path: Path
+) -> None:
+    exact = quantized_model(family, form, tmp_path / "m")
+    model = load(tmp_path / "m", ModelBackend.AUTO)
+    prefix, answered = clear_prompt(exact, 70, NEW_TOKENS)
+    prompt, wanted = clear_prompt(exact, 9, NEW_TOKENS, before=[*prefix, *answered])
+    layout = ArenaLayout.of(model.shape, chunk_tokens=16, has_activations=True)
+    cached = len(prefix) + NEW_TOKENS - 1
+    with store_runner(layout, tmp_path, 200) as runner:
+        asks = [admission("prefix", prefix, GREEDY), admission("other", prompt[:40], GREEDY)]
+        done = runner.run(make_engine(model, has_activations=True), asks)
+        assert done.tokens["prefix"] == answered
+        for split in (0, cached // 2, cached):
+            for residency in (Residency.RESIDENT, Residency.STREAMED):
+                ask = admission("prompt", prompt, GREEDY)
+                ask = replace(ask, split_tokens=split, residency=residency)
+                found = runner.run(make_engine(model, has_activations=True), [ask]).tokens
+                assert found["prompt"] == wanted, (split, residency)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numerics_are_invariant(backend: ModelBackend, tmp_path: Path) -> None:
+    quantized_model("llama", "awq", tmp_path)
+    assert dependence(load(tmp_path, backend, DataType.BFLOAT16), 16) is None
+
+
+def test_the_commands_say_the_format(tmp_path: Path) -> None:
+    quantized_model("llama", "gptq", tmp_path)
+    found = find_model(str(tmp_path), "auto").finding.found
+    assert "GPTQ int4 in groups of 32" in found
+    assert check_weights(tmp_path).verdict.value == "ok"
+    options = StackOptions(model=str(tmp_path), device="cpu", instance=instance_name("int4"))
+    assert plan_stack(options).shape.held_weight_bytes
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"weights": "int8"}, "is GPTQ int4 in groups of 32 already"),
+        ({"cpu_kernels": "linear=plain"}, "GPTQ int4 in groups of 32 needs linear=panels"),
+        ({"draft_model": str(tmp_path)}, "a quantised model does not draft"),
+    )
+    for change, told in refused:
+        with pytest.raises(InvalidArgument, match=told):
+            plan_stack(replace(options, **change))
+
+
+def test_codes_need_panels(tmp_path: Path) -> None:
+    quantized_model("llama", "gptq", tmp_path)
+    use(Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Layout.PLAIN))
+    with pytest.raises(FailedPrecondition, match="linear=panels"):
+        source_of(tmp_path).load(CPU, NOTHING_ON_HOST, (), WeightFormat.NATIVE)
+
+
+def test_matrices_that_are_stored_plainly_are_read_as_they_are(tmp_path: Path) -> None:
+    """What a configuration ignores, such as one layer."""
+    exact = quantized_model("llama", "packed", tmp_path)
+    name = "model.layers.1.mlp.down_proj"
+    tensors = load_file(tmp_path / "model.safetensors")
+    for part in [each for each in tensors if each.startswith(name)]:
+        del tensors[part]
+    tensors[f"{name}.weight"] = exact.get_parameter(f"{name}.weight").detach()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    prompt, wanted = clear_prompt(exact, 40, NEW_TOKENS)
+    for backend in BACKENDS:
+        served = source_of(tmp_path, DataType.FLOAT32, backend).load(
+            CPU, NOTHING_ON_HOST, (), WeightFormat.NATIVE
+        )
+        done = run_all(make_engine(served), [admission("a", prompt, GREEDY)])
+        assert done.tokens["a"] == wanted
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_in_another_order_are_refused(backend: ModelBackend, tmp_path: Path) -> None:
+    quantized_model("llama", "gptq", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.g_idx"
+    tensors[name] = tensors[name].flip(0)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidArgument, match="act-order"):
+        load(tmp_path, backend)
+
+
+def test_experts_that_are_quantised_are_refused(tmp_path: Path) -> None:
+    folder = write(small_model("qwen3_moe"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = FORMS["fp8 of blocks"][1]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgument, match="experts stored as FP8"):
+        source_of(folder)
+
+
+GPTQ: dict[str, Any] = FORMS["gptq"][1]
+PACKED: dict[str, Any] = FORMS["packed"][1]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "runs on GPUs only"),
+        ({"quant_method": "mxfp4"}, "weights quantized by 'mxfp4' are not read"),
+        ({"bits": 4}, "weights quantized by None"),
+        ({**GPTQ, "bits": 8}, "gptq with bits = 8"),
+        ({**GPTQ, "desc_act": True}, "gptq with desc_act = True"),
+        ({**GPTQ, "group_size": 12}, "gptq with group_size = 12"),
+        ({**GPTQ, "dynamic": {"-:x": {}}}, "gptq with dynamic = a dict"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq with version = 'gemv'"),
+        ({**PACKED, "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized int4"),
+        ({**PACKED, "config_groups": {}}, "config_groups = a dict"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "FP8 in blocks of"),
+        (["gptq"], "weights quantized by None"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(given: object, told: str) -> None:
+    with pytest.raises(InvalidArgument, match="quantization_config") as caught:
+        read_quantization({"quantization_config": given})
+    assert told in caught.value.message
+
+
+def test_names_that_are_ignored() -> None:
+    names = ("lm_head", "re:.*mlp\\.gate$", "re:model.layers.0.*")
+    how = Quantization(Stored.PACKED, 128, ignored=names)
+    assert not how.covers("lm_head")
+    assert not how.covers("model.layers.3.mlp.gate")
+    assert how.covers("model.layers.3.mlp.gate_proj")
+    assert not how.covers("model.layers.0.mlp.up_proj")
+    assert not Quantization(Stored.FP8).covers("model.layers.0.mlp.up_proj")
