@@ -159,7 +159,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_topk": 2,
     },
     # Their caches keep as many tokens as they have positions, or a chunk of attention.
-    "llama4_text": {"attention_chunk_size": _MANY},
+    "llama4_text": {"attention_chunk_size": _MANY, "floor_scale": 16},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16},
     "moshi": {"sliding_window": _MANY},
     "phi4_multimodal": {

@@ -28,10 +28,11 @@ from worker_service.engine.sampling import Sampling
 from worker_service.startup.model_source import ModelSource, source_of
 
 # Experts, latent attention, windows, learned positions, parallel blocks, partial rotation, joint
-# projections, scaled residuals, sinks; and refusals: a state, no positions, heads that differ by
-# layer, another attention.
+# projections, scaled residuals, sinks, chunks; and refusals: a state, no positions, heads that
+# differ by layer, another attention.
 ALWAYS = (
     *("qwen3_moe", "deepseek_v3", "cohere2", "gpt2", "gpt_neox", "phi3", "granite", "gpt_oss"),
+    "llama4_text",
     *("mamba", "bloom", "mimo_v2_flash", "diffllama", "jamba"),
     # The text part of what reads images: angles of three kinds, another name for it, our own
     # decoder; refused: all tokens of a prompt see each other.

@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from splitpoint.checkpoint.config import unsupported
@@ -34,7 +35,7 @@ _KNOWN = frozenset(
     }
 )
 # Tokens of the first pass.
-_SEEN_TOKENS = 4
+_SEEN_TOKENS = 7
 
 
 class Stop(Exception):
@@ -49,6 +50,7 @@ class LayerFacts:
         input_width: elements of X, which the attention module is given.
         head_dim: elements of a key; value_dim: of a value.
         window: tokens that a query sees, itself included; None: all.
+        most_tokens: the longest sequence of which this is true; None: any.
         sinks: fp32 `[n_q]`, see `Layer`; None: none.
         like: the first layer that is given the same arguments of positions.
     """
@@ -62,6 +64,7 @@ class LayerFacts:
     scale: float
     cap: float | None
     window: int | None
+    most_tokens: int | None
     sinks: torch.Tensor | None
     like: int
 
@@ -89,6 +92,8 @@ class _Pass:
         inputs: X in the place of what the attention module is given; None: none.
         hidden: `[M, h]` in the place of what the stack computes; None: it computes.
         seen_inputs: X of the layer under way.
+        positions: `[1, N]`, what it is given as those of its tokens, until it attends.
+        numbers: whether a layer numbered its tokens by itself.
     """
 
     on_attention: Callable[..., torch.Tensor]
@@ -97,6 +102,8 @@ class _Pass:
     inputs: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
     seen_inputs: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    numbers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +149,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' interface: heads first, one row of N tokens."""
     current = _current.passes[-1]
+    current.positions = None
     heads = (each[0].transpose(0, 1) for each in (query, key, value))
     attended = current.on_attention(current.layer, current.seen_inputs, *heads)
     return attended[None], None
@@ -163,10 +171,42 @@ def _see(
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """What a mask function of transformers lets queries see."""
+    """What a mask function of transformers lets queries see.
+
+    Attributes:
+        most_tokens: the longest sequence of which this is true; None: any.
+    """
 
     window: int | None
     problem: str = ""
+    most_tokens: int | None = None
+
+
+class _Numbering(TorchFunctionMode):
+    """Gives code that numbers its N tokens from 0, as the only ones of a step, their positions."""
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: Sequence[Any] = (), named: Any = None
+    ) -> Any:
+        current = _current.passes[-1]
+        positions = current.positions
+        if function is torch.arange and positions is not None and args == (positions.shape[1],):
+            current.numbers = True
+            return positions[0].clone()
+        return function(*args, **(named or {}))
+
+
+class _NoPadding(TorchFunctionMode):
+    """Takes one number of each sequence without its value for 0: a count of padding before it."""
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: Sequence[Any] = (), named: Any = None
+    ) -> Any:
+        def known(each: Any) -> Any:
+            is_unknown = isinstance(each, torch.Tensor) and each.is_meta and each.dim() == 1
+            return torch.zeros_like(each, device="cpu") if is_unknown else each
+
+        return function(*map(known, args), **(named or {}))
 
 
 def _mask(mask_function: Callable[..., Any], local_size: int | None = None, **_: object) -> _Mask:
@@ -174,7 +214,8 @@ def _mask(mask_function: Callable[..., Any], local_size: int | None = None, **_:
 
     def sees(query: int, key: int) -> bool:
         at = (torch.tensor(each) for each in (0, 0, query, key))
-        return bool(mask_function(*at))
+        with _NoPadding():
+            return bool(mask_function(*at))
 
     window = local_size
     far = 3 * (window or 1 << 20) // 2
@@ -188,7 +229,9 @@ def _mask(mask_function: Callable[..., Any], local_size: int | None = None, **_:
     if not all(sees(query, query) for query in range(far - 4, far + 1)):
         return _Mask(window, "a mask of its own kind")
     if not sees(far, first) or (first and sees(far, first - 1)):
-        return _Mask(window, f"attention in chunks of {window} tokens")
+        if window is None or not sees(window - 1, 0):
+            return _Mask(window, "a mask of its own kind")
+        return _Mask(window, most_tokens=window)
     return _Mask(window)
 
 
@@ -236,6 +279,7 @@ class DividedModel:
         self.attention = [each.module for each in seen]
         if len({id(each) for each in self.attention}) != len(self.layers):
             raise _refusal("layers share an attention")
+        self._numbers = True
         for module in self.attention:
             module.forward = partial(self._attention_module, module.forward)
         self.facts = [self._facts(index, seen) for index in range(len(seen))]
@@ -296,6 +340,7 @@ class DividedModel:
                 hook.remove()
         if len(found) != len(self.layers):
             raise _refusal(f"{len(self.layers)} layers attend {len(found)} times")
+        self._numbers = current.numbers
         return found
 
     def _facts(self, index: int, seen: Sequence[_Seen]) -> LayerFacts:
@@ -327,6 +372,7 @@ class DividedModel:
             scale=float(query.shape[2] ** -0.5 if scale is None else scale),
             cap=options.get("softcap"),
             window=mask.window,
+            most_tokens=mask.most_tokens,
             sinks=None if sinks is None else sinks.detach().flatten().to(torch.float32),
             like=next(i for i in range(index + 1) if _are_same(seen[i].more, own.more)),
         )
@@ -450,7 +496,11 @@ class DividedModel:
         """Stand for the forward of a layer, whose parameters have these names."""
         named = {**dict(zip(names, args, strict=False)), **more}
         hidden = named.pop(names[0])
-        on_layer = _current.passes[-1].on_layer if _current.passes else None
+        if not _current.passes:
+            return inner(hidden, **named)
+        current = _current.passes[-1]
+        current.positions = named.get("position_ids")
+        on_layer = current.on_layer
         return inner(hidden, **named) if on_layer is None else on_layer(index, inner, hidden, named)
 
     def _attention_module(self, inner: Callable[..., Any], *args: Any, **more: Any) -> Any:
@@ -460,9 +510,10 @@ class DividedModel:
         if current.inputs is not None:
             first = current.inputs[None]
         current.seen_inputs = first[0] if isinstance(first, torch.Tensor) else None
-        if args:
-            return inner(first, *args[1:], **more)
-        return inner(**{**more, "hidden_states": first})
+        with _Numbering() if self._numbers else nullcontext():
+            if args:
+                return inner(first, *args[1:], **more)
+            return inner(**{**more, "hidden_states": first})
 
     def _returned(self, hidden: torch.Tensor) -> Any:
         return (hidden,) if self._returns_tuple else hidden

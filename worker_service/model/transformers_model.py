@@ -747,7 +747,14 @@ def attention_config(divided: DividedModel, shape: ModelShape) -> AttentionConfi
 
 
 def _check_windows(divided: DividedModel, shape: ModelShape) -> None:
-    """Refuse a model whose own cache forgets tokens that its mask lets queries see."""
+    """Refuse attention in chunks, and a cache that forgets tokens which the mask shows."""
+    for each in divided.facts:
+        if each.most_tokens is not None and each.most_tokens < shape.context_length:
+            raise unsupported(
+                f"{each.name}: attention in chunks of {each.most_tokens} tokens: serve it with "
+                f"--max-model-len {each.most_tokens}",
+                "attention_chunk_size",
+            )
     layers: list[Any] = DynamicCache(config=divided.model.config).layers
     for each, cached in zip(divided.facts, layers, strict=False):
         is_sliding = getattr(cached, "is_sliding", False)
