@@ -127,6 +127,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     "emu3": {"vocabulary_map": {"<image>": 500, "<|extra_200|>": 501}},
     "emu3_vqgan": {"codebook_size": 64, "base_channels": 32, "channel_multiplier": [1, 2]},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma3n_text": {
         "num_kv_shared_layers": 2,
         "laurel_rank": 8,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from any_models import FAMILIES, WRAPPERS, NotMade, clear_prompt, small_model, usual_config, write
+from drafter_doubles import self_drafting
 from engine_runner import CPU, admission, make_engine, run_all
 from selecting import select_always
 from store_runner import store_runner
@@ -23,8 +24,10 @@ from splitpoint.planning.plan import Residency
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST
 from splitpoint.selection import Selection
 from splitpoint.shapes import ArenaLayout, WeightFormat
+from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
+from worker_service.lanes.lanes import SerialLanes
 from worker_service.startup.model_source import ModelSource, source_of
 
 # Experts, latent attention, windows, learned positions, parallel blocks, partial rotation, joint
@@ -43,16 +46,19 @@ CHUNK = 16
 GREEDY = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
 # Through screens and rows, all of them.
 EVERY_TOKEN = Selection.parsed("columns:0.999,full_layers=0")
+# The same, where it only drafts.
+DRAFTING = Selection.parsed("columns:0.999,verify")
 # Where the rows of all families go, if anywhere.
 ROWS = os.environ.get("SPLITPOINT_MODEL_ROWS")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def note(family: str, backend: str, reason: str = "") -> None:
+def note(family: str, backend: str, reason: str = "", *, selects: bool = False) -> None:
     """Add a row to the table of `make models`."""
     if ROWS is not None:
-        row = {"family": family, "by": backend, "reason": reason, "is_wrapper": family in WRAPPERS}
+        row = {"family": family, "by": backend, "reason": reason, "selects": selects}
+        row["is_wrapper"] = family in WRAPPERS
         with Path(ROWS).open("a") as rows:
             rows.write(json.dumps(row) + "\n")
 
@@ -127,22 +133,30 @@ def test_a_family_is_served_or_refused(
                 ask = replace(ask, split_tokens=split, residency=residency)
                 done = runner.run(make_engine(served, has_activations=True), [ask]).tokens
                 assert done["prompt"] == wanted, (split, residency)
-        asks = admission("prompt", prompt, GREEDY)
-        asks = replace(asks, residency=Residency.STREAMED, selection=EVERY_TOKEN)
         rows: list[int] = []
 
         def count_rows(output: StepOutput) -> None:
             rows.extend(each.usage.fetched_row_count for each in output.selections)
 
         runner.after_step = count_rows
+        asks = admission("prompt", prompt, GREEDY)
+        asks = replace(asks, residency=Residency.STREAMED, selection=EVERY_TOKEN)
         done = runner.run(make_engine(served, has_activations=True), [asks]).tokens
         assert done["prompt"] == wanted, "by selection"
         # Layers with windows read what they see.
         has_full_layer = any(layer.window is None for layer in served.layers[1:])
         assert not has_full_layer or sum(rows) > 0
+        rows.clear()
+        drafts = Speculation(DraftMethod.SELF, num_speculative_tokens=4)
+        asks = replace(asks, selection=DRAFTING, speculation=drafts)
+        drafted = runner.run(self_drafting(served, CHUNK, 1, SerialLanes(CPU)), [asks])
+        assert drafted.tokens["prompt"] == wanted, "by verified selection"
+        if has_full_layer:
+            assert sum(rows) > 0
+            assert sum(each.accepted for each in drafted.drafts) > 0
         # A resident request has all of the prefix on its device.
         assert sum(tokens >= cached for tokens in restored) == 3
-    note(family, source.backend.value)
+    note(family, source.backend.value, selects=sum(rows) > 0)
 
 
 @pytest.mark.parametrize("family", ["mamba", "bloom", "mimo_v2_flash", "diffllama", "jamba"])

@@ -1,4 +1,4 @@
-"""A drafter that knows the right texts, and drafts as much of them as a test wants."""
+"""A drafter that knows the right texts, and engines that draft for themselves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engine_runner import make_engine
+
 from splitpoint.speculation import DraftMethod
 from worker_service.drafts.drafter import DraftTarget, TargetKey
+from worker_service.engine.engine import Engine
+from worker_service.engine.sequence import Sequence as EngineSequence
+from worker_service.lanes.lanes import Lanes
+from worker_service.model.model import Model
+from worker_service.speculation.self_draft import SelfDrafter
 
 # Changes a right draft: of how many tokens, and the tokens.
 Change = Callable[[Sequence[int]], list[int]]
@@ -55,3 +62,35 @@ def sometimes_wrong(vocabulary: int, seed: int) -> Change:
         return [rng.randrange(vocabulary) if rng.random() < 0.25 else token for token in kept]
 
     return change
+
+
+class _LateDrafter:
+    """Drafts by a drafter that is made after its engine."""
+
+    method = DraftMethod.SELF
+
+    def __init__(self) -> None:
+        self.drafter: SelfDrafter | None = None
+
+    def propose(self, wanted: Sequence[tuple[EngineSequence, int]]) -> list[list[int]]:
+        assert self.drafter is not None
+        return self.drafter.propose(wanted)
+
+    def forget(self, key: TargetKey, *, has_ended: bool) -> None:
+        assert self.drafter is not None
+        self.drafter.forget(key, has_ended=has_ended)
+
+
+def self_drafting(model: Model, chunk_tokens: int, window: int, lanes: Lanes) -> Engine:
+    """Return an engine that drafts with its own model; `window` pages stay on its device."""
+    late = _LateDrafter()
+    engine = make_engine(
+        model,
+        chunk_tokens=chunk_tokens,
+        has_activations=True,
+        window_pages=window,
+        lanes=lanes,
+        drafters={DraftMethod.SELF: late},
+    )
+    late.drafter = SelfDrafter(engine.model, engine.cache, engine.lanes)
+    return engine

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafter_doubles import self_drafting
 from engine_runner import CPU, admission, make_engine
 from store_runner import StoreRunner, store_runner, streamed
 from test_worker_model_draft import NotingLanes
@@ -89,35 +90,8 @@ class Case:
         return texts, drafts
 
 
-class LateDrafter:
-    """Drafts by a drafter that is made after its engine."""
-
-    method = DraftMethod.SELF
-
-    def __init__(self) -> None:
-        self.drafter: SelfDrafter | None = None
-
-    def propose(self, wanted: Rows[tuple[Sequence, int]]) -> list[list[int]]:
-        assert self.drafter is not None
-        return self.drafter.propose(wanted)
-
-    def forget(self, key: tuple[str, int, int], *, has_ended: bool) -> None:
-        assert self.drafter is not None
-        self.drafter.forget(key, has_ended=has_ended)
-
-
 def drafting_engine(case: Case, window: int, lanes: Lanes | None = None) -> Engine:
-    late = LateDrafter()
-    engine = make_engine(
-        case.model,
-        chunk_tokens=CHUNK,
-        has_activations=True,
-        window_pages=window,
-        lanes=lanes or SerialLanes(CPU),
-        drafters={DraftMethod.SELF: late},
-    )
-    late.drafter = SelfDrafter(engine.model, engine.cache, engine.lanes)
-    return engine
+    return self_drafting(case.model, CHUNK, window, lanes or SerialLanes(CPU))
 
 
 def is_decoding(sequence: Sequence) -> bool:
