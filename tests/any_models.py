@@ -143,6 +143,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "per_layer_config": {"03": {"head_dim": 32}},
     },
     "gemma4_unified_text": {"per_layer_config": {"03": {"head_dim": 32}}},
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 64, "intermediate_size": 16}},
     "git": {"vision_config": {**_VISION, "hidden_size": 32, "image_size": 16, "patch_size": 8}},
     "gpt_neo": {
         "num_layers": 4,
@@ -151,6 +152,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 2]],
     },
     "granitemoehybrid": {**_STATES, "layer_types": ["mamba", "attention"] * 2},
+    "janus_vqgan": {"base_channels": 32, "channel_multiplier": [1, 2], "num_embeddings": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {
         "num_layers": 2,
@@ -162,7 +164,9 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     # Their caches keep as many tokens as they have positions, or a chunk of attention.
     "llama4_text": {"attention_chunk_size": _MANY, "floor_scale": 16},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0], "text_hidden_size": 64},
     "moshi": {"sliding_window": _MANY},
+    "muse_spark_audio": {"hidden_sizes": [16] * 4},
     "phi4_multimodal": {
         "vision_config": {**_VISION, "hidden_size": 32},
         "audio_config": {
@@ -189,6 +193,9 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "indexer_budget": 64,
         "indexer_compress_ratio": 4,
     },
+    # Their checkpoints have it, and `generate` asks for it.
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 500},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 500},
     "reformer": {
         "is_decoder": True,
         "attention_head_size": 16,
@@ -197,6 +204,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "axial_pos_embds_dim": [32, 32],
         "attn_layers": ["local", "lsh"] * 2,
     },
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
     "whisper": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
     "xglm": {"num_layers": 4, "attention_heads": 4},
     "xlnet": {"d_head": 16, "d_inner": 128, "n_head": 4, "n_layer": 2},

@@ -23,7 +23,6 @@ from torch import nn
 from torch.nn import functional
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -64,7 +63,7 @@ from worker_service.weights.stream import WeightStream
 
 # Their annotations do not say what they return.
 _TEXT: Any = AutoModelForCausalLM
-_WRAPPED: Any = AutoModelForMultimodalLM
+_WRAPPER: Any = AutoModelForMultimodalLM
 _LOGGING: Any = transformers_logging
 # Nothing is downloaded, and no code of a checkpoint runs.
 _LOCAL: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
@@ -483,10 +482,9 @@ class Blueprint:
         with _quietly():
             try:
                 config = _config_of(folder)
-                # A wrapper whose text part has no class of its own is made whole.
-                is_wrapped = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-                is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-                auto = _WRAPPED if is_wrapped and not is_text else _TEXT
+                # A wrapper's checkpoint has its weights by the names of the whole.
+                is_wrapper = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+                auto = _WRAPPER if is_wrapper else _TEXT
                 with torch.device("meta"):
                     model: PreTrainedModel = auto.from_config(
                         config, dtype=TORCH_TYPES[shape.data_type]
@@ -495,7 +493,7 @@ class Blueprint:
             except Exception as error:  # of any family's code
                 raise unsupported(
                     f"transformers {transformers_version} makes no {shape.family} of this "
-                    f"config.json: {error!s:.200}",
+                    f"config.json: {' '.join(str(error).split()):.200}",
                     "model_type",
                 ) from error
         _check_rope(config.get_text_config(), shape)
@@ -558,7 +556,7 @@ class Blueprint:
             try:
                 model, report = _text_class(type(self.model), quantized).from_pretrained(
                     self.folder,
-                    config=self._fresh_config(),
+                    config=_config_of(self.folder),
                     dtype=TORCH_TYPES[shape.data_type],
                     output_loading_info=True,
                     use_safetensors=True,
@@ -595,12 +593,6 @@ class Blueprint:
             message = f"model_type {shape.family!r}: its code fails: {error!s:.200}"
             raise unsupported(message, "model_type") from error
         return made
-
-    def _fresh_config(self) -> Any:
-        """Return the model's configuration: of the checkpoint, or of its text part alone."""
-        config = _config_of(self.folder)
-        is_whole = type(config) is type(self.model.config)
-        return config if is_whole else config.get_text_config()
 
 
 def _keep_text(model: Any) -> None:
