@@ -21,6 +21,38 @@
 #define INT8 1
 #define INT4 2
 
+// What registers hold of a panel's columns: compilers keep vectors of 64 bytes in memory where registers have 32.
+#if !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+struct Vector {
+  __m256 low, high;
+};
+static inline Vector vector_of(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+#if ELEMENT == BFLOAT16
+static inline __m256 half_of(const uint16_t* from) {
+  return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+}
+static inline Vector vector_of(const uint16_t* from) { return {half_of(from), half_of(from + 8)}; }
+#endif
+template <class W>
+static inline Vector vector_of(const W* from) {
+  const Floats values = load(from);
+  return vector_of((const float*)&values);
+}
+static inline Vector add_to(Vector sum, float input, Vector column) {
+  const __m256 factor = _mm256_set1_ps(input);
+  return {_mm256_fmadd_ps(factor, column.low, sum.low), _mm256_fmadd_ps(factor, column.high, sum.high)};
+}
+static inline void store(float* to, Vector values) {
+  _mm256_storeu_ps(to, values.low);
+  _mm256_storeu_ps(to + 8, values.high);
+}
+#else
+typedef Floats Vector;
+template <class W>
+static inline Vector vector_of(const W* from) { return load(from); }
+static inline Vector add_to(Vector sum, float input, Vector column) { return multiply_add(all(input), column, sum); }
+#endif
+
 // Weights of two inputs in one word, for an instruction that multiplies and adds both.
 #if ELEMENT == BFLOAT16 && defined(__AVX512BF16__) && WEIGHT != INT4
 #define PAIRS 1
@@ -31,7 +63,7 @@ typedef __m512bh Column;
 #define PAIRS 0
 static const int PAIR = 1;
 typedef float Input;
-typedef Floats Column;
+typedef Vector Column;
 #endif
 
 // Unpacked: what codes are turned into for many rows.
@@ -126,10 +158,8 @@ static inline Floats add_product(Input input, Column column, Floats sum) {
 static inline void store_column(uint16_t* to, Column column) { _mm512_storeu_si512(to, (__m512i)column); }
 #else
 template <class W>
-static inline Column column_of(const W* from) { return load(from); }
-static inline Floats add_product(Input input, Column column, Floats sum) {
-  return multiply_add(all(input), column, sum);
-}
+static inline Column column_of(const W* from) { return vector_of(from); }
+static inline Vector add_product(Input input, Column column, Vector sum) { return add_to(sum, input, column); }
 static inline void store_column(float* to, Column column) { store(to, column); }
 #endif
 
@@ -234,9 +264,9 @@ static inline void sum_up(const Terms<W>& terms, Floats (*sums)[VECTORS]) {
   const int64_t depth = (terms.call.in_features + PAIR - 1) / PAIR;
   const Input* inputs = terms.inputs;
   const W* weights = terms.columns;
-  Floats own[R][V];
+  Vector own[R][V];
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) own[r][v] = Floats{};
+    for (int v = 0; v < V; v++) own[r][v] = Vector{};
   for (int64_t k = 0; k < depth; k++, inputs += R, weights += V * LANES * PAIR) {
     for (unsigned i = 0; i < V * LANES * PAIR * sizeof(W); i += 64)
       __builtin_prefetch((const char*)weights + AHEAD + i, 0, 3);
@@ -246,7 +276,7 @@ static inline void sum_up(const Terms<W>& terms, Floats (*sums)[VECTORS]) {
       for (int v = 0; v < V; v++) own[r][v] = add_product(inputs[r], column[v], own[r][v]);
   }
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) sums[r][v] = own[r][v];
+    for (int v = 0; v < V; v++) store((float*)&sums[r][v], own[r][v]);
 }
 #endif
 
