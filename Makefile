@@ -24,7 +24,7 @@ LOCKS  := requirements/control.lock requirements/worker.lock requirements/dev.lo
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-shipped package-test lock chaos models check proto bench bench-store bench-restore bench-offload bench-streams bench-gateway chart gpu up down \
+.PHONY: help setup demo test test-shipped package-test lock chaos mutants models check proto bench bench-store bench-restore bench-offload bench-streams bench-gateway chart gpu up down \
 	compose-up compose-down compose-access compose-test pin-images monitoring-test clean
 # Targets build on each other; the tests spread over the cores by themselves.
 .NOTPARALLEL:
@@ -84,6 +84,9 @@ lock: setup  ## Write requirements/*.lock again (needs uv); ARGS=--upgrade: with
 
 chaos: proto  ## Long fault runs, and full counts of what `make test` does less of
 	SPLITPOINT_LONG=1 $(BIN)/python -m pytest -m "chaos or scaled" $(ARGS)
+
+mutants: proto  ## Break the papers' mechanisms one by one: a test must notice each
+	$(BIN)/python -m tools.mutants $(ARGS)
 
 models: proto  ## Try every causal language model of transformers, and write docs/models.md
 	rm -f $(VENV)/model-rows

@@ -54,7 +54,11 @@ class _Recorder:
         # Copies: keys are a view of keys and values.
         self.rows.append(TokenRows(inputs, queries, keys.clone()))
         return prefill_alone(
-            queries, keys, values, window=layer.window, scale=layer.scale, cap=layer.cap
+            *(queries, keys, values),
+            window=layer.window,
+            scale=layer.scale,
+            cap=layer.cap,
+            sinks=layer.sinks,
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvstore_helpers import Bench, store_sequence
 
@@ -74,6 +74,7 @@ STEPS = st.lists(
 
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=100)
+@example([*(("use", slot, 1) for slot in (0, 1, 0)), *(("offer", slot, 1) for slot in (0, 1))])
 @given(steps=STEPS)
 def test_policies_choose_what_naive_ones_choose(
     name: str, steps: list[tuple[str, int, int]]

@@ -14,9 +14,10 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
 from worker_service.distillation.calibrate import Item, LayerResult, calibrate
 from worker_service.distillation.measures import TOP_SHARE, spearman
-from worker_service.distillation.training import Training
+from worker_service.distillation.training import Training, train
 from worker_service.model.decoder import Decoder
 from worker_service.selection.artifacts import Artifacts
+from worker_service.selection.screen import AttentionShape, TokenRows
 from worker_service.selection.screen_factory import Screens
 
 RANK, LENGTH, PASSAGES = 4, 64, 4
@@ -124,6 +125,28 @@ def test_training_lowers_the_loss_on_text_that_it_does_not_see(
     assert best < (0.95 if loss is TrainingLoss.KL else 1.0) * start
     assert f"layer 0, epoch 0: loss {results[0].losses[0]:.4g}" in said
     assert len(said) == sum(len(result.losses) for result in results)
+
+
+@pytest.mark.parametrize("loss", TrainingLoss)
+def test_the_true_products_have_no_loss(loss: TrainingLoss) -> None:
+    """Of what a query sees, whatever comes behind it."""
+    draw = torch.Generator().manual_seed(1)
+    rows = TokenRows(
+        *(
+            torch.randn(size, generator=draw)
+            for size in ((LENGTH, 8), (LENGTH, 4, 8), (LENGTH, 2, 8))
+        )
+    )
+    shape = AttentionShape(4, 2, 8, 0.5, None, 24)
+
+    def true(of: TokenRows, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return of.queries, of.keys
+
+    settings = Training(epochs=0, loss=loss, block_queries=16)
+    trained = train(
+        (rows.queries, rows.keys), true, shape, [rows], [rows], settings, lambda *_: None
+    )
+    assert trained.losses == (pytest.approx(0.0, abs=1e-6),)
 
 
 def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:

@@ -249,6 +249,9 @@ def test_page_bounds_are_never_below_a_logit() -> None:
     for first, last in ((0, 5), (5, 16), (16, 60), (60, 75)):
         screen.extend(part(rows, first, last))
     bounds = screen.scores(guess_from(rows, 0))
+    at_once = QuestScreen(SHAPE)
+    at_once.extend(rows)
+    assert torch.equal(at_once.scores(guess_from(rows, 0)), bounds)
     pages = -(-75 // QUEST_TOKENS)
     assert bounds.shape == (75, 4, pages)
     for page, logits in enumerate(torch.split(true_logits(rows, 0), QUEST_TOKENS, -1)):
@@ -265,10 +268,17 @@ def heavy_hitters(budget: int) -> tuple[HeavyHitterScreen, Selection]:
     return HeavyHitterScreen(SHAPES["multi-head"], selection), selection
 
 
-def test_heavy_hitters_are_those_of_a_plain_simulation() -> None:
-    """Each head by itself, in Python: attention received, half of the budget newest, one out."""
+@pytest.mark.parametrize("hitter", [None, 35])
+def test_heavy_hitters_are_those_of_a_plain_simulation(hitter: int | None) -> None:
+    """Each head by itself, in Python: attention received, half of the budget newest, one out.
+
+    `hitter`: a token behind the prompt that all queries attend to.
+    """
     shape, budget, prompt, tokens = SHAPES["multi-head"], 12, 30, 60
     rows = random_rows(tokens, shape)
+    if hitter is not None:
+        rows.queries.add_(1)
+        rows.keys[hitter].add_(4)
     screen, _ = heavy_hitters(budget)
     screen.extend(part(rows, 0, prompt))
     screen.extend(part(rows, prompt, tokens))
@@ -294,6 +304,7 @@ def test_heavy_hitters_are_those_of_a_plain_simulation() -> None:
                 received[number] += weight
             if position == prompt - 1:
                 left = evict(prompt, left, received)
+        assert hitter is None or hitter in left
 
 
 def test_an_evicted_token_never_returns_and_the_next_query_may_ask() -> None:
