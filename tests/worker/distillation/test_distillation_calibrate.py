@@ -146,7 +146,8 @@ def test_the_true_products_have_no_loss(loss: TrainingLoss) -> None:
     trained = train(
         (rows.queries, rows.keys), true, shape, [rows], [rows], settings, lambda *_: None
     )
-    assert trained.losses == (pytest.approx(0.0, abs=1e-6),)
+    [found] = trained.losses
+    assert found == pytest.approx(0.0, abs=1e-6)
 
 
 def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
