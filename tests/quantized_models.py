@@ -176,17 +176,23 @@ def quantized_model(family: str, form: str, folder: Path, **changes: Any) -> Pre
     make, config = FORMS[form]
     model = small_model(family, **changes)
     write(model, folder)
-    tensors, linears = {}, []
-    for name, module in model.named_modules():
-        if type(module) is torch.nn.Linear and "layers." in name:
-            linears.append(f"{name}.weight")
+    tensors = {}
+    untyped: Any = model
+    decoder: torch.nn.Module = untyped.get_decoder()
+    # By names below the decoder: what reads images has a checkpoint with other names above.
+    linears = {
+        f"{name}.weight": module.weight
+        for name, module in decoder.named_modules()
+        if type(module) is torch.nn.Linear and name.startswith("layers.")
+    }
     with torch.no_grad():
         for name, tensor in load_file(folder / "model.safetensors").items():
-            if name not in linears:
+            linear = linears.get(name[name.find("layers.") :])
+            if linear is None or "vision" in name:
                 tensors[name] = tensor
                 continue
             stored, made = make(tensor)
-            model.get_parameter(name).copy_(made)
+            linear.copy_(made)
             tensors |= {
                 f"{name.removesuffix('weight')}{part}": each for part, each in stored.items()
             }

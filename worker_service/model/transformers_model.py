@@ -31,6 +31,8 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import __version__ as transformers_version
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
@@ -551,7 +553,7 @@ class Blueprint:
         total = sum(each.nbytes for each in self.model.parameters())
         counter = Counter("loading", total, tickers)
         with ExitStack() as files, _quietly():
-            tensors = {} if how is None else dict(stored_tensors(self.folder, files))
+            tensors = {} if how is None else self._stored(files)
             quantized = {name.rpartition(".")[0] for name in tensors if name.endswith(STORED)}
             try:
                 model, report = _text_class(type(self.model), quantized).from_pretrained(
@@ -594,6 +596,18 @@ class Blueprint:
             raise unsupported(message, "model_type") from error
         return made
 
+    def _stored(self, files: ExitStack) -> dict[str, Callable[[], torch.Tensor]]:
+        """Return what reads each stored tensor, by the model's name of it, not the checkpoint's."""
+        mapping = get_model_conversion_mapping(self.model)
+        rules = [each for each in mapping if isinstance(each, WeightRenaming)]
+        known, prefix = self.model.state_dict(), self.model.base_model_prefix
+        found: dict[str, Callable[[], torch.Tensor]] = {}
+        for name, file in stored_tensors(self.folder, files):
+            module, _, part = name.rpartition(".")
+            here, _ = rename_source_key(f"{module}.weight", rules, [], prefix, known)
+            found[f"{here.removesuffix('.weight')}.{part}"] = partial(file.get_tensor, name)
+        return found
+
 
 def _keep_text(model: Any) -> None:
     """Drop what a wrapper has beside its decoder and its head: parts for images or sound."""
@@ -632,7 +646,10 @@ def _coded(model: nn.Module, how: Quantization | None) -> list[nn.Linear]:
 
 
 def _read_stored(
-    model: nn.Module, how: Quantization, tensors: Mapping[str, Any], quantized: Collection[str]
+    model: nn.Module,
+    how: Quantization,
+    tensors: Mapping[str, Callable[[], torch.Tensor]],
+    quantized: Collection[str],
 ) -> None:
     """Read the matrices that transformers did not. Raises InvalidArgument."""
     found = {name: each for name, each in model.named_modules() if isinstance(each, StoredLinear)}
@@ -644,8 +661,7 @@ def _read_stored(
     def get(name: str) -> torch.Tensor:
         if name not in tensors:
             raise InvalidArgument(f"the checkpoint has no weights {name}", field="model")
-        tensor: torch.Tensor = tensors[name].get_tensor(name)
-        return tensor
+        return tensors[name]()
 
     for name, module in found.items():
         module.stored = read_codes(how, name, tensors.__contains__, get)
