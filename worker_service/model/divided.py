@@ -279,7 +279,6 @@ class DividedModel:
         self.attention = [each.module for each in seen]
         if len({id(each) for each in self.attention}) != len(self.layers):
             raise _refusal("layers share an attention")
-        self._numbers = True
         for module in self.attention:
             module.forward = partial(self._attention_module, module.forward)
         self.facts = [self._facts(index, seen) for index in range(len(seen))]
@@ -314,7 +313,8 @@ class DividedModel:
             current.on_attention = on_attention
             layer = f"layer {index} ({type(self.layers[index]).__name__})"
             try:
-                inner(hidden, **more)
+                with _Numbering():
+                    inner(hidden, **more)
             except Stop:
                 return self._returned(hidden)
             except Exception as error:
