@@ -165,6 +165,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": _MANY, "floor_scale": 16},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16},
     "molmo2_adapter": {"vision_feature_layer": [1, 0], "text_hidden_size": 64},
+    "mistral4": {"head_dim": 32},
     "moshi": {"sliding_window": _MANY},
     "muse_spark_audio": {"hidden_sizes": [16] * 4},
     "phi4_multimodal": {
