@@ -125,5 +125,12 @@ def _value(config: Mapping[str, Any], dimension: str) -> int:
     value = _found(config, dimension)
     if value is None:
         key = _KEYS[dimension][0]
+        if isinstance(config.get("text_config"), Mapping):
+            # Services that plan have no classes whose defaults these are.
+            raise unsupported(
+                f"model_type {shown(config['model_type'])}: no {key} in its text_config; write the "
+                "defaults out: transformers' AutoConfig.from_pretrained(DIR).save_pretrained(DIR)",
+                "text_config",
+            )
         raise unsupported(f"model_type {shown(config['model_type'])}: no {key}", key)
     return value

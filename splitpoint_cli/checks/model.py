@@ -118,6 +118,8 @@ def _advice(error: SplitpointError, text: str | None) -> str:
         return "Choose another model: docs/models.md lists the families that are served"
     if field == "quantization_config":
         return "Choose the checkpoint that this one was quantized from, or one of another format"
+    if field == "text_config":
+        return "Write the defaults into config.json, as said above"
     if error.reason == UNSUPPORTED_MODEL:
         return f"Choose another checkpoint: this version cannot compute its {field}"
     if field == "dtype":

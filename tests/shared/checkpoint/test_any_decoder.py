@@ -57,6 +57,11 @@ def test_heads(config: dict[str, Any], heads: tuple[int, int, int]) -> None:
     assert (shape.query_head_count, shape.kv_head_count, shape.head_dim) == heads
 
 
+def test_what_a_wrapper_leaves_to_defaults_is_to_be_written_out() -> None:
+    with pytest.raises(InvalidArgument, match=r"no hidden_size in its text_config; write the def"):
+        any_shape({"model_type": "a_wrapper", "text_config": {"model_type": "some_text"}})
+
+
 def test_the_text_part_of_a_wrapper() -> None:
     text = {**USUAL, "model_type": "some_text", "head_dim": 24, "torch_dtype": None}
     wrapper = {"model_type": "a_wrapper", "vision_config": USUAL, "text_config": text}
