@@ -22,27 +22,31 @@
 #define INT4 2
 
 // What registers hold of a panel's columns: compilers keep vectors of 64 bytes in memory where registers have 32.
-#if !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+#if !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 struct Vector {
   __m256 low, high;
 };
 static inline Vector vector_of(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
-#if ELEMENT == BFLOAT16
+static inline __m256 half_of(const int8_t* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+}
 static inline __m256 half_of(const uint16_t* from) {
-  return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
-}
-static inline Vector vector_of(const uint16_t* from) { return {half_of(from), half_of(from + 8)}; }
+  const __m128i halves = _mm_loadu_si128((const __m128i*)from);
+#if ELEMENT == FLOAT16
+  return _mm256_cvtph_ps(halves);
+#else
+  return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
 #endif
-template <class W>
-static inline Vector vector_of(const W* from) {
-  const Floats values = load(from);
-  return vector_of((const float*)&values);
 }
+template <class W>
+static inline Vector vector_of(const W* from) { return {half_of(from), half_of(from + 8)}; }
 static inline Vector add_to(Vector sum, float input, Vector column) {
   const __m256 factor = _mm256_set1_ps(input);
   return {_mm256_fmadd_ps(factor, column.low, sum.low), _mm256_fmadd_ps(factor, column.high, sum.high)};
 }
 static inline void store(float* to, Vector values) {
+  // Or GCC keeps the first of them in memory while int8 is read, which could be anything's bytes.
+  asm("" : "+x"(values.low), "+x"(values.high));
   _mm256_storeu_ps(to, values.low);
   _mm256_storeu_ps(to + 8, values.high);
 }
@@ -82,9 +86,6 @@ typedef float Unpacked;
 // Sums of ROWS x VECTORS vectors stay in registers: of 512 bits there are 32, of 256 half as many.
 #if defined(__AVX512F__)
 static const int VECTORS = 3, ROWS = 8;
-#elif WEIGHT == INT4
-// A row alone has four chains at once, else it would wait for each sum.
-static const int VECTORS = 2, ROWS = 3;
 #else
 static const int VECTORS = 1, ROWS = 6;
 #endif
@@ -234,11 +235,11 @@ static inline void sum_up(const Terms<W>& terms, Floats (*sums)[VECTORS]) {
     const float* scales = (const float*)panel;
     const int8_t* zeros = panel + V * LANES * sizeof(float);
     Part own[R][P];
-    for (int r = 0; r < R; r++) {
-      Floats start[V];
-      for (int v = 0; v < V; v++) start[v] = rounded(load(zeros + v * LANES) * -terms.group_sums[r * groups + g]);
-      memcpy(own[r], start, sizeof start);
-    }
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < V; v++) {
+        const Floats start = rounded(load(zeros + v * LANES) * -terms.group_sums[r * groups + g]);
+        for (int p = 0; p < P / V; p++) own[r][v * (P / V) + p] = ((const LoosePart*)&start)[p];
+      }
     const auto add = [&](int64_t k, const Part* columns) {
       for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++) own[r][p] = columns[p] * inputs[k * R + r] + own[r][p];
@@ -251,7 +252,12 @@ static inline void sum_up(const Terms<W>& terms, Floats (*sums)[VECTORS]) {
       for (int p = 0; p < P; p++) all_sums[r][p] += own[r][p] * *(const LoosePart*)(scales + p * WIDTH);
     panel += V * LANES * group_bytes(count);
   }
-  for (int r = 0; r < R; r++) memcpy(sums[r], all_sums[r], sizeof all_sums[r]);
+  // One by one: a whole array that is copied would be in memory all the time.
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < P; p++) {
+      const Part part = all_sums[r][p];
+      memcpy((float*)sums[r] + p * WIDTH, &part, sizeof part);
+    }
 }
 #else
 static inline int64_t column_bytes(const Call& call) {
