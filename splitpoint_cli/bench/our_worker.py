@@ -29,6 +29,7 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.sequence import Sequence
 from worker_service.graphs.support import MOST_GRAPH_BYTES, graph_obstacle, graphs_of
 from worker_service.model.decoder import Decoder
+from worker_service.model.model import Model
 from worker_service.speculation.model_draft import DraftModel
 
 # A draft model's memory is divided from this; it takes what it needs.
@@ -56,7 +57,7 @@ class OurWorker:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         workload: Workload,
         method: DraftMethod = DraftMethod.OFF,
         folder: Path | None = None,
@@ -123,7 +124,7 @@ class OurWorker:
 
 
 def _drafters(
-    model: Decoder, workload: Workload, folder: Path
+    model: Model, workload: Workload, folder: Path
 ) -> dict[DraftMethod, Drafter[Sequence]]:
     """Return the drafters of a resident engine: suffixes, and the draft model if one is named."""
     drafters: dict[DraftMethod, Drafter[Sequence]] = {DraftMethod.SUFFIX: SuffixDrafter()}

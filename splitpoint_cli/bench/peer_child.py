@@ -24,6 +24,8 @@ from typing import Any, Protocol, TextIO
 
 CACHES = ("dynamic", "static")
 ATTENTIONS = ("sdpa", "eager")
+# Of models that have experts.
+EXPERTS = ("grouped_mm", "batched_mm", "eager")
 _GIB = 1 << 30
 # Tokens of a block of vLLM's cache, to whose multiple each sequence is rounded up.
 _BLOCK_TOKENS = 128
@@ -95,14 +97,18 @@ def line_of(message: Load | Work | Timing | dict[str, Any]) -> str:
 
 
 class TransformersModel:
-    """transformers' `generate` with each of its caches and attention implementations."""
+    """transformers' `generate` with each of its caches and implementations."""
 
     def __init__(self, model: Any, module: Any, torch: Any) -> None:
         """`module`: the package transformers, where the model is from; `torch`: torch."""
         self._model = model.eval()
         self._torch = torch
         self._times = _times_of(module, torch)
-        self.variants = tuple(f"{cache} {how}" for cache in CACHES for how in ATTENTIONS)
+        has_experts = any(hasattr(each, "is_transposed") for each in model.modules())
+        self.variants = tuple(
+            " ".join(words)
+            for words in itertools.product(CACHES, ATTENTIONS, *([EXPERTS] if has_experts else []))
+        )
         self.version = f"transformers {module.__version__}, torch {torch.__version__}"
 
     @classmethod
@@ -121,8 +127,10 @@ class TransformersModel:
 
     def timed(self, work: Work) -> tuple[Timing, list[float]]:
         """Run; also return the clock's time when all sequences had each token."""
-        cache, attention = work.variant.split()
+        cache, attention, *experts = work.variant.split()
         self._model.set_attn_implementation(attention)
+        if experts:
+            self._model.set_experts_implementation(*experts)
         ids = self._torch.tensor(work.prompts, device=self._model.device)
         watch = self._times()
         started = time.perf_counter()
