@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 # What pytest ends with.
 _PASSED, _FAILED = 0, 1
-_SECONDS = 600
+# A change that makes tests hang is noticed, too.
+_MOST_SECONDS = 600.0
 
 
 class MutantError(Exception):
@@ -56,8 +57,10 @@ def read_mutants(path: Path = LIST) -> list[Mutant]:
     return [Mutant(**{**each, "tests": tuple(each["tests"])}) for each in entries]
 
 
-def run_tests(root: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run tests of a tree until one fails."""
+def run_tests(
+    root: Path, tests: Sequence[str], seconds: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run tests of a tree until one fails. Raises subprocess.TimeoutExpired."""
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
         cwd=root,
@@ -65,13 +68,13 @@ def run_tests(root: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[s
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=_SECONDS,
+        timeout=seconds,
         check=False,
     )
 
 
 def is_killed(root: Path, mutant: Mutant) -> bool:
-    """Return whether a test fails with the change, which is undone again.
+    """Return whether a test fails, or hangs, with the change, which is undone again.
 
     Raises MutantError if the tests do not even run.
     """
@@ -79,7 +82,9 @@ def is_killed(root: Path, mutant: Mutant) -> bool:
     before, after = path.read_text(), mutant.applied(root)
     path.write_text(after)
     try:
-        code = run_tests(root, mutant.tests).returncode
+        code = run_tests(root, mutant.tests, _MOST_SECONDS).returncode
+    except subprocess.TimeoutExpired:
+        return True
     finally:
         path.write_text(before)
     if code not in (_PASSED, _FAILED):
@@ -107,9 +112,16 @@ def _copies(count: int) -> Iterator[SimpleQueue[Path]]:
 
 
 def main() -> None:
+    try:
+        _main()
+    except MutantError as error:
+        sys.exit(str(error))
+
+
+def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=2, help="mutants tried at a time")
-    parser.add_argument("--only", default="", help="those with this in their name")
+    parser.add_argument("--only", default="", help="try only those whose name has this text")
     options = parser.parse_args()
     mutants = [each for each in read_mutants() if options.only in each.name]
     survivors = []

@@ -17,7 +17,7 @@ _WANTING = {
     DraftMethod.MODEL: "no ready worker has a draft model: start it with --draft-model",
     DraftMethod.SELF: (
         "no ready worker can draft by itself: start it with a KV store and --speculative-config "
-        """'{"method": "self"}' or "auto\""""
+        """'{"method": "self"}'"""
     ),
     DraftMethod.SUFFIX: (
         "no ready worker can draft by suffix: start it with --speculative-config "

@@ -54,11 +54,7 @@ class _Recorder:
         # Copies: keys are a view of keys and values.
         self.rows.append(TokenRows(inputs, queries, keys.clone()))
         return prefill_alone(
-            *(queries, keys, values),
-            window=layer.window,
-            scale=layer.scale,
-            cap=layer.cap,
-            sinks=layer.sinks,
+            queries, keys, values, window=layer.window, scale=layer.scale, cap=layer.cap
         )
 
 
