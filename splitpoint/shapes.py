@@ -245,9 +245,9 @@ class ModelShape:
         An embedding table that is no head is read for a few tokens only.
         """
         table = 0 if self.tied_embeddings else self.embedding_bytes
-        size = self.parameter_count * self.data_type.size - table
+        size = self.parameter_count * self.data_type.size
         # Codes of a quantised checkpoint are fewer.
-        return size if self.held_weight_bytes is None else min(size, self.held_weight_bytes)
+        return min(size, self.weight_bytes) - table
 
     def decode_step_bytes(self, batch: int, tokens: float) -> int:
         """Return the bytes that a decode step must read, for `batch` sequences of `tokens` tokens.

@@ -177,6 +177,9 @@ def test_a_step_reads_a_tied_table_as_its_head_and_no_rows_of_another_one() -> N
     # 8.03 G parameters in all, 0.525 G of them in the embedding.
     assert untied.weight_bytes - untied.step_weight_bytes == 2 * 128256 * 4096
     assert untied.step_weight_bytes == pytest.approx(15.0e9, rel=0.01)
+    # As codes of 4 bits: layers, table and head are counted.
+    codes = replace(untied, held_weight_bytes=5_800_000_000)
+    assert codes.step_weight_bytes == 5_800_000_000 - 2 * 128256 * 4096
 
 
 def test_a_decode_step_reads_the_weights_once_and_all_of_k_and_v() -> None:
