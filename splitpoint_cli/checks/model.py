@@ -17,6 +17,7 @@ from splitpoint.checkpoint.config import (
     model_name,
     read_config,
     reads_more_than_text,
+    text_part,
 )
 from splitpoint.checkpoint.decoder import ModelBackend, support_of
 from splitpoint.checkpoint.resolve import resolve_model, weight_files
@@ -133,7 +134,7 @@ def check_weights(folder: Path) -> Finding:
     """Check that every safetensors file is present, with the length in its header."""
     name = "weights"
     try:
-        is_plain = read_config(folder).get("quantization_config") is None
+        is_plain = text_part(read_config(folder)).get("quantization_config") is None
         files = [read_header(path, floats_only=is_plain) for path in weight_files(folder)]
     except InvalidArgument as error:
         pickled = (
