@@ -6,6 +6,7 @@ Matrices over the same input whose products are needed together are stacked into
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -98,17 +99,19 @@ def weight_sizes(
 ) -> WeightSizes:
     """Return the bytes of each part in the layout of this device, type and format."""
     shape, names = config.shape, NAMES[config.shape.family]
-
     how = config.quantization
 
-    def held(rows: int, width: int, name: str = HEAD_NAME) -> int:
-        stored = how if how is not None and how.covers(name) else None
-        return held_bytes(rows, width, device, dtype, weights, stored)
+    def held(rows: int, width: int, sources: Sequence[str]) -> int:
+        # Of what is stacked, all or nothing is held as codes.
+        is_coded = how is not None and all(map(how.covers, sources)) and len(sources) > 0
+        return held_bytes(rows, width, device, dtype, weights, how if is_coded else None)
+
+    def held_matrix(matrix: MatrixShape) -> int:
+        return held(matrix.out_features, matrix.in_features, [name for name, _ in matrix.sources])
 
     pieces = dict.fromkeys(LAYER_PIECES, 0)
     for matrix in layer_matrices(config, 0):
-        name, _ = matrix.sources[0]
-        pieces[matrix.piece] += held(matrix.out_features, matrix.in_features, name)
+        pieces[matrix.piece] += held_matrix(matrix)
     tables = (names.embedding, *([names.positions] if config.position_offset is not None else []))
     table = fixed = 0
     for name, dimensions in expected_tensors(config).items():
@@ -122,17 +125,21 @@ def weight_sizes(
         elif ".layers." not in name and name != f"{HEAD_NAME}.weight":
             fixed += held_bytes(dimensions[0], dimensions[1], device, dtype)
     pieces_of_head = head_rows(config)
+    # A tied head is made of the embeddings, which are stored plainly.
+    head = [] if shape.tied_embeddings else [HEAD_NAME]
     sizes = WeightSizes(
         layer_count=shape.layer_count,
         pieces=pieces,
         fixed=fixed,
         table=table,
-        head=held(shape.vocabulary_size, config.embedding_size),
-        head_piece=held(len(pieces_of_head[0]), config.embedding_size),
+        head=held(shape.vocabulary_size, config.embedding_size, head),
+        head_piece=held(len(pieces_of_head[0]), config.embedding_size, head),
         head_pieces=len(pieces_of_head),
         head_is_table=shape.tied_embeddings and layout_of(device, dtype) is Layout.PLAIN,
     )
     if how is None or not how.holds_codes:
         return sizes
-    # Codes do not stream.
-    return WeightSizes.held(shape.layer_count, sizes.total)
+    # Codes do not stream, and layers may differ in what is ignored.
+    layers = [map(held_matrix, layer_matrices(config, each)) for each in range(shape.layer_count)]
+    more = sum(map(sum, layers)) - shape.layer_count * sizes.layer
+    return WeightSizes.held(shape.layer_count, sizes.total + more)
