@@ -1,8 +1,8 @@
 """How the linear layers of a quantised checkpoint are stored, by its `quantization_config`.
 
-Read are codes of 4 bits with a scale and a zero for each group of inputs (GPTQ, AWQ, and
-compressed-tensors' pack-quantized), bytes with a scale for each output (its int-quantized), and
-FP8. Whatever else there is, is refused by name.
+Three kinds are read: codes of 4 bits with a scale and a zero for each group of inputs (GPTQ, AWQ,
+and pack-quantized of compressed-tensors), int8 with a scale for each output (its int-quantized),
+and FP8. All other formats are refused by name.
 """
 
 from __future__ import annotations
@@ -76,19 +76,17 @@ class Quantization:
         """Return whether the linear layer of this name is stored in the format."""
         return self.holds_codes and not any(_is_ignored(module, each) for each in self.ignored)
 
-    def matrix_bytes(self, out_features: int, in_features: int) -> int:
-        """Return the bytes of a matrix's codes, without padding."""
-        if self.stored is Stored.INT8:
-            return out_features * (in_features + 4)
-        groups = -(-in_features // (self.group or in_features))
-        return out_features * (groups * GROUP_BYTES + in_features // 2)
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of an element that is held as a code, without padding and scales of whole rows."""
+        size = 1.0 if self.stored is Stored.INT8 else 0.5
+        return size + (GROUP_BYTES / self.group if self.group else 0)
 
     def held_bytes(self, shape: ModelShape) -> int | None:
         """Return the bytes of all weights, without padding; None: as the shape's type says."""
         if not self.holds_codes:
             return None
-        size = 1.0 if self.stored is Stored.INT8 else 0.5
-        size += GROUP_BYTES / self.group if self.group else 0
+        size = self.element_bytes
         own = shape.query_parameters + shape.hidden_size * shape.kv_width
         layers = shape.layer_count * (2 * own + shape.mlp_parameters)
         head = shape.embedding_bytes
@@ -114,6 +112,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if method == "compressed-tensors":
         return _compressed(given)
     if method in _FP8_METHODS:
+        _require(method, given, "fmt", None, "e4m3")
         block = given.get("weight_block_size")
         return Quantization(Stored.FP8, block=None if block is None else _block(block))
     what = " (bitsandbytes runs on GPUs only)" if method == "bitsandbytes" else ""
@@ -160,6 +159,11 @@ def _awq(given: Mapping[str, Any]) -> Quantization:
 
 def _compressed(given: Mapping[str, Any]) -> Quantization:
     method = "compressed-tensors"
+    # Transforms would have to rotate activations, too.
+    _require(method, given, "transform_config", None, {})
+    sparsity = given.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
+        raise _refusal(method, given, "sparsity_config")
     groups = given.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise _refusal(method, given, "config_groups")
@@ -173,8 +177,10 @@ def _compressed(given: Mapping[str, Any]) -> Quantization:
     if stored is None:
         raise unsupported(f"{_FIELD}: {method} {shown(form)} is not read", _FIELD)
     if stored is Stored.FP8:
-        block = weights.get("block_structure")
-        return Quantization(stored, block=None if block is None else _block(block), ignored=ignored)
+        _require(method, weights, "strategy", "tensor", "channel", "block")
+        in_blocks = weights["strategy"] == "block"
+        block = _block(weights.get("block_structure")) if in_blocks else None
+        return Quantization(stored, block=block, ignored=ignored)
     _require(method, weights, "actorder", None, False, "weight", "static")
     if stored is Stored.INT8:
         _require(method, weights, "strategy", "channel", "tensor")
@@ -210,11 +216,19 @@ def _names(method: str, given: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _is_ignored(module: str, name: str) -> bool:
+    module = _in_decoder(module)
     if not name.startswith("re:"):
-        return name in module
-    # Patterns match a beginning. Others than these are not in use, and any could take for ever.
+        return _in_decoder(name) in module
+    # A pattern matches a beginning. Only `.*`, `\.`, `^` and `$` are in use; full regular
+    # expressions of a checkpoint could take arbitrarily long.
     pattern = name.removeprefix("re:").removeprefix("^").replace("\\.", ".").replace(".*", "*")
-    return fnmatchcase(module, pattern.removesuffix("$") + ("" if name.endswith("$") else "*"))
+    pattern = _in_decoder(pattern.removesuffix("$")) + ("" if name.endswith("$") else "*")
+    return fnmatchcase(module, pattern)
+
+
+def _in_decoder(name: str) -> str:
+    """Return a name below the text decoder, which wrappers name differently."""
+    return name.replace("language_model.", "").removeprefix("model.")
 
 
 def _require(method: str, given: Mapping[str, Any], key: str, *allowed: object) -> None:

@@ -4,6 +4,7 @@ Two compilations of a kernel at the first run."""
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,16 @@ def panels() -> None:
 
 
 def load(
-    folder: Path, backend: ModelBackend, data_type: DataType | None = DataType.FLOAT32
+    folder: Path,
+    backend: ModelBackend,
+    data_type: DataType | None = DataType.FLOAT32,
+    *,
+    is_uniform: bool = True,
 ) -> Model:
-    """Load, and compare the bytes with what is said beforehand."""
+    """Load, and compare the bytes with what is said beforehand.
+
+    `is_uniform`: all but the head is in the format, as a shape has it.
+    """
     source = source_of(folder, data_type, backend)
     model = source.load(CPU, NOTHING_ON_HOST, (), WeightFormat.NATIVE)
     assert model.weight_bytes == pytest.approx(
@@ -60,8 +68,23 @@ def load(
     )
     said = WeightSizes.of(source.config.shape).total
     # Without padding, norms and scales of whole rows, of which small matrices have more.
-    assert said == pytest.approx(model.weight_bytes, rel=0.05)
+    assert not is_uniform or said == pytest.approx(model.weight_bytes, rel=0.05)
     return model
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def store(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def say(folder: Path, **changes: Any) -> None:
+    """Change the quantization_config."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def logits_of(model: Model, ids: torch.Tensor) -> torch.Tensor:
@@ -140,6 +163,14 @@ def test_the_commands_say_the_format(tmp_path: Path) -> None:
             plan_stack(replace(options, **change))
 
 
+def test_doctor_finds_what_a_wrapper_says_of_its_decoder(tmp_path: Path) -> None:
+    quantized_model("gemma3", "fp8 of outputs", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert check_weights(tmp_path).verdict.value == "ok"
+
+
 def test_codes_need_panels(tmp_path: Path) -> None:
     quantized_model("llama", "gptq", tmp_path)
     use(Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Layout.PLAIN))
@@ -148,30 +179,93 @@ def test_codes_need_panels(tmp_path: Path) -> None:
 
 
 def test_matrices_that_are_stored_plainly_are_read_as_they_are(tmp_path: Path) -> None:
-    """What a configuration ignores, such as one layer."""
+    """What a configuration ignores: in one layer, and one of those that are stacked."""
     exact = quantized_model("llama", "packed", tmp_path)
-    name = "model.layers.1.mlp.down_proj"
-    tensors = load_file(tmp_path / "model.safetensors")
-    for part in [each for each in tensors if each.startswith(name)]:
-        del tensors[part]
-    tensors[f"{name}.weight"] = exact.get_parameter(f"{name}.weight").detach()
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    names = ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj"]
+    tensors = stored(tmp_path)
+    for name in names:
+        for part in [each for each in tensors if each.startswith(name)]:
+            del tensors[part]
+        tensors[f"{name}.weight"] = exact.get_parameter(f"{name}.weight").detach()
+    store(tmp_path, tensors)
+    # As a wrapper's checkpoint names the decoder.
+    say(tmp_path, ignore=["lm_head", *(f"language_model.{each}" for each in names)])
     prompt, wanted = clear_prompt(exact, 40, NEW_TOKENS)
     for backend in BACKENDS:
-        served = source_of(tmp_path, DataType.FLOAT32, backend).load(
-            CPU, NOTHING_ON_HOST, (), WeightFormat.NATIVE
-        )
-        done = run_all(make_engine(served), [admission("a", prompt, GREEDY)])
+        model = load(tmp_path, backend, is_uniform=False)
+        done = run_all(make_engine(model), [admission("a", prompt, GREEDY)])
         assert done.tokens["a"] == wanted
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tied_head_is_the_table_whatever_is_said(backend: ModelBackend, tmp_path: Path) -> None:
+    quantized_model("llama", "packed", tmp_path, tie_word_embeddings=True)
+    say(tmp_path, ignore=[])
+    load(tmp_path, backend, is_uniform=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp8_is_held_as_ordinary_parameters(backend: ModelBackend, tmp_path: Path) -> None:
+    quantized_model("qwen2", "fp8 of outputs", tmp_path)
+    model = load(tmp_path, backend, DataType.BFLOAT16)
+    plain = write(small_model("qwen2"), tmp_path / "plain")
+    assert model.weight_bytes == load(plain, backend, DataType.BFLOAT16).weight_bytes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_biases_that_are_no_biases_and_scales_of_a_cache(
+    backend: ModelBackend, tmp_path: Path
+) -> None:
+    """GPTQ files have a bias for each matrix, of zeros; others have scales of K and V."""
+    exact = quantized_model("llama", "gptq", tmp_path)
+    tensors = stored(tmp_path)
+    biases = {
+        f"{name.removesuffix('qweight')}bias": torch.zeros(words.shape[1])
+        for name, words in tensors.items()
+        if name.endswith("qweight")
+    }
+    attention = "model.layers.0.self_attn"
+    tensors |= {**biases, f"{attention}.k_scale": torch.ones(1)}
+    store(tmp_path, {**tensors, f"{attention}.v_scale": torch.ones(1)})
+    ids = torch.arange(3, 20)
+    with torch.inference_mode():
+        wanted = exact(ids[None]).logits[0]
+    found = logits_of(load(tmp_path, backend), ids)
+    assert float((found - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+    tensors[f"{attention}.q_proj.bias"][5] = 0.25
+    store(tmp_path, tensors)
+    with pytest.raises(InvalidArgument, match=r"q_proj\.bias"):
+        load(tmp_path, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("form", "part", "told"),
+    [
+        ("packed with zeros", "weight_zero_point", "not in rows of int32"),
+        ("awq", "qweight", "not in rows of int32"),
+        ("int8", "weight_scale", "7 scales of"),
+    ],
+)
+def test_parts_that_are_not_as_the_format_says(
+    form: str, part: str, told: str, backend: ModelBackend, tmp_path: Path
+) -> None:
+    """Such as zeros in int8, of older versions, whose bytes would fit as nibbles."""
+    quantized_model("llama", form, tmp_path)
+    tensors = stored(tmp_path)
+    name = f"model.layers.0.mlp.up_proj.{part}"
+    wrong = torch.ones(7, 1) if form == "int8" else tensors[name].view(torch.int8).contiguous()
+    store(tmp_path, {**tensors, name: wrong})
+    with pytest.raises(InvalidArgument, match=told):
+        load(tmp_path, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inputs_in_another_order_are_refused(backend: ModelBackend, tmp_path: Path) -> None:
     quantized_model("llama", "gptq", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = stored(tmp_path)
     name = "model.layers.0.mlp.up_proj.g_idx"
-    tensors[name] = tensors[name].flip(0)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    store(tmp_path, {**tensors, name: tensors[name].flip(0)})
     with pytest.raises(InvalidArgument, match="act-order"):
         load(tmp_path, backend)
 
@@ -189,6 +283,12 @@ GPTQ: dict[str, Any] = FORMS["gptq"][1]
 PACKED: dict[str, Any] = FORMS["packed"][1]
 
 
+def fp8_in(strategy: str) -> dict[str, Any]:
+    given = deepcopy(FORMS["fp8 of outputs"][1])
+    given["config_groups"]["group_0"]["weights"]["strategy"] = strategy
+    return given
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -202,6 +302,10 @@ PACKED: dict[str, Any] = FORMS["packed"][1]
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq with version = 'gemv'"),
         ({**PACKED, "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized int4"),
         ({**PACKED, "config_groups": {}}, "config_groups = a dict"),
+        ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "transform_config ="),
+        ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config ="),
+        (fp8_in("group"), "strategy = 'group'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 with fmt = 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "FP8 in blocks of"),
         (["gptq"], "weights quantized by None"),
     ],
@@ -218,5 +322,6 @@ def test_names_that_are_ignored() -> None:
     assert not how.covers("lm_head")
     assert not how.covers("model.layers.3.mlp.gate")
     assert how.covers("model.layers.3.mlp.gate_proj")
+    assert not how.covers("model.language_model.layers.0.mlp.up_proj")
     assert not how.covers("model.layers.0.mlp.up_proj")
     assert not Quantization(Stored.FP8).covers("model.layers.0.mlp.up_proj")

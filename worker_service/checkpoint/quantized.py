@@ -16,12 +16,11 @@ SCALES = ("weight_scale", "weight_scale_inv")
 PARTS = (
     *(*INT4_PARTS, *SCALES, "qzeros", "scales", "g_idx", "weight_zero_point", "weight_shape"),
     # Of activations, which are not rounded here.
-    *("input_scale", "output_scale", "k_scale", "v_scale"),
+    *("input_scale", "output_scale"),
 )
 # How the names end of which a quantised matrix has one.
 STORED = tuple(f".{each}" for each in (*INT4_PARTS, *SCALES))
 FP8 = torch.float8_e4m3fn
-_SHIFTS = tuple(range(0, 4 * INT4_IN_WORD, 4))
 # The outputs of an AWQ word, from its lowest bits on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -96,10 +95,12 @@ def read_codes(
         return None
     weight, scales = get(f"{module}.weight"), get(scale).to(torch.float32)
     if weight.dtype == torch.int8:
+        if scales.numel() not in (1, len(weight)):
+            raise bad_checkpoint(f"{module}: {scales.numel()} scales of {len(weight)} outputs")
         scales = scales.reshape(-1, 1).expand(len(weight), 1).contiguous()
         return Codes(weight, scales, torch.zeros_like(scales, dtype=torch.int8), weight.shape[1])
     if weight.dtype != FP8:
-        raise _bad(f"{module}.weight is {weight.dtype}, and has scales")
+        raise bad_checkpoint(f"{module}.weight is {weight.dtype}, and has scales")
     return weight.to(torch.float32).mul_(_spread(scales, weight.shape, how.block))
 
 
@@ -119,7 +120,7 @@ def _grouped(
     if has(f"{module}.g_idx"):
         places = get(f"{module}.g_idx")
         if not torch.equal(places, torch.arange(len(places), dtype=places.dtype) // group):
-            raise _bad(f"{module}: its inputs are in another order (act-order)")
+            raise bad_checkpoint(f"{module}: its inputs are in another order (act-order)")
     return _checked(module, words.T, scales, zeros.T, how.group)
 
 
@@ -129,12 +130,14 @@ def _checked(
     group = group or words.shape[1] * INT4_IN_WORD
     size = (len(words), -(-words.shape[1] * INT4_IN_WORD // group))
     if scales.shape != size or zeros.shape != size or words.dtype != torch.int32:
-        raise _bad(f"{module}: scales and zeros do not fit groups of {group} inputs")
+        raise bad_checkpoint(f"{module}: scales and zeros do not fit groups of {group} inputs")
     return Codes(words.contiguous(), scales.contiguous(), zeros.contiguous(), group)
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:
     """Return codes, int8 `[n, 8 m]`, of words `[n, m]`."""
+    if words.dtype != torch.int32 or words.dim() != 2:
+        raise bad_checkpoint(f"codes in a {words.dtype} {list(words.shape)}, not in rows of int32")
     codes = words.contiguous().view(torch.uint8)
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).view(torch.int8)
 
@@ -159,10 +162,10 @@ def _spread(scales: torch.Tensor, shape: torch.Size, block: tuple[int, int] | No
     if block is None or scales.shape != tuple(
         -(-n // b) for n, b in zip(shape, block, strict=True)
     ):
-        raise _bad(f"scales {tuple(scales.shape)} do not fit {tuple(shape)}")
+        raise bad_checkpoint(f"scales {tuple(scales.shape)} do not fit {tuple(shape)}")
     rows = scales.repeat_interleave(block[0], dim=0)[: shape[0]]
     return rows.repeat_interleave(block[1], dim=1)[:, : shape[1]]
 
 
-def _bad(message: str) -> InvalidArgument:
+def bad_checkpoint(message: str) -> InvalidArgument:
     return InvalidArgument(message, field="model", reason="BAD_CHECKPOINT")

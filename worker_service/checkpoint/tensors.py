@@ -6,7 +6,7 @@ second copy of the whole model. Pickled weights can run code and are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -18,10 +18,9 @@ from safetensors import SafetensorError, safe_open
 from splitpoint.checkpoint.decoder import DecoderConfig, Norm
 from splitpoint.checkpoint.files import is_there
 from splitpoint.checkpoint.resolve import indexed_files
-from splitpoint.errors import InvalidArgument
 from splitpoint.progress import Counter, Ticker
 from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
-from worker_service.checkpoint.quantized import PARTS, Codes, read_codes
+from worker_service.checkpoint.quantized import PARTS, Codes, bad_checkpoint, read_codes
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -30,6 +29,8 @@ _HEAD = f"{HEAD_NAME}.weight"
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 # Parts for images, in a checkpoint whose text decoder is served.
 _IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
+# Of a cache in a smaller format, which is not used.
+_KV_SCALES = (".k_scale", ".v_scale")
 _LISTED = 5  # names shown in an error
 # By safetensors' names of the types.
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -145,7 +146,7 @@ class Checkpoint:
 
     def _stored(self, name: str) -> torch.Tensor:
         if name not in self._holders:
-            raise _bad(f"{self._folder} lacks {name}")
+            raise bad_checkpoint(f"{self._folder} lacks {name}")
         stored_name, file = self._holders[name]
         stored: torch.Tensor = file.get_tensor(stored_name)
         self._read.add(stored.nbytes)
@@ -158,7 +159,7 @@ class Checkpoint:
                 continue
             full = _full_name(name, root)
             if full in self._holders:
-                raise _bad(f"{name} is in more than one file of {self._folder}")
+                raise bad_checkpoint(f"{name} is in more than one file of {self._folder}")
             self._holders[full] = (name, file)
 
     def _check(self, expected: Mapping[str, tuple[int, ...]]) -> int:
@@ -170,12 +171,17 @@ class Checkpoint:
         unknown = [
             name
             for name in self._holders
-            if name not in known and not name.endswith(_IGNORED_SUFFIXES) and name != _HEAD
+            if name not in known
+            and not name.endswith(_IGNORED_SUFFIXES)
+            and name != _HEAD
+            and not self._is_unused(name, parts)
         ]
         if missing:
-            raise _bad(f"{self._folder} lacks {_listed(missing)}")
+            raise bad_checkpoint(f"{self._folder} lacks {_listed(missing)}")
         if unknown:
-            raise _bad(f"{self._folder} holds tensors this model has not: {_listed(unknown)}")
+            raise bad_checkpoint(
+                f"{self._folder} holds tensors this model has not: {_listed(unknown)}"
+            )
         for name, shape in expected.items():
             if name in parts:
                 total += sum(self._bytes_of(each) for each in parts[name])
@@ -184,7 +190,9 @@ class Checkpoint:
             stored = file.get_slice(stored_name)
             _check_shape(stored_name, stored.get_shape(), shape)
             if stored.get_dtype() not in _FLOAT_BYTES:
-                raise _bad(f"{stored_name} is stored as {stored.get_dtype()}, not as floats")
+                raise bad_checkpoint(
+                    f"{stored_name} is stored as {stored.get_dtype()}, not as floats"
+                )
             total += prod(shape) * _FLOAT_BYTES[stored.get_dtype()]
         if _HEAD in self._holders and _HEAD not in expected:
             self._check_tied_head()
@@ -200,6 +208,16 @@ class Checkpoint:
                 found[name] = [*parts, *([name] if name in self._holders else [])]
         return found
 
+    def _is_unused(self, name: str, quantized: Container[str]) -> bool:
+        """Return whether quantisers store this of any model: scales of K and V, zeros as biases."""
+        if self._config.quantization is None or not name.endswith((".bias", *_KV_SCALES)):
+            return False
+        if name.endswith(_KV_SCALES):
+            return True
+        stored_name, file = self._holders[name]
+        is_beside = f"{name.removesuffix('bias')}weight" in quantized
+        return is_beside and not file.get_tensor(stored_name).any()
+
     def _bytes_of(self, name: str) -> int:
         stored_name, file = self._holders[name]
         stored = file.get_slice(stored_name)
@@ -212,7 +230,9 @@ class Checkpoint:
         head_name, head_file = self._holders[_HEAD]
         name, file = self._holders[f"{names.root}{names.embedding}.weight"]
         if not torch.equal(head_file.get_tensor(head_name), file.get_tensor(name)):
-            raise _bad("tie_word_embeddings is true, but lm_head.weight is not the embeddings")
+            raise bad_checkpoint(
+                "tie_word_embeddings is true, but lm_head.weight is not the embeddings"
+            )
 
 
 def stored_tensors(folder: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
@@ -221,7 +241,7 @@ def stored_tensors(folder: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
         try:
             file = files.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
-            raise _bad(f"{path} cannot be read: {error}") from error
+            raise bad_checkpoint(f"{path} cannot be read: {error}") from error
         for name in file.keys():  # noqa: SIM118 (not a mapping)
             yield name, file
 
@@ -236,7 +256,7 @@ def weight_files(folder: Path) -> list[Path]:
         shards = indexed_files(index)
         for shard in shards:
             if not is_there(folder / shard):
-                raise _bad(f"{folder} lacks the shard {shard}")
+                raise bad_checkpoint(f"{folder} lacks the shard {shard}")
         return [folder / shard for shard in shards]
     single = folder / _SINGLE
     if is_there(single):
@@ -245,12 +265,12 @@ def weight_files(folder: Path) -> list[Path]:
         path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
     )
     if pickled:
-        raise _bad(
+        raise bad_checkpoint(
             f"{folder} holds only pickled weights ({_listed(pickled)}), which can run code and "
             "are never loaded: convert them to safetensors (in transformers: "
             "from_pretrained(...).save_pretrained(folder))"
         )
-    raise _bad(f"{folder} holds no model.safetensors")
+    raise bad_checkpoint(f"{folder} holds no model.safetensors")
 
 
 def _full_name(name: str, root: str) -> str:
@@ -269,13 +289,9 @@ def _full_name(name: str, root: str) -> str:
 
 def _check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
     if list(found) != list(wanted):
-        raise _bad(f"{name} has shape {list(found)}, the config asks for {list(wanted)}")
+        raise bad_checkpoint(f"{name} has shape {list(found)}, the config asks for {list(wanted)}")
 
 
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:_LISTED])
     return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
-
-
-def _bad(message: str) -> InvalidArgument:
-    return InvalidArgument(message, field="model", reason="BAD_CHECKPOINT")

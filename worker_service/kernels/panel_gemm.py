@@ -14,15 +14,12 @@ from math import prod
 import torch
 from torch.nn import functional
 
+from splitpoint.checkpoint.quantized import GROUP_BYTES, INT4_IN_WORD
 from worker_service.device.copies import large_zeros
 from worker_service.kernels.compiled import ELEMENTS, LANES, content, load
 
 _POINTERS = ("rows", "weights", "scales", "bias", "other", "outputs", "packed", "group_sums")
 _COUNTS = ("row_stride", "other_stride", "row_count", "in_features", "out_features", "group")
-# Codes of int4 in a word, of neighbouring inputs; a group has a multiple of them.
-WORD = 8
-# Bytes of a scale and a zero.
-_GROUP_BYTES = 5
 
 
 class Kind(IntEnum):
@@ -141,12 +138,12 @@ def packed_int4(
 ) -> torch.Tensor:
     """Return the panels of `scales * (codes - zeros)`, for rows of this type: uint8, flat.
 
-    Codes are from 0 to 15, those of WORD inputs in each of `words`, int32 `[out, in / WORD]`, the
+    Codes are from 0 to 15, those of 8 inputs in each of `words`, int32 `[out, in / 8]`, the
     first in the lowest bits. Scales, fp32, and zeros, int8, are `[out, groups]`: each group has
-    `group` inputs, a multiple of WORD, and the last one the rest.
+    `group` inputs, a multiple of 8, and the last one the rest.
     """
     columns, _ = _panel(dtype, Kind.INT4)
-    rows, width = _padded(len(words), 1, 1)[0], words.shape[1] * WORD
+    rows, width = _padded(len(words), 1, 1)[0], words.shape[1] * INT4_IN_WORD
     column_bytes = packed_int4_bytes(1, width, group) // LANES
     panels = large_zeros(rows * column_bytes)
     missing = (0, 0, 0, rows - len(words))
@@ -156,9 +153,9 @@ def packed_int4(
         if first == last:
             continue
         target = panels[first * column_bytes : last * column_bytes].view(-1, side * column_bytes)
-        at = 0
+        at, count = 0, group // INT4_IN_WORD
         for place in range(scales.shape[1]):
-            own = words[first:last, place * group // WORD : (place + 1) * group // WORD]
+            own = words[first:last, place * count : (place + 1) * count]
             for held in (scales[first:last, place, None], zeros[first:last, place, None], own):
                 part = held.reshape(len(target), side, -1).transpose(1, 2).contiguous()
                 part = part.view(len(target), -1).view(torch.uint8)
@@ -192,7 +189,7 @@ def packed_int8_bytes(out_features: int, in_features: int, dtype: torch.dtype) -
 def packed_int4_bytes(out_features: int, in_features: int, group: int) -> int:
     """Return the bytes of `packed_int4` for this shape."""
     groups = -(-in_features // group)
-    return _padded(out_features, 1, 1)[0] * (groups * _GROUP_BYTES + in_features // 2)
+    return _padded(out_features, 1, 1)[0] * (groups * GROUP_BYTES + in_features // 2)
 
 
 def check_beside(

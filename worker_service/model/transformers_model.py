@@ -43,7 +43,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.planning.weight_schedule import WeightPiece
 from splitpoint.progress import Counter, Ticker
 from splitpoint.shapes import ModelShape, WeightFormat
-from worker_service.checkpoint.quantized import STORED, Codes, read_codes
+from worker_service.checkpoint.quantized import STORED, Codes, bad_checkpoint, read_codes
 from worker_service.checkpoint.tensors import stored_tensors
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels.choice import Layout
@@ -109,23 +109,28 @@ class StoredLinear(nn.Module):
     """A linear layer whose matrix is stored quantised, in the place of transformers' module.
 
     Attributes:
-        stored: the codes, or the dequantised matrix; None: not yet read.
+        codes: None: not yet read.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.size = (linear.out_features, linear.in_features)
         self.bias = linear.bias
-        self.stored: torch.Tensor | Codes | None = None
+        self.codes: Codes | None = None
         self._dtype = linear.weight.dtype
 
     @property
     def weight(self) -> torch.Tensor:
         """The matrix, made anew."""
-        found = self.stored
-        if found is None:
+        if self.codes is None:
             raise AttributeError("weight")
-        return (found.dequantized() if isinstance(found, Codes) else found).to(self._dtype)
+        return self.codes.dequantized().to(self._dtype)
+
+    def dequantized(self, weight: torch.Tensor) -> nn.Linear:
+        """Return an ordinary layer with this matrix, `[out, in]`."""
+        made = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
+        made.weight, made.bias = nn.Parameter(weight.to(self._dtype)), self.bias
+        return made
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return functional.linear(rows, self.weight, self.bias)
@@ -506,7 +511,8 @@ class Blueprint:
                 raise unsupported(f"experts stored as {how.text}", "quantization_config")
             size = sum(each.nbytes for each in model.parameters())
             for each in _coded(model, how):
-                size += how.matrix_bytes(*each.weight.shape) - each.weight.nbytes if how else 0
+                size += int(each.weight.numel() * how.element_bytes) if how is not None else 0
+                size -= each.weight.nbytes
             shape = replace(shape, held_weight_bytes=size)
             return cls(folder, replace(attention_config(divided, shape), quantization=how), model)
         except InvalidArgument as error:
@@ -640,9 +646,15 @@ def _text_class(kind: type[PreTrainedModel], quantized: Collection[str]) -> Any:
 
 
 def _coded(model: nn.Module, how: Quantization | None) -> list[nn.Linear]:
-    """Return the linear layers that are held as codes."""
-    named = model.named_modules() if how is not None else ()
-    return [each for name, each in named if type(each) is nn.Linear and how and how.covers(name)]
+    """Return the linear layers that are held as codes; a tied head is the table."""
+    if how is None:
+        return []
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    return [
+        each
+        for name, each in model.named_modules()
+        if type(each) is nn.Linear and how.covers(name) and id(each.weight) not in tables
+    ]
 
 
 def _read_stored(
@@ -660,13 +672,19 @@ def _read_stored(
 
     def get(name: str) -> torch.Tensor:
         if name not in tensors:
-            raise InvalidArgument(f"the checkpoint has no weights {name}", field="model")
+            raise bad_checkpoint(f"the checkpoint has no weights {name}")
         return tensors[name]()
 
     for name, module in found.items():
-        module.stored = read_codes(how, name, tensors.__contains__, get)
-        if module.stored is None or tuple(module.stored.shape) != module.size:
-            raise InvalidArgument(f"{name} is not {list(module.size)}", field="model")
+        stored = read_codes(how, name, tensors.__contains__, get)
+        if stored is None or tuple(stored.shape) != module.size:
+            raise bad_checkpoint(f"{name} is not {list(module.size)}")
+        if module.bias is None and f"{name}.bias" in tensors and get(f"{name}.bias").any():
+            raise bad_checkpoint(f"{name}.bias is not zero, and the model has no such bias")
+        if isinstance(stored, Codes):
+            module.codes = stored
+        else:
+            model.set_submodule(name, module.dequantized(stored))
 
 
 def _config_of(folder: Path) -> Any:
@@ -800,10 +818,9 @@ def _own_part(module: Any, dtype: torch.dtype) -> nn.Module | None:
             return None
         matrix = Matrix(weight.T.contiguous() if type(module) is Conv1D else weight)
         return Product(matrix, None if module.bias is None else module.bias.data, dtype)
-    if isinstance(module, StoredLinear):
-        stored = module.stored if isinstance(module.stored, Codes) else module.weight
+    if isinstance(module, StoredLinear) and module.codes is not None:
         bias = None if module.bias is None else module.bias.data
-        return Product(Matrix.of(stored, dtype), bias, dtype)
+        return Product(Matrix.of(module.codes, dtype), bias, dtype)
     if type(module).__name__ in _ACTIVATIONS:
         return Activated(_ACTIVATIONS[type(module).__name__])
     if type(module).__name__.endswith("RMSNorm"):
