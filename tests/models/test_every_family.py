@@ -159,7 +159,9 @@ def test_a_family_is_served_or_refused(
     note(family, source.backend.value, selects=sum(rows) > 0)
 
 
-@pytest.mark.parametrize("family", ["mamba", "bloom", "mimo_v2_flash", "diffllama", "jamba"])
+@pytest.mark.parametrize(
+    "family", ["mamba", "bloom", "mimo_v2_flash", "diffllama", "jamba", "unlimited_ocr"]
+)
 def test_a_refusal_names_the_family_and_the_reason(family: str, tmp_path: Path) -> None:
     folder = write(small_model(family), tmp_path)
     with pytest.raises(InvalidArgument) as caught:

@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import __version__ as transformers_version
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
@@ -773,7 +774,7 @@ def attention_config(divided: DividedModel, shape: ModelShape) -> AttentionConfi
 
 
 def _check_windows(divided: DividedModel, shape: ModelShape) -> None:
-    """Refuse attention in chunks, and a cache that forgets tokens which the mask shows."""
+    """Refuse attention in chunks, and a cache that forgets what the mask shows or has own rules."""
     for each in divided.facts:
         if each.most_tokens is not None and each.most_tokens < shape.context_length:
             raise unsupported(
@@ -783,6 +784,11 @@ def _check_windows(divided: DividedModel, shape: ModelShape) -> None:
             )
     layers: list[Any] = DynamicCache(config=divided.model.config).layers
     for each, cached in zip(divided.facts, layers, strict=False):
+        if type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise unsupported(
+                f"{each.name}: its cache ({type(cached).__name__}) has rules of its own",
+                "model_type",
+            )
         is_sliding = getattr(cached, "is_sliding", False)
         kept = getattr(cached, "sliding_window", None) if is_sliding else None
         if kept is not None and kept != each.window and kept < shape.context_length:
