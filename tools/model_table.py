@@ -43,8 +43,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         _listed(served["transformers"]),
         f"**The text part of what reads images or sound, by either: {len(served['text part'])}.**",
         _listed(served["text part"]),
-        f"**Of all these, by verified selection, too: {selecting}.** Behind the first layer of the "
-        "others, none sees all tokens.",
+        f"**Of all these, by verified selection, too: {selecting}.** The others have no "
+        "layer behind the first one that sees all tokens.",
         f"**Refused: {len(refused)}.**",
         "\n".join(["| model_type | why |", "| --- | --- |", *refused]),
     ]
