@@ -9,15 +9,18 @@ import pytest
 import torch
 from any_models import small_model, write
 from engine_runner import CPU
+from live_bytes import held_bytes
+from torch import nn
 
 from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.host.processor import compiler
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST
 from splitpoint.shapes import DataType, WeightFormat
 from worker_service.kernels.choice import by_flags, use
-from worker_service.model.experts import use_own_experts
+from worker_service.model.experts import ExpertMatrices, RouterWeight, use_own_experts
 from worker_service.numerics.self_check import dependence
 from worker_service.startup.model_source import source_of
+from worker_service.weights.packing import Matrix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,9 +44,11 @@ def test_experts_are_invariant(family: str, data_type: DataType, tmp_path: Path)
     source = source_of(write(small_model(family), tmp_path), data_type, ModelBackend.TRANSFORMERS)
     model = source.load(CPU, NOTHING_ON_HOST, (), WeightFormat.NATIVE)
     assert dependence(model, 16) is None
-    # No weight is held twice.
     planned = source.weight_sizes(CPU, WeightFormat.NATIVE).total
     assert planned <= model.weight_bytes <= 1.01 * planned
+    # Nothing is held that is not counted: no weight twice, unless its router needs it in fp32.
+    del source
+    assert 0 <= held_bytes(model) - model.weight_bytes <= 512
 
 
 @pytest.mark.parametrize("layout", ["plain", "packed"])
@@ -64,3 +69,23 @@ def test_only_chosen_experts_are_read(family: str, layout: str) -> None:
         use_own_experts(model)
         found = experts(rows, chosen, shares)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_router_is_computed_in_the_type_it_asks_for() -> None:
+    weight, rows = torch.randn(4, 64).to(torch.bfloat16), torch.randn(5, 64).to(torch.bfloat16)
+    router: Any = RouterWeight.of(weight)
+    linear = nn.functional.linear
+    with torch.inference_mode():
+        torch.testing.assert_close(linear(rows, router, None), linear(rows, weight))
+        found = linear(rows.float(), router.float(), torch.ones(4))
+        torch.testing.assert_close(found, linear(rows.float(), weight.float()) + 1)
+        # Any other function has its values.
+        assert torch.equal(
+            rows.float() @ router.to(torch.float32).T, rows.float() @ weight.float().T
+        )
+        assert torch.equal(torch.mul(input=router.float(), other=2), 2 * weight.float())
+
+
+def test_experts_take_no_rows() -> None:
+    experts = ExpertMatrices([Matrix(torch.randn(3, 8)) for _ in range(2)], None)
+    assert experts(torch.empty(0, 8), [0, 0]).shape == (0, 3)

@@ -39,8 +39,10 @@ def held_bytes(*roots: object, beside: tuple[torch.Tensor | None, ...] = ()) -> 
         if any(found is tensor for tensor in beside):
             continue
         if isinstance(found, torch.Tensor):
-            address, size = _memory_of(found)
+            with torch._C.DisableTorchFunctionSubclass():
+                address, size = _memory_of(found)
             memory[address] = max(size, memory.get(address, 0))
+            todo.append(vars(found))
         else:
             todo += gc.get_referents(found)
     return sum(memory.values())

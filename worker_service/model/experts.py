@@ -53,6 +53,8 @@ class ExpertMatrices(nn.Module):
             if count:
                 found.append(linear(rows[first : first + count]))
                 first += count
+        if not found:
+            return rows.new_zeros(0, self.matrices[0].out_features)
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -104,23 +106,33 @@ def _matrices(stacked: torch.Tensor, *, is_transposed: bool) -> Iterator[Matrix]
 
 
 class RouterWeight(torch.Tensor):
-    """The matrix `[experts, h]` of a router that calls `linear` itself: that product is ours."""
+    """The matrix `[experts, h]` of a router that calls `linear` itself: that product is ours.
 
-    _of_type: dict[torch.dtype, tuple[RouterWeight, Linear]]
+    It is computed in fp32 whatever type the router asks for: one packed copy serves both.
+
+    Attributes:
+        matrix: in fp32.
+    """
+
+    matrix: Matrix
+    _product: Linear
+    # The tensor that has the values; and what stands for it in fp32, if not the tensor itself.
+    _source: torch.Tensor
+    _wide: RouterWeight | None
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> RouterWeight:
         made = weight.as_subclass(cls)
-        made._of_type = {}
+        made.matrix = Matrix(weight.to(torch.float32))
+        made._product = Linear(made.matrix)
+        made._source, made._wide = weight, None
+        if weight.dtype != torch.float32:
+            # Not a number where it would be read nevertheless: no model is served with it.
+            unread = torch.full((), torch.nan, dtype=torch.float32, device=weight.device)
+            wide = unread.expand(weight.shape).as_subclass(cls)
+            wide.__dict__.update(made.__dict__)
+            made._wide = wide
         return made
-
-    def _in(self, dtype: torch.dtype) -> tuple[RouterWeight, Linear]:
-        """Return it in a type, and the product with it; both are kept."""
-        if dtype not in self._of_type:
-            plain = self.as_subclass(torch.Tensor).to(dtype)
-            made = self if dtype == self.dtype else RouterWeight.of(plain)
-            self._of_type[dtype] = made, Linear(Matrix(plain))
-        return self._of_type[dtype]
 
     @classmethod
     def __torch_function__(
@@ -131,15 +143,29 @@ class RouterWeight(torch.Tensor):
         more: dict[str, Any] | None = None,
     ) -> Any:
         """See torch: stands for functions that are called with this tensor."""
-        if function is functional.linear and isinstance(args[1], RouterWeight) and not more:
-            rows, weight, *bias = args
-            found = apart(weight._in(weight.dtype)[1](rows.reshape(-1, rows.shape[-1])))
-            return sum(bias, found.view(*rows.shape[:-1], len(weight)))
         with torch._C.DisableTorchFunctionSubclass():
-            found = function(*args, **(more or {}))
+            if function is functional.linear and not more and isinstance(args[1], RouterWeight):
+                return args[1]._multiplied(*args)
             if function in _CONVERSIONS and isinstance(args[0], RouterWeight):
-                return args[0]._in(found.dtype)[0]
-            return found
+                like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+                if function(like, *args[1:], **(more or {})).dtype == torch.float32:
+                    return args[0] if args[0]._wide is None else args[0]._wide
+            named = {name: _with_values(each) for name, each in (more or {}).items()}
+            return function(*map(_with_values, args), **named)
+
+    def _multiplied(
+        self, rows: torch.Tensor, _weight: RouterWeight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `[..., experts]` for rows `[..., h]`."""
+        found = self._product(rows.reshape(-1, rows.shape[-1]).to(torch.float32)).to(self.dtype)
+        found = apart(found).view(*rows.shape[:-1], self.matrix.out_features)
+        return found if bias is None else found + bias
+
+
+def _with_values(argument: Any) -> Any:
+    if isinstance(argument, RouterWeight) and argument._source.dtype != argument.dtype:
+        return argument._source.to(argument.dtype)
+    return argument
 
 
 _CONVERSIONS = (torch.Tensor.type, torch.Tensor.to, torch.Tensor.float)

@@ -53,6 +53,7 @@ from worker_service.model.attention import prefill_alone
 from worker_service.model.divided import Arguments, DividedModel, LayerFacts, Stop
 from worker_service.model.experts import (
     ExpertMatrices,
+    RouterWeight,
     expert_shape,
     expert_tensors,
     routers_of,
@@ -514,6 +515,8 @@ class Blueprint:
             for each in _coded(model, how):
                 size += int(each.weight.numel() * how.element_bytes) if how is not None else 0
                 size -= each.weight.nbytes
+            weights = [each.weight for each in routers_of(model)]
+            size += sum(4 * each.numel() for each in weights if each.dtype != torch.float32)
             shape = replace(shape, held_weight_bytes=size)
             return cls(folder, replace(attention_config(divided, shape), quantization=how), model)
         except InvalidArgument as error:
@@ -552,6 +555,10 @@ class Blueprint:
             for stacked in expert_tensors(each).values():
                 packed += len(stacked) * held_bytes(*expert_shape(each, stacked), device, dtype)
                 del tensors[id(stacked)]
+        for router in routers_of(self.model):
+            weight, wide = router.weight, torch.float32
+            if weight.dtype != wide or layout_of(device, wide) is not Layout.PLAIN:
+                packed += held_bytes(len(weight), weight.shape[1], device, wide)
         return packed + sum(each.nbytes for each in tensors.values())
 
     def load(self, device: torch.device, tickers: Sequence[Ticker]) -> TransformersModel:
@@ -914,6 +921,7 @@ def _held_bytes(model: nn.Module) -> int:
             plain += [] if each.bias is None else [each.bias]
         elif isinstance(each, ExpertMatrices):
             matrices += each.matrices
+    matrices += [each.matrix for each in plain if isinstance(each, RouterWeight)]
     by_id = {id(each): each for each in plain}
     size = sum(each.nbytes for each in by_id.values())
     addresses = {each.data_ptr() for each in by_id.values()}
