@@ -18,6 +18,7 @@ from splitpoint.planning.weight_placement import NOTHING_ON_HOST
 from splitpoint.shapes import DataType, WeightFormat
 from worker_service.kernels.choice import by_flags, use
 from worker_service.model.experts import ExpertMatrices, RouterWeight, use_own_experts
+from worker_service.model.transformers_model import _use_own_parts
 from worker_service.numerics.self_check import dependence
 from worker_service.startup.model_source import source_of
 from worker_service.weights.packing import Matrix
@@ -89,3 +90,35 @@ def test_a_router_is_computed_in_the_type_it_asks_for() -> None:
 def test_experts_take_no_rows() -> None:
     experts = ExpertMatrices([Matrix(torch.randn(3, 8)) for _ in range(2)], None)
     assert experts(torch.empty(0, 8), [0, 0]).shape == (0, 3)
+
+
+class Gated(nn.Module):
+    def __init__(self, limit: float, factor: float) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 128), nn.Linear(64, 128), nn.Linear(128, 64)
+        self.activation = nn.SiLU()
+        self.limit, self.factor = limit, factor
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        gate = self.activation(self.gate(rows).clamp(max=self.limit))
+        found = self.down(gate * self.up(rows).clamp(-self.limit, self.limit))
+        return torch.mul(found, self.factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("limit", "factor", "is_plain"),
+    [(torch.inf, 1.0, True), (16.0, 1, False), (torch.inf, 0.96, False)],
+)
+def test_only_plain_gated_layers_are_fused(
+    limit: float, factor: float, is_plain: bool, dtype: torch.dtype
+) -> None:
+    """One that clamps, as some families have, is computed by its own code."""
+    model: Any = nn.Sequential(Gated(limit, factor)).to(dtype)
+    rows = 100 * torch.randn(1, 5, 64).to(dtype)
+    with torch.inference_mode():
+        wanted = model(rows)
+        _use_own_parts(model, dtype)
+        assert ("forward" in vars(model[0])) is is_plain
+        off = (model(rows) - wanted).abs().amax() / wanted.abs().amax()
+    assert off <= 0.01

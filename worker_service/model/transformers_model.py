@@ -862,19 +862,21 @@ def _own_gated(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | No
         return None
     weight = products[0].weight
     generator = torch.Generator().manual_seed(_SEED)
-    rows = torch.randn(1, _TRIED_TOKENS, products[0].matrix.in_features, generator=generator)
-    rows = rows.to(weight.device, weight.dtype)
-    found: list[tuple[float, Callable[[torch.Tensor], torch.Tensor]]] = []
+    rows = torch.randn(_TRIED_TOKENS, products[0].matrix.in_features, generator=generator)
+    # Large ones, too: some modules clamp.
+    rows = torch.stack((rows, 1e3 * rows)).to(weight.device, weight.dtype)
     for gate, up, down in itertools.permutations(products):
         forward = partial(_gated, gate, up, down, activated[0].activation)
         try:
-            wanted = module(rows)
-            off = (forward(rows) - wanted).abs().amax() / wanted.abs().amax()
+            wanted, found = module(rows), forward(rows)
         except Exception:  # of any family's code; or these matrices do not fit each other
             continue
-        if off <= _OFF[weight.dtype]:
-            found.append((float(off), forward))
-    return min(found, key=lambda each: each[0])[1] if found else None
+        is_finite = wanted.isfinite().all(dim=-1, keepdim=True)
+        wanted, found = (torch.where(is_finite, each, 0).flatten(1) for each in (wanted, found))
+        off, largest = (each.abs().amax(dim=1) for each in (found - wanted, wanted))
+        if (off <= _CLOSE[weight.dtype] * largest).all():
+            return forward
+    return None
 
 
 def _gated(
