@@ -10,6 +10,7 @@ import pytest
 import torch
 from any_models import CONTEXT, small_model, write
 from engine_runner import CPU
+from live_bytes import held_bytes
 from own_names import instance_name
 from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama
@@ -17,11 +18,13 @@ from transformers.models.llama import modeling_llama
 from splitpoint.checkpoint.config import TEXT_ONLY
 from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.errors import InvalidArgument
+from splitpoint.host.processor import compiler
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST
 from splitpoint.shapes import DataType, WeightFormat
 from splitpoint_cli.checks.model import find_model
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan import plan_stack
+from worker_service.kernels.choice import by_flags, use
 from worker_service.model.model import Model
 from worker_service.startup.model_source import source_of
 
@@ -147,3 +150,17 @@ def test_parts_for_images_are_neither_read_nor_counted(tmp_path: Path) -> None:
     assert doctor.finding.found.endswith(TEXT_ONLY)
     assert doctor.shape is not None
     assert doctor.shape.family == "qwen3_vl"
+
+
+@pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("layout", ["plain", "packed", "panels"])
+def test_a_head_that_is_the_table_is_counted_as_it_is_held(layout: str, tmp_path: Path) -> None:
+    """Once if plain; beside the table in any other layout."""
+    use(by_flags(torch.float32, []).parsed(f"linear={layout}"))
+    folder = write(small_model("gpt2"), tmp_path)
+    model = load(folder)
+    assert model.shape.tied_embeddings
+    assert 0 <= held_bytes(model) - model.weight_bytes <= 512
+    assert model.shape.held_weight_bytes is not None
+    beside = model.weight_bytes - model.shape.held_weight_bytes
+    assert (beside >= model.shape.embedding_bytes) is (layout != "plain")
