@@ -88,7 +88,10 @@ def source_of(
 
 @lru_cache(maxsize=1)
 def _blueprint(folder: Path, shape: ModelShape, _config: bytes) -> Blueprint:
-    """Return a checkpoint's model; who asks again of the same config.json is given the same."""
+    """Return a checkpoint's model. The last one is kept: it takes a second to make.
+
+    `_config`: the content of config.json; when it has changed, the model is made anew.
+    """
     # Takes seconds to import, and serves only this.
     from worker_service.model.transformers_model import Blueprint
 
