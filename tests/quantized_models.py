@@ -171,8 +171,13 @@ FORMS: dict[str, tuple[Form, dict[str, Any]]] = {
 }
 
 
-def quantized_model(family: str, form: str, folder: Path, **changes: Any) -> PreTrainedModel:
-    """Write a quantised checkpoint into `folder`; return the model that it stands for, in fp32."""
+def quantized_model(
+    family: str, form: str, folder: Path, *, with_head: bool = False, **changes: Any
+) -> PreTrainedModel:
+    """Write a quantised checkpoint into `folder`; return the model that it stands for, in fp32.
+
+    `with_head`: the head, too, which the configuration must then say.
+    """
     make, config = FORMS[form]
     model = small_model(family, **changes)
     write(model, folder)
@@ -185,9 +190,11 @@ def quantized_model(family: str, form: str, folder: Path, **changes: Any) -> Pre
         for name, module in decoder.named_modules()
         if type(module) is torch.nn.Linear and name.startswith("layers.")
     }
+    if with_head:
+        linears["lm_head.weight"] = untyped.lm_head.weight
     with torch.no_grad():
         for name, tensor in load_file(folder / "model.safetensors").items():
-            linear = linears.get(name[name.find("layers.") :])
+            linear = linears.get(name[max(0, name.find("layers.")) :])
             if linear is None or "vision" in name:
                 tensors[name] = tensor
                 continue

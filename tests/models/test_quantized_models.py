@@ -17,6 +17,7 @@ from own_names import instance_name
 from quantized_models import FORMS, quantized_model
 from safetensors.torch import load_file, save_file
 from store_runner import store_runner
+from transformers import PreTrainedModel
 
 from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.checkpoint.quantized import Quantization, Stored, read_quantization
@@ -205,11 +206,37 @@ def test_a_tied_head_is_the_table_whatever_is_said(backend: ModelBackend, tmp_pa
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_fp8_is_held_as_ordinary_parameters(backend: ModelBackend, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "said"), [("gptq", {"lm_head": True}), ("int8", {"ignore": []})])
+def test_a_head_that_is_quantised(
+    form: str, said: dict[str, Any], backend: ModelBackend, tmp_path: Path
+) -> None:
+    exact = quantized_model("llama", form, tmp_path, with_head=True)
+    say(tmp_path, **said)
+    ids = torch.arange(3, 20)
+    with torch.inference_mode():
+        wanted = exact(ids[None]).logits[0]
+    found = logits_of(load(tmp_path, backend), ids)
+    assert float((found - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+
+
+def test_fp8_moves_to_the_device_as_ordinary_parameters(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    moved: list[int] = []
+    move = PreTrainedModel.to
+
+    def count(self: PreTrainedModel, *args: Any, **options: Any) -> PreTrainedModel:
+        moved.append(sum(each.nbytes for each in self.parameters()))
+        return move(self, *args, **options)
+
     quantized_model("qwen2", "fp8 of outputs", tmp_path)
-    model = load(tmp_path, backend, DataType.BFLOAT16)
     plain = write(small_model("qwen2"), tmp_path / "plain")
-    assert model.weight_bytes == load(plain, backend, DataType.BFLOAT16).weight_bytes
+    monkeypatch.setattr(PreTrainedModel, "to", count)
+    sizes = []
+    for folder in (tmp_path, plain):
+        model = load(folder, ModelBackend.TRANSFORMERS, DataType.BFLOAT16)
+        sizes.append((moved[-1], model.weight_bytes))
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
