@@ -83,11 +83,11 @@ def read_codes(
     if has(f"{module}.qweight"):
         return _grouped(how, module, has, get)
     if has(f"{module}.weight_packed"):
-        words = get(f"{module}.weight_packed")
+        words = _words_of(f"{module}.weight_packed", get)
         scales = get(f"{module}.weight_scale").to(torch.float32)
         zeros = torch.full_like(scales, 8, dtype=torch.int8)
         if has(f"{module}.weight_zero_point"):
-            stored = _unpacked(get(f"{module}.weight_zero_point").T).T
+            stored = _unpacked(_words_of(f"{module}.weight_zero_point", get).T).T
             zeros = stored[: len(words)].contiguous()
         return _checked(module, words, scales, zeros, how.group)
     scale = next((f"{module}.{each}" for each in SCALES if has(f"{module}.{each}")), None)
@@ -108,8 +108,8 @@ def _grouped(
     how: Quantization, module: str, has: Callable[[str], bool], get: Callable[[str], torch.Tensor]
 ) -> Codes:
     """Read GPTQ, whose words hold inputs, and AWQ, whose words hold outputs."""
-    words, scales = get(f"{module}.qweight"), get(f"{module}.scales").T.to(torch.float32)
-    zeros = _unpacked(get(f"{module}.qzeros"))
+    words, scales = _words_of(f"{module}.qweight", get), get(f"{module}.scales").T.to(torch.float32)
+    zeros = _unpacked(_words_of(f"{module}.qzeros", get))
     if how.stored is Stored.AWQ:
         return _checked(
             module, _words(_in_order(_unpacked(words)).T), scales, _in_order(zeros).T, how.group
@@ -129,15 +129,20 @@ def _checked(
 ) -> Codes:
     group = group or words.shape[1] * INT4_IN_WORD
     size = (len(words), -(-words.shape[1] * INT4_IN_WORD // group))
-    if scales.shape != size or zeros.shape != size or words.dtype != torch.int32:
+    if scales.shape != size or zeros.shape != size:
         raise bad_checkpoint(f"{module}: scales and zeros do not fit groups of {group} inputs")
     return Codes(words.contiguous(), scales.contiguous(), zeros.contiguous(), group)
 
 
+def _words_of(name: str, get: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    words = get(name)
+    if words.dtype != torch.int32 or words.dim() != 2:
+        raise bad_checkpoint(f"{name} is {words.dtype} {list(words.shape)}, not rows of int32")
+    return words
+
+
 def _unpacked(words: torch.Tensor) -> torch.Tensor:
     """Return codes, int8 `[n, 8 m]`, of words `[n, m]`."""
-    if words.dtype != torch.int32 or words.dim() != 2:
-        raise bad_checkpoint(f"codes in a {words.dtype} {list(words.shape)}, not in rows of int32")
     codes = words.contiguous().view(torch.uint8)
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).view(torch.int8)
 
