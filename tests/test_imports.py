@@ -213,7 +213,7 @@ def test_only_models_of_transformers_need_transformers() -> None:
         for module in imported(tree)
         if module.split(".")[0] == "transformers"
     }
-    own = {"divided", "transformers_model"}
+    own = {"divided", "own_parts", "transformers_model"}
     assert importers == {f"worker_service/model/{name}.py" for name in own}
     for program in ("worker_service.__main__", "splitpoint_cli.main"):
         assert not loaded_at_start(program) & {f"worker_service.model.{name}" for name in own}

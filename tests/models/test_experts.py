@@ -18,7 +18,7 @@ from splitpoint.planning.weight_placement import NOTHING_ON_HOST
 from splitpoint.shapes import DataType, WeightFormat
 from worker_service.kernels.choice import by_flags, use
 from worker_service.model.experts import ExpertMatrices, RouterWeight, use_own_experts
-from worker_service.model.transformers_model import _use_own_parts
+from worker_service.model.own_parts import use_own_parts
 from worker_service.numerics.self_check import dependence
 from worker_service.startup.model_source import source_of
 from worker_service.weights.packing import Matrix
@@ -118,7 +118,7 @@ def test_only_plain_gated_layers_are_fused(
     rows = 100 * torch.randn(1, 5, 64).to(dtype)
     with torch.inference_mode():
         wanted = model(rows)
-        _use_own_parts(model, dtype)
+        use_own_parts(model, dtype)
         assert ("forward" in vars(model[0])) is is_plain
         off = (model(rows) - wanted).abs().amax() / wanted.abs().amax()
     assert off <= 0.01

@@ -10,7 +10,6 @@ bits of a row then depend on no other row, as with our own decoder.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from splitpoint.checkpoint.config import read_config, text_part, unsupported
-from splitpoint.checkpoint.decoder import Activation, AttentionConfig, Norm
+from splitpoint.checkpoint.decoder import AttentionConfig
 from splitpoint.checkpoint.quantized import Quantization, read_quantization
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.weight_schedule import WeightPiece
@@ -57,12 +56,10 @@ from worker_service.model.experts import (
     expert_shape,
     expert_tensors,
     routers_of,
-    use_own_experts,
 )
-from worker_service.model.layer import NormWeights
-from worker_service.model.linear import Linear, apart, by_element
 from worker_service.model.model import Attend, CarryOut, Enter, Layer, WriteLast, at_once
-from worker_service.weights.packing import Matrix, held_bytes, layout_of
+from worker_service.model.own_parts import Normed, Product, use_own_parts
+from worker_service.weights.packing import held_bytes, layout_of
 from worker_service.weights.stream import WeightStream
 
 # Their annotations do not say what they return.
@@ -71,40 +68,6 @@ _WRAPPER: Any = AutoModelForMultimodalLM
 _LOGGING: Any = transformers_logging
 # Nothing is downloaded, and no code of a checkpoint runs.
 _LOCAL: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
-
-
-class Product(nn.Module):
-    """A linear layer's product by our kernels, in the place of transformers' module.
-
-    Attributes:
-        is_skipped: the result does not matter now; it is zeros.
-    """
-
-    def __init__(self, matrix: Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.matrix = matrix
-        self.bias = bias
-        self._dtype = dtype
-        self.linear = Linear(matrix, bias)
-        self.is_skipped = False
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """For code that asks for its type or device."""
-        held = self.matrix.weight
-        return held if held.dtype == self._dtype else held.new_empty(0, dtype=self._dtype)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Map `[..., in]` to `[..., out]`."""
-        shape = (*rows.shape[:-1], self.matrix.out_features)
-        if self.is_skipped or not rows.numel():
-            return rows.new_zeros(shape)
-        found = self.linear(rows.reshape(-1, rows.shape[-1]))
-        return (apart(found) if shape[-1] < _NARROW else found).view(shape)
-
-
-# Gates of heads and of experts have fewer outputs.
-_NARROW = 256
 
 
 class StoredLinear(nn.Module):
@@ -136,33 +99,6 @@ class StoredLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return functional.linear(rows, self.weight, self.bias)
-
-
-class Activated(nn.Module):
-    """An activation of each element, whatever its place in the tensor."""
-
-    def __init__(self, activation: Activation) -> None:
-        super().__init__()
-        self.activation = activation
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return by_element(rows, self.activation)
-
-
-class Normed(nn.Module):
-    """A norm over the last dimension."""
-
-    def __init__(self, weights: NormWeights) -> None:
-        super().__init__()
-        self.weights = weights
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """For code that asks for its type or device."""
-        return self.weights.weight
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.weights(rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,7 +191,7 @@ class TransformersModel:
         self.device = device
         self.dtype = TORCH_TYPES[shape.data_type]
         self.weights = WeightFormat.NATIVE
-        _use_own_parts(divided.model, self.dtype)
+        use_own_parts(divided.model, self.dtype)
         self.weight_bytes = _held_bytes(divided.model)
         self.layers: Sequence[TransformersLayer] = [
             TransformersLayer(index, facts, divided, ())
@@ -804,112 +740,6 @@ def _check_windows(divided: DividedModel, shape: ModelShape) -> None:
                 f"it with --max-model-len {kept}",
                 "sliding_window",
             )
-
-
-def _use_own_parts(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Replace experts, and one by one the products, norms and activations that are plain."""
-    use_own_experts(model)
-    # By name: a list of all modules would keep what was replaced.
-    parents = [name for name, each in model.named_modules() if any(True for _ in each.children())]
-    for parent in parents:
-        module = model.get_submodule(parent)
-        for name in [name for name, _ in module.named_children()]:
-            own = _own_part(module.get_submodule(name), dtype)
-            if own is not None:
-                setattr(module, name, own)
-    for module in model.modules():
-        own_forward = _own_gated(module)
-        if own_forward is not None:
-            module.forward = own_forward
-
-
-def _own_part(module: Any, dtype: torch.dtype) -> nn.Module | None:
-    """Return our part that does the same; None if this is not the plain thing."""
-    if type(module) in (nn.Linear, Conv1D):
-        weight = module.weight.data
-        if weight.dtype != dtype:  # a router that is kept in fp32
-            return None
-        matrix = Matrix(weight.T.contiguous() if type(module) is Conv1D else weight)
-        return Product(matrix, None if module.bias is None else module.bias.data, dtype)
-    if isinstance(module, StoredLinear) and module.codes is not None:
-        bias = None if module.bias is None else module.bias.data
-        return Product(Matrix.of(module.codes, dtype), bias, dtype)
-    if type(module).__name__ in _ACTIVATIONS:
-        return Activated(_ACTIVATIONS[type(module).__name__])
-    if type(module).__name__.endswith("RMSNorm"):
-        return _own_norm(module)
-    return None
-
-
-_ACTIVATIONS = {
-    "SiLUActivation": Activation.SILU,
-    "SiLU": Activation.SILU,
-    "ReLU": Activation.RELU,
-    "GELUTanh": Activation.GELU_TANH,
-    "NewGELUActivation": Activation.GELU_TANH,
-}
-
-
-def _own_gated(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return `down(activation(gate(rows)) * up(rows))` with fused operations.
-
-    None if the module computes anything else of random rows.
-    """
-    parts = [each for each in module.children() if not isinstance(each, nn.Dropout | nn.Identity)]
-    products = [each for each in parts if isinstance(each, Product)]
-    activated = [each for each in parts if isinstance(each, Activated)]
-    if len(parts) != 4 or len(products) != 3 or len(activated) != 1:
-        return None
-    weight = products[0].weight
-    generator = torch.Generator().manual_seed(_SEED)
-    rows = torch.randn(_TRIED_TOKENS, products[0].matrix.in_features, generator=generator)
-    # Large ones, too: some modules clamp.
-    rows = torch.stack((rows, 1e3 * rows)).to(weight.device, weight.dtype)
-    for gate, up, down in itertools.permutations(products):
-        forward = partial(_gated, gate, up, down, activated[0].activation)
-        try:
-            wanted, found = module(rows), forward(rows)
-        except Exception:  # of any family's code; or these matrices do not fit each other
-            continue
-        is_finite = wanted.isfinite().all(dim=-1, keepdim=True)
-        wanted, found = (torch.where(is_finite, each, 0).flatten(1) for each in (wanted, found))
-        off, largest = (each.abs().amax(dim=1) for each in (found - wanted, wanted))
-        if (off <= _CLOSE[weight.dtype] * largest).all():
-            return forward
-    return None
-
-
-def _gated(
-    gate: Product, up: Product, down: Product, activation: Activation, rows: torch.Tensor
-) -> torch.Tensor:
-    flat = rows.reshape(-1, rows.shape[-1])
-    inner = up.linear.times(flat, gate.linear(flat, activation))
-    return down.linear(inner).view(*rows.shape[:-1], -1)
-
-
-def _own_norm(module: Any) -> nn.Module | None:
-    """Return our norm if it computes the same of random rows; None if it does not."""
-    weight = getattr(module, "weight", None)
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if weight is None or not isinstance(epsilon, float) or weight.dim() != 1:
-        return None
-    weight = weight.data
-    generator = torch.Generator().manual_seed(_SEED)
-    rows = torch.randn(_TRIED_TOKENS, len(weight), generator=generator)
-    rows = rows.to(weight.device, weight.dtype)
-    wanted = module(rows)
-    for kind, scale in (
-        (Norm.RMS, weight),
-        (Norm.RMS_PLUS_ONE, weight.to(torch.float32) + 1),
-    ):
-        own = NormWeights(kind, scale, None, epsilon)
-        if torch.allclose(own(rows), wanted, rtol=_CLOSE[weight.dtype], atol=1e-6):
-            return Normed(own)
-    return None
-
-
-# Largest relative difference of two ways to round the same.
-_CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def _held_bytes(model: nn.Module) -> int:
