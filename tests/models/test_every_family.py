@@ -69,7 +69,7 @@ def check_refused_in_usual_sizes(family: str, folder: Path, made: NotMade) -> No
         usual_config(family).save_pretrained(folder)
         source_of(folder)
     except InvalidArgument as error:
-        note(family, "", error.message)
+        note(family, "", error.message.replace(str(folder), "its folder"))
     except NotMade:
         note(family, "", f"not tried: {made}")
         pytest.skip(f"no small checkpoint: {made}")
@@ -109,7 +109,7 @@ def test_a_family_is_served_or_refused(
         source = as_advised(folder)
         served = source.load(CPU, NOTHING_ON_HOST, (), WeightFormat.NATIVE)
     except InvalidArgument as error:
-        note(family, "", error.message)
+        note(family, "", error.message.replace(str(folder), "its folder"))
         return
     prefix, answered = clear_prompt(model, 70, NEW_TOKENS)
     other, wanted_of_other = clear_prompt(model, 33, NEW_TOKENS)
