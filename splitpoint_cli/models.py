@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitpoint.checkpoint.config import unsupported, with_context
-from splitpoint.checkpoint.decoder import ModelBackend, read_decoder, support_of
+from splitpoint.checkpoint.decoder import ModelBackend, Support, read_decoder, support_of
 from splitpoint.checkpoint.quantized import panels_for
 from splitpoint.checkpoint.resolve import NO_SUCH_MODEL, resolve_model
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.extras import is_installed
+from splitpoint.options.store import INT8_NEEDS_OWN
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape, WeightFormat
 
 # The model of commands that plan, unless one is named or measured.
@@ -51,6 +52,17 @@ def served_shape(
         source = source_of(folder, data_type, backend, max_model_len=max_model_len)
         return source.config.shape
     return with_context(support.required_shape, max_model_len)
+
+
+def cpu_format(support: Support, weights: WeightFormat) -> str | None:
+    """Return what of these weights CPUs alone have kernels for; None: nothing.
+
+    Raises InvalidArgument for int8 weights of a model that cannot have them.
+    """
+    what = panels_for(weights, support.quantization)
+    if weights is WeightFormat.INT8 and support.decoder is None:
+        raise InvalidArgument(INT8_NEEDS_OWN, field="weights")
+    return what
 
 
 def parse_dtype(text: str) -> DataType | None:

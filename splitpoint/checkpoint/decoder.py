@@ -459,6 +459,12 @@ class Support:
     refusal: InvalidArgument | None = None
 
     @property
+    def can_stream_weights(self) -> bool:
+        """True if some of its weights may stay on the host and stream from there."""
+        has_codes = self.quantization is not None and self.quantization.holds_codes
+        return self.decoder is not None and not has_codes
+
+    @property
     def required_shape(self) -> ModelShape:
         """The shape. Raises the refusal."""
         if self.shape is None:

@@ -112,7 +112,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if method == "compressed-tensors":
         return _compressed(given)
     if method in _FP8_METHODS:
-        _require(method, given, "fmt", None, "e4m3")
+        _require(method, given, "fmt", None, "e4m3", "float8_e4m3fn")
         block = given.get("weight_block_size")
         return Quantization(Stored.FP8, block=None if block is None else _block(block))
     what = " (bitsandbytes runs on GPUs only)" if method == "bitsandbytes" else ""

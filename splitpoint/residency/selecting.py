@@ -234,7 +234,7 @@ def why_not_selected(
     if pages.count >= stored_pages:
         return (
             f"rows and screens take {counted(pages.count, 'page')}, all of its "
-            f"{stored_tokens:,} stored tokens {stored_pages}"
+            f"{stored_tokens:,} stored tokens take {stored_pages}"
         )
     if profile is None:
         return ""

@@ -24,24 +24,30 @@ from splitpoint.checkpoint.resolve import resolve_model, weight_files
 from splitpoint.checkpoint.tensors import read_header
 from splitpoint.config import counted, format_size
 from splitpoint.errors import InvalidArgument, NotFound, SplitpointError
-from splitpoint.shapes import ModelShape
+from splitpoint.shapes import ModelShape, WeightFormat
 from splitpoint_cli.checks.finding import Finding, Verdict, one_line
-from splitpoint_cli.models import find_draft, parse_dtype, served_shape
+from splitpoint_cli.models import cpu_format, find_draft, parse_dtype, served_shape
 
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """The model of --model; folder and shape are None if it is absent or of an unknown family."""
+    """The model of --model; folder and shape are None if it is absent or of an unknown family.
+
+    Attributes:
+        can_stream_weights: see `Support`.
+    """
 
     finding: Finding
     folder: Path | None = None
     shape: ModelShape | None = None
+    can_stream_weights: bool = True
 
 
 def find_model(
     text: str | None,
     dtype: str,
     backend: str = ModelBackend.AUTO,
+    weights: WeightFormat = WeightFormat.NATIVE,
 ) -> FoundModel:
     """Return folder and shape of the model, as far as they are present."""
     name = "model"
@@ -54,10 +60,12 @@ def find_model(
         return FoundModel(Finding(name, Verdict.PROBLEM, error.message, _advice(error, text)))
     try:
         shape = served_shape(folder, data_type, ModelBackend(backend))
+        support = support_of(folder, data_type, ModelBackend(backend))
+        cpu_format(support, weights)
     except InvalidArgument as error:
         found = f"{model_name(folder)}: {error.message}"
         return FoundModel(Finding(name, Verdict.PROBLEM, found, _advice(error, text)), folder)
-    how = support_of(folder, data_type, ModelBackend(backend)).quantization
+    how = support.quantization
     found = (
         f"{shape.name}: {shape.family}, {shape.layer_count} layers, {shape.data_type.value}, "
         f"{'' if how is None else f'{how.text}, '}"
@@ -65,7 +73,9 @@ def find_model(
     )
     if reads_more_than_text(read_config(folder)):
         found += f", {TEXT_ONLY}"
-    return FoundModel(Finding(name, Verdict.OK, found), folder, shape)
+    if support.decoder is None:
+        found += ", computed by transformers' code"
+    return FoundModel(Finding(name, Verdict.OK, found), folder, shape, support.can_stream_weights)
 
 
 def find_draft_model(text: str, served: FoundModel) -> FoundModel:
@@ -119,6 +129,8 @@ def _advice(error: SplitpointError, text: str | None) -> str:
         return "Choose another model: docs/models.md lists the families that are served"
     if field == "quantization_config":
         return "Choose the checkpoint that this one was quantized from, or one of another format"
+    if field == "weights":
+        return "Leave --weights out"
     if field == "text_config":
         return "Write the defaults into config.json, as said above"
     if error.reason == UNSUPPORTED_MODEL:
@@ -214,9 +226,12 @@ def check_chat_template(folder: Path, given: Path | None = None) -> Finding:
 
 
 def check_device_memory(
-    weights: int, wish: str | None, gpu_bytes: tuple[int, ...]
+    weights: int, wish: str | None, gpu_bytes: tuple[int, ...], *, can_stream_weights: bool = True
 ) -> Iterator[Finding]:
-    """Compare bytes of weights with the smallest GPU's memory, or with --device-memory."""
+    """Compare bytes of weights with the smallest GPU's memory, or with --device-memory.
+
+    `can_stream_weights`: see `Support`.
+    """
     name = "device memory"
     most = min(gpu_bytes, default=None)
     budget = most if wish is None else config.parse_size(wish, field="device_memory")
@@ -228,6 +243,14 @@ def check_device_memory(
             Verdict.PROBLEM,
             f"{format_size(budget)} are asked for, a GPU has {format_size(most)}",
             f"Ask for less: --device-memory {most * 9 // 10 >> 20}MiB, or leave it out",
+        )
+    elif weights > budget and not can_stream_weights:
+        yield Finding(
+            name,
+            Verdict.PROBLEM,
+            f"{format_size(weights)} of weights, {format_size(budget)} for them and the cache: "
+            "none of these weights can stay on the host (docs/models.md)",
+            "Give it more: --device-memory SIZE",
         )
     elif weights > budget:
         yield Finding(

@@ -167,7 +167,10 @@ def _stack(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
         yield Check("driver", lambda: gpu.check_driver(driver))
         yield Check("torch", lambda: gpu.check_torch(gpu.ask_torch(), driver))
     known = attempt(
-        "model", lambda: model.find_model(options.model, options.dtype, options.model_backend)
+        "model",
+        lambda: model.find_model(
+            options.model, options.dtype, options.model_backend, WeightFormat(options.weights)
+        ),
     )
     found = known if isinstance(known, Finding) else known.finding
     shape = None if isinstance(known, Finding) else known.shape
@@ -183,9 +186,16 @@ def _stack(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
         of_draft = draft.finding
         yield Check("draft model", lambda: of_draft)
         draft_bytes = 0 if draft.shape is None else WeightSizes.of(draft.shape).total
-    if shape is not None:
+    if shape is not None and not isinstance(known, Finding):
         weights = _weight_bytes(options, shape) + draft_bytes
-        yield Check("device memory", lambda: _device_memory(options, weights, driver))
+        sizes = tuple(each.memory_bytes for each in driver.gpus if each.memory_bytes is not None)
+        can_stream = known.can_stream_weights
+        yield Check(
+            "device memory",
+            lambda: model.check_device_memory(
+                weights, options.device_memory, sizes, can_stream_weights=can_stream
+            ),
+        )
     yield Check("memory", lambda: _memory(options, shape, draft_bytes, has_gpu=has_gpu, own=own))
     if options.tier_disk is not None or options.tier_disk_size != store.TIER_DISK_SIZE.default:
         folder = None if options.tier_disk is None else Path(options.tier_disk)
@@ -231,11 +241,6 @@ def _draft_model(
 
 def _weight_bytes(options: DoctorOptions, shape: ModelShape) -> int:
     return WeightSizes.of(shape, WeightFormat(options.weights)).total
-
-
-def _device_memory(options: DoctorOptions, weights: int, driver: gpu.Driver) -> Iterator[Finding]:
-    sizes = tuple(found.memory_bytes for found in driver.gpus if found.memory_bytes is not None)
-    return model.check_device_memory(weights, options.device_memory, sizes)
 
 
 def _memory(

@@ -9,7 +9,6 @@ from pathlib import Path
 from splitpoint import config
 from splitpoint.checkpoint.config import model_name
 from splitpoint.checkpoint.decoder import ModelBackend, support_of
-from splitpoint.checkpoint.quantized import panels_for
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.costs.page_choice import PageChoice
 from splitpoint.discovery.redis_options import read_redis_options
@@ -29,7 +28,7 @@ from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity
 from splitpoint_cli.checks.gpu import FreeMemory, ask_free_memory
 from splitpoint_cli.files import check_output
-from splitpoint_cli.models import find_draft, model_shape
+from splitpoint_cli.models import cpu_format, find_draft, model_shape
 from splitpoint_cli.options import check_options
 from splitpoint_cli.page_tokens import choose_pages, page_tokens_of
 from splitpoint_cli.stack.api_key import ApiKey, api_key_of
@@ -289,13 +288,11 @@ def _check_weights(options: StackOptions, folder: Path, devices: tuple[str, ...]
     """Raise InvalidArgument if int8 weights, or codes, cannot run with these options here."""
     support = support_of(folder, backend=ModelBackend(options.model_backend))
     weights = WeightFormat(options.weights)
-    what = panels_for(weights, support.quantization)
+    what = cpu_format(support, weights)
     if what is None:
         return
     if any(device != "cpu" for device in devices):
         raise InvalidArgument(f"{what} is for CPU workers: --device cpu", field="weights")
-    if weights is WeightFormat.INT8 and support.decoder is None:
-        raise InvalidArgument(store.INT8_NEEDS_OWN, field="weights")
     with_panels(options.cpu_kernels, what)
     if compiler() is None:
         raise InvalidArgument(f"{what} needs a C++ compiler", field="weights")

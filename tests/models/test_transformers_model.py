@@ -21,7 +21,8 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.host.processor import compiler
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST
 from splitpoint.shapes import DataType, WeightFormat
-from splitpoint_cli.checks.model import find_model
+from splitpoint_cli.checks.finding import Verdict
+from splitpoint_cli.checks.model import check_device_memory, find_model
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan import plan_stack
 from worker_service.kernels.choice import by_flags, use
@@ -135,6 +136,18 @@ def test_int8_weights_are_for_our_own_decoder(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidArgument, match="--weights int8 takes a model that our own decoder"):
         plan_stack(options)
+    doctor = find_model(str(folder), "auto", weights=WeightFormat.INT8).finding
+    assert doctor.verdict is Verdict.PROBLEM
+    assert "--weights int8 takes a model that our own decoder" in doctor.found
+
+
+def test_doctor_says_that_no_weights_can_stay_on_the_host(tmp_path: Path) -> None:
+    found = find_model(str(write(small_model("granite"), tmp_path)), "auto")
+    assert "computed by transformers' code" in found.finding.found
+    assert not found.can_stream_weights
+    for can_stream, verdict in ((False, Verdict.PROBLEM), (True, Verdict.WARNING)):
+        [finding] = check_device_memory(2 << 20, "1MiB", (), can_stream_weights=can_stream)
+        assert finding.verdict is verdict
 
 
 def test_parts_for_images_are_neither_read_nor_counted(tmp_path: Path) -> None:

@@ -120,7 +120,10 @@ def _grouped(
     if has(f"{module}.g_idx"):
         places = get(f"{module}.g_idx")
         if not torch.equal(places, torch.arange(len(places), dtype=places.dtype) // group):
-            raise bad_checkpoint(f"{module}: its inputs are in another order (act-order)")
+            raise bad_checkpoint(
+                f"{module}: its g_idx is not that of groups of {group} inputs in order (act-order, "
+                "or another group_size)"
+            )
     return _checked(module, words.T, scales, zeros.T, how.group)
 
 
