@@ -98,7 +98,7 @@ def _copies(count: int) -> Iterator[SimpleQueue[Path]]:
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    names = [*listed.stdout.rstrip("\0").split("\0")]
+    names = listed.stdout.rstrip("\0").split("\0")
     names += [str(each.relative_to(ROOT)) for each in (ROOT / "splitpoint/v1").glob("*.py")]
     with tempfile.TemporaryDirectory(prefix="splitpoint-mutants-") as folder:
         queue: SimpleQueue[Path] = SimpleQueue()

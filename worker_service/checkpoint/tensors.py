@@ -6,7 +6,7 @@ second copy of the whole model. Pickled weights can run code and are refused.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -100,9 +100,10 @@ class Checkpoint:
         self._config = config
         self._files = ExitStack()
         self._holders: dict[str, tuple[str, Any]] = {}
+        self._expected = expected_tensors(config)
         try:
             self._open_files()
-            total = self._check(expected_tensors(config))
+            total = self._check()
         except BaseException:
             self._files.close()
             raise
@@ -140,7 +141,7 @@ class Checkpoint:
         if how is not None:
             codes = read_codes(how, module, self._holders.__contains__, self._stored)
             if codes is not None:
-                _check_shape(name, codes.shape, expected_tensors(self._config)[name])
+                _check_shape(name, codes.shape, self._expected[name])
                 return codes
         return self._stored(name)
 
@@ -162,10 +163,10 @@ class Checkpoint:
                 raise bad_checkpoint(f"{name} is in more than one file of {self._folder}")
             self._holders[full] = (name, file)
 
-    def _check(self, expected: Mapping[str, tuple[int, ...]]) -> int:
+    def _check(self) -> int:
         """Check names, shapes and types; return the stored bytes of the expected tensors."""
-        total = 0
-        parts = {} if self._config.quantization is None else self._parts_of(expected)
+        total, expected = 0, self._expected
+        parts = {} if self._config.quantization is None else self._parts()
         missing = [name for name in expected if name not in self._holders and name not in parts]
         known = {*expected, *(part for each in parts.values() for part in each)}
         unknown = [
@@ -198,10 +199,10 @@ class Checkpoint:
             self._check_tied_head()
         return total
 
-    def _parts_of(self, expected: Iterable[str]) -> dict[str, list[str]]:
+    def _parts(self) -> dict[str, list[str]]:
         """Return what is stored of each matrix that is quantised."""
         found = {}
-        for name in expected:
+        for name in self._expected:
             module = name.removesuffix("weight")
             parts = [module + each for each in PARTS if module + each in self._holders]
             if name.endswith(".weight") and parts:

@@ -732,8 +732,7 @@ def _check_windows(divided: DividedModel, shape: ModelShape) -> None:
                 f"{each.name}: its cache ({type(cached).__name__}) has rules of its own",
                 "model_type",
             )
-        is_sliding = getattr(cached, "is_sliding", False)
-        kept = getattr(cached, "sliding_window", None) if is_sliding else None
+        kept = cached.sliding_window if isinstance(cached, DynamicSlidingWindowLayer) else None
         if kept is not None and kept != each.window and kept < shape.context_length:
             raise unsupported(
                 f"{each.name}: transformers' cache keeps {kept} tokens, its mask shows more: serve "
