@@ -16,7 +16,7 @@ from any_models import FAMILIES, WRAPPERS, NotMade, clear_prompt, small_model, u
 from drafter_doubles import self_drafting
 from engine_runner import CPU, admission, make_engine, run_all
 from selecting import select_always
-from store_runner import store_runner
+from store_runner import restored, store_runner
 
 from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.errors import InvalidArgument
@@ -120,19 +120,17 @@ def test_a_family_is_served_or_refused(
         cold = [admission("prefix", prefix, GREEDY), admission("other", other, GREEDY)]
         found = runner.run(make_engine(served, has_activations=True), cold).tokens
         assert found == {"prefix": answered, "other": wanted_of_other}
-        restored: list[int] = []
+        restored_tokens: list[int] = []
 
         def count(output: StepOutput) -> None:
-            restored.extend(each.loaded_tokens + each.rebuilt_tokens for each in output.restores)
+            restored_tokens.extend(
+                each.loaded_tokens + each.rebuilt_tokens for each in output.restores
+            )
 
         runner.after_step = count
-        # Each by another engine, which has nothing of the prefix on its device.
-        for split in (0, cached // 2, cached):
-            for residency in (Residency.RESIDENT, Residency.STREAMED):
-                ask = admission("prompt", prompt, GREEDY)
-                ask = replace(ask, split_tokens=split, residency=residency)
-                done = runner.run(make_engine(served, has_activations=True), [ask]).tokens
-                assert done["prompt"] == wanted, (split, residency)
+        ask = admission("prompt", prompt, GREEDY)
+        for split, residency, answer in restored(runner, served, ask, cached):
+            assert answer == wanted, (split, residency)
         rows: list[int] = []
 
         def count_rows(output: StepOutput) -> None:
@@ -155,7 +153,7 @@ def test_a_family_is_served_or_refused(
             assert sum(rows) > 0
             assert sum(each.accepted for each in drafted.drafts) > 0
         # A resident request has all of the prefix on its device.
-        assert sum(tokens >= cached for tokens in restored) == 3
+        assert sum(tokens >= cached for tokens in restored_tokens) == 3
     note(family, source.backend.value, selects=sum(rows) > 0)
 
 

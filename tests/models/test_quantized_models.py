@@ -16,14 +16,13 @@ from engine_runner import CPU, admission, make_engine, run_all
 from own_names import instance_name
 from quantized_models import FORMS, quantized_model
 from safetensors.torch import load_file, save_file
-from store_runner import store_runner
+from store_runner import restored, store_runner
 from transformers import PreTrainedModel
 
 from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.checkpoint.quantized import Quantization, Stored, read_quantization
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.processor import compiler
-from splitpoint.planning.plan import Residency
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WeightSizes
 from splitpoint.shapes import ArenaLayout, DataType, WeightFormat
 from splitpoint_cli.checks.model import check_weights, find_model
@@ -133,12 +132,9 @@ def test_tokens_are_those_of_the_dequantised_model_restored_or_not(
         asks = [admission("prefix", prefix, GREEDY), admission("other", prompt[:40], GREEDY)]
         done = runner.run(make_engine(model, has_activations=True), asks)
         assert done.tokens["prefix"] == answered
-        for split in (0, cached // 2, cached):
-            for residency in (Residency.RESIDENT, Residency.STREAMED):
-                ask = admission("prompt", prompt, GREEDY)
-                ask = replace(ask, split_tokens=split, residency=residency)
-                found = runner.run(make_engine(model, has_activations=True), [ask]).tokens
-                assert found["prompt"] == wanted, (split, residency)
+        ask = admission("prompt", prompt, GREEDY)
+        for split, residency, found in restored(runner, model, ask, cached):
+            assert found == wanted, (split, residency)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
-from engine_runner import Transcript, admission
+from engine_runner import Transcript, admission, make_engine
 
 from kvstore_service.integrity.inspection import Finder
 from kvstore_service.pool.chunk_pool import WrittenChunk
@@ -32,6 +32,7 @@ from worker_service.engine.messages import Matched, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission, Suspects
 from worker_service.engine.sequence import Sequence as EngineSequence
+from worker_service.model.model import Model
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.client import Match
 from worker_service.store.session import Connection
@@ -204,6 +205,20 @@ def store_runner(layout: ArenaLayout, folder: Path, slot_count: int) -> Iterator
     finally:
         store.close()
         opened.owner.remove()
+
+
+def restored(
+    runner: StoreRunner, model: Model, ask: Admission, cached_tokens: int
+) -> Iterator[tuple[int, Residency, list[int]]]:
+    """Yield the answer with the cached prefix restored at three splits, resident and streamed.
+
+    Each is given by an engine of its own, which has nothing of the prefix on its device.
+    """
+    for split in (0, cached_tokens // 2, cached_tokens):
+        for residency in (Residency.RESIDENT, Residency.STREAMED):
+            here = replace(ask, split_tokens=split, residency=residency)
+            found = runner.run(make_engine(model, has_activations=True), [here])
+            yield split, residency, found.tokens[ask.request_id]
 
 
 def wait_loaded(sequence: EngineSequence) -> None:
