@@ -78,7 +78,8 @@ class WorkerFacts:
     def can_follow(self, selection: Selection) -> bool:
         """Return True if the worker can select so, and draft what the selection verifies."""
         has_drafter = not selection.verify or DraftMethod.SELF in self.draft_methods
-        return has_drafter and self.has_columns(selection)
+        has_inputs = not selection.method.keeps_inputs or self.has_activations
+        return has_drafter and has_inputs and self.has_columns(selection)
 
     def followed(self, selection: Selection) -> Selection:
         """Return what the worker is to select: FULL unless it can, and there is anything to select.

@@ -30,6 +30,8 @@ class Trait(Enum):
     KEEPS_NOTHING = auto()
     # It keeps bounds of pages of keys, where others keep columns of each key.
     KEEPS_BOUNDS = auto()
+    # It makes what it keeps from X of each token, which the store has to keep.
+    KEEPS_INPUTS = auto()
 
 
 class SelectionMethod(StrEnum):
@@ -50,8 +52,8 @@ class SelectionMethod(StrEnum):
     FULL = "full"
     # Skewed partial keys (InfiniGen): the columns of `RoPE(k) A` with the largest sums.
     INFINIGEN = "infinigen", Trait.LOGITS, Trait.CALIBRATED
-    # A sparse projection of X and trained low-rank weights (MAPLE). Its keys need X of every token.
-    MAPLE = "maple", Trait.LOGITS, Trait.INT8, Trait.CALIBRATED, Trait.MEASURED
+    # Trained low-rank queries and keys of X (MAPLE).
+    MAPLE = "maple", Trait.LOGITS, Trait.INT8, Trait.CALIBRATED, Trait.KEEPS_INPUTS
     # The columns of keys after RoPE with the largest sums.
     COLUMNS = "columns", Trait.LOGITS
     # The best bilinear approximation of q.k on calibration text, in closed form.
@@ -81,6 +83,11 @@ class SelectionMethod(StrEnum):
     def is_calibrated(self) -> bool:
         """True if it needs artefacts of `splitpoint calibrate`."""
         return Trait.CALIBRATED in self.traits
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """True if it makes what it keeps from X of each token, not from K."""
+        return Trait.KEEPS_INPUTS in self.traits
 
 
 SERVED_METHODS = tuple(
@@ -173,6 +180,10 @@ class Selection:
             raise _wrong("alpha", f"{self.method} guesses no logits: use ratio")
         if self.int8 and not self.method.has_logits:
             raise _wrong("int8", f"{self.method} keeps no rows that could be int8")
+        if self.method is SelectionMethod.MAPLE and (self.columns or 0) % 2:
+            raise _wrong(
+                "columns", f"must be even, not {self.columns}: maple rotates pairs of them"
+            )
         if not 0 < self.cap <= 1:
             raise _wrong("cap", f"must be in (0, 1], not {self.cap:g}")
         self._check_pool()
@@ -222,6 +233,8 @@ class Selection:
 
     def kept_columns(self, head_dim: int) -> int:
         """Return the dimensions that a screen keeps of heads of this size."""
+        if self.columns is None and self.method is SelectionMethod.MAPLE:
+            return 2 * max(1, round(_COLUMN_SHARE * head_dim / 2))
         if self.columns is None:
             return max(1, round(_COLUMN_SHARE * head_dim))
         return min(self.columns, head_dim)

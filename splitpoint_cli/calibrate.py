@@ -117,6 +117,10 @@ _Columns = Annotated[
     int | None,
     typer.Option(help="Columns of each head's factors; default: 30 % of the head.", min=1),
 ]
+_Projection = Annotated[
+    int,
+    typer.Option(help="Columns of MAPLE's random projection of X; 0: X is not projected.", min=0),
+]
 _Epochs = Annotated[int, typer.Option(help="Most epochs of training; 0: the closed form.", min=0)]
 _Rate = Annotated[
     float | None,
@@ -145,6 +149,7 @@ def calibrate(
     tokens: _Tokens = 16_384,
     length: _Length = None,
     columns: _Columns = None,
+    projection: _Projection = 0,
     epochs: _Epochs = 3,
     rate: _Rate = None,
     loss: _Loss = TrainingLoss.KL,
@@ -188,6 +193,7 @@ def calibrate(
         method,
         passages,
         rank=rank,
+        projection=projection,
         training=Training(
             epochs=epochs,
             rate=RATES.get(method, 0.0) if rate is None else rate,

@@ -56,8 +56,9 @@ def _check_drafter(
 def _check_selection(selection: Selection, workers: Collection[WorkerFacts]) -> None:
     """Check that one of the ready workers can serve a selection.
 
-    Raises FailedPrecondition if none has the method's artefacts, InvalidArgument if they were
-    trained for another number of columns, or if none drafts what the selection verifies.
+    Raises FailedPrecondition if none has the method's artefacts, or the layer inputs that it needs;
+    InvalidArgument if they were trained for another number of columns, or if none drafts what the
+    selection verifies.
     """
     if selection.reads_all:
         return
@@ -71,6 +72,12 @@ def _check_selection(selection: Selection, workers: Collection[WorkerFacts]) -> 
             f"selection: columns is {selection.columns}, but artefacts of {selection.method} were "
             f"trained for {', '.join(map(str, sorted(trained)))}",
             field="selection.columns",
+        )
+    if selection.method.keeps_inputs and not any(worker.has_activations for worker in able):
+        raise FailedPrecondition(
+            f"no ready worker can select by {selection.method}: it makes keys of layer inputs, "
+            "which no store keeps; start it with --activations always",
+            reason="NO_ACTIVATIONS",
         )
     if selection.verify:
         _check_drafter(DraftMethod.SELF, able, "selection.verify")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fork_server import SECONDS
 from kept_fleet import KeptFleet, kept_fleet
+from selecting import maple_artifacts
 from small_model import WIDE, small_model
 
 from splitpoint.checkpoint.config import read_config
@@ -34,8 +35,8 @@ PROMPT = "".join(
 )
 
 
-def ranked_artefacts(folder: Path, model: Path) -> None:
-    """Write what `splitpoint calibrate --screen ranked --columns 8` would, of random maps."""
+def write_artefacts(folder: Path, model: Path) -> None:
+    """Write what `splitpoint calibrate --columns 8` would, of random maps: `ranked` and `maple`."""
     shape = shape_from_config(read_config(model), name="any")
     generator = torch.Generator().manual_seed(3)
     tensors = {
@@ -45,8 +46,8 @@ def ranked_artefacts(folder: Path, model: Path) -> None:
         for index in range(shape.layer_count)
         for name in ("query_map", "key_map")
     }
-    made = Artifacts(SelectionMethod.RANKED, tensors, {})
-    (folder / "ranked.safetensors").write_bytes(encoded(made, model))
+    for made in (Artifacts(SelectionMethod.RANKED, tensors, {}), maple_artifacts(shape, 8)):
+        (folder / f"{made.method}.safetensors").write_bytes(encoded(made, model))
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +56,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptFleet]:
     artifacts = tmp_path_factory.mktemp("artifacts")
     # Its heads are as wide as those of large models, and its first two layers read everything.
     model = small_model(**WIDE, num_hidden_layers=4)
-    ranked_artefacts(artifacts, model)
+    write_artefacts(artifacts, model)
     with kept_fleet(
         *("--link-rate", "20MB", "--device-memory", "256MiB", "--artifacts", str(artifacts)),
         *("--speculative-config", '{"method": "auto"}'),
         model=model,
-        store_options=("--host-memory", "128MiB"),
+        store_options=("--host-memory", "128MiB", "--activations", "always"),
     ) as running:
         yield running
 
@@ -99,6 +100,18 @@ def test_artefacts_are_those_of_the_folder(stack: KeptFleet) -> None:
     with pytest.raises(InvalidArgument, match="trained for 8") as refused:
         ask(stack, select="ranked:0.2,columns=7")
     assert refused.value.field == "selection.columns"
+
+
+def test_keys_made_of_layer_inputs_are_served(stack: KeptFleet, exact: Completion) -> None:
+    """Of a prompt that is restored; as a draft they change no token."""
+    done = ask(stack, select="maple:0.2")
+    usage = done.usage.selection
+    assert (usage.is_approximate, usage.step_count) == (True, TOKENS - 1), done.plan
+    assert 0.2 <= usage.read_ratio < 0.5
+    assert done.token_ids[0] == exact.token_ids[0], "that step read everything"
+    lossless = ask(stack, select="maple:0.2,verify", speculative_tokens=4)
+    assert lossless.token_ids == exact.token_ids
+    assert lossless.usage.selection.fetched_row_count > 0
 
 
 def test_generate_tells_people(stack: KeptFleet) -> None:
@@ -153,7 +166,7 @@ def test_a_verified_selection_changes_no_token(stack: KeptFleet, exact: Completi
 
 def test_what_cannot_be_is_refused_by_name(stack: KeptFleet) -> None:
     for select, speculate, field in (
-        ("maple:0.1", None, "selection.method"),
+        ("h2o:0.1", None, "selection.method"),
         ("columns:2", None, "selection.ratio"),
         ("columns", None, "selection.ratio"),
         ("columns:0.1", DraftMethod.SUFFIX, "speculation.method"),
@@ -170,7 +183,9 @@ def test_what_cannot_be_is_refused_by_name(stack: KeptFleet) -> None:
 
 def test_status_lists_what_the_worker_selects_by(stack: KeptFleet) -> None:
     for worker in stack.until(lambda found: found.ready_count == 2).workers:
-        assert set(worker.selection_methods) == {"columns", "quest", "window", "ranked"}
+        assert set(worker.selection_methods) == {
+            *("columns", "quest", "window", "ranked", "maple"),
+        }
 
 
 def busy_worker(stack: KeptFleet) -> str:

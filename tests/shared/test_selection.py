@@ -194,7 +194,7 @@ def test_what_a_newer_peer_lists_is_left_out_if_it_is_unknown() -> None:
 
 
 def test_what_only_eval_measures_is_not_served() -> None:
-    for text, field in (("maple:0.1", "method"), ("h2o:0.1", "method"), ("quest:0.1", "")):
+    for text, field in (("oracle:0.1", "method"), ("h2o:0.1", "method"), ("maple:0.1", "")):
         selection = Selection.parsed(text)
         if not field:
             check_served(selection)

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 from stored_prefix import CPU, StoredPrefix
 
 from splitpoint.residency.selecting import SelectionPages, selection_pages
-from splitpoint.selection import Selection
+from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import ModelShape, chunks_of
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan
 from worker_service.lanes.lanes import Lanes
 from worker_service.retrieval import selector
 from worker_service.retrieval.sequence_reads import SequenceReads
+from worker_service.selection.artifacts import Artifacts
+from worker_service.selection.maple import sparse_signs
 from worker_service.selection.screen_factory import Screens
 
 
@@ -47,12 +50,13 @@ def empty_reads(
     pages: SelectionPages,
     free: Sequence[int],
     final_tokens: int,
+    artifacts: Artifacts | None = None,
 ) -> SequenceReads:
     """Return reads that are not built, in the first of the free pages."""
     screens = pages.rows
     centroids = screens + pages.screens
     return SequenceReads(
-        Screens(prefix.model.config, selection),
+        Screens(prefix.model.config, selection, artifacts),
         prefix.model.config,
         cache,
         lanes,
@@ -61,3 +65,22 @@ def empty_reads(
         centroid_pages=free[centroids : pages.count],
         final_tokens=final_tokens,
     )
+
+
+def maple_artifacts(shape: ModelShape, rank: int, projection: int = 0) -> Artifacts:
+    """Return factors of no use to ranking, as `splitpoint calibrate --screen maple` writes them."""
+    random = torch.Generator().manual_seed(3)
+    rows = projection or shape.hidden_size
+    made: dict[str, torch.Tensor] = {}
+    for index in range(shape.layer_count):
+        made[f"layers.{index}.projection"] = sparse_signs(shape.hidden_size, projection, random)
+        made[f"layers.{index}.frequencies"] = torch.rand(
+            (shape.kv_head_count, rank // 2), generator=random
+        )
+        for name, heads in (("query", shape.query_head_count), ("key", shape.kv_head_count)):
+            size = (rows, heads, rank)
+            drawn = torch.randint(-127, 128, size, generator=random, dtype=torch.int8)
+            made[f"layers.{index}.{name}"] = drawn
+            scale = torch.rand((1, heads, rank), generator=random) / 127
+            made[f"layers.{index}.{name}_scale"] = scale
+    return Artifacts(SelectionMethod.MAPLE, made, {})

@@ -12,22 +12,37 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.errors import InvalidArgument
 from splitpoint.selection import SelectionMethod
-from worker_service.distillation.factors import Sums, closed_form, projected_form, skew
+from worker_service.distillation.factors import (
+    Sums,
+    closed_form,
+    projected_form,
+    rotated_form,
+    skew,
+)
 from worker_service.distillation.measures import rank_agreement, recall, weight
 from worker_service.distillation.training import LowRank, Trained, Training, train
 from worker_service.model.attention import prefill_alone
-from worker_service.model.model import Layer, Model
+from worker_service.model.decoder import Decoder
+from worker_service.model.model import Layer
+from worker_service.model.rope import inverse_frequencies
 from worker_service.selection.artifacts import Artifacts
 from worker_service.selection.columns import ColumnScreen, LowRankScreen, by_kv_head
 from worker_service.selection.kept_rows import to_int8
-from worker_service.selection.maple import MapleScreen, MapleWeights, sparse_projection
+from worker_service.selection.maple import (
+    MapleScreen,
+    MapleWeights,
+    maple_weights,
+    project,
+    sparse_signs,
+)
 from worker_service.selection.screen import AttentionShape, LayerScreen, TokenRows
 
 
 @torch.no_grad()
-def sampled(model: Model, passage: Sequence[int]) -> list[TokenRows]:
+def sampled(model: Decoder, passage: Sequence[int]) -> list[TokenRows]:
     """Return X, q and k of every layer for one passage, which is attended by itself."""
     recorder = _Recorder()
     ids = torch.tensor(passage, device=model.device)
@@ -93,11 +108,12 @@ class Track(Protocol):
 
 
 def calibrate(
-    model: Model,
+    model: Decoder,
     method: SelectionMethod,
     passages: Sequence[Sequence[int]],
     *,
     rank: int,
+    projection: int = 0,
     training: Training,
     track: Track,
     say: Callable[[str], None],
@@ -106,7 +122,8 @@ def calibrate(
 
     Args:
         passages: token ids; the last eighth of them measures, the others are learned from.
-        rank: columns of each head's low-rank factors.
+        rank: columns of each head's low-rank factors; even for MAPLE.
+        projection: columns of MAPLE's P; 0: X is not projected.
         track: shows progress over passages and layers; say: takes a line for each epoch.
 
     Raises InvalidArgument if there are too few passages.
@@ -130,9 +147,11 @@ def calibrate(
         work = _Layer(
             index,
             AttentionShape.of(model.config, index),
+            _frequencies(model.config, index),
             samples[:-unseen],
             samples[-unseen:],
             rank=rank,
+            projection=projection,
             training=training,
             say=say,
         )
@@ -142,6 +161,7 @@ def calibrate(
     facts = {
         "tokens": sum(map(len, passages)),
         "rank": rank,
+        **({"projection": projection} if method is SelectionMethod.MAPLE else {}),
         **({} if method not in _TRAINED else {"training": asdict(training)}),
     }
     return Artifacts(method, tensors, facts), results
@@ -156,9 +176,11 @@ class _Layer:
 
     index: int
     shape: AttentionShape
+    rope: torch.Tensor
     seen: list[TokenRows]
     unseen: list[TokenRows]
     rank: int
+    projection: int
     training: Training
     say: Callable[[str], None]
 
@@ -185,26 +207,38 @@ class _Layer:
 
     def _maple(self) -> tuple[dict[str, torch.Tensor], LayerResult]:
         """Train W_Q and W_K, and quantise them."""
-        heads = self.shape.query_heads
-        # One more stream for each layer; P has as many columns as W_Q gives all heads.
+        # One more stream for each layer.
         random = torch.Generator().manual_seed(self.training.seed * 65_536 + self.index)
         device = self.seen[0].inputs.device
         width = self.seen[0].inputs.shape[1]
-        projection = sparse_projection(width, heads * self.rank, random).to(device)
-        projected = [rows.inputs.float() @ projection for rows in self.seen]
-        start = projected_form(projected, self.seen, self.rank)
-        trained = self._train(start, partial(_projected, projection))
+        projection = sparse_signs(width, self.projection, random).to(device)
+        projected = [project(rows.inputs, projection) for rows in self.seen]
+        frequencies = torch.empty((self.shape.kv_heads, 0), device=device)
+        if len(self.rope):
+            rope = self.rope.to(device)
+            query, key, frequencies = rotated_form(projected, self.seen, self.rank, rope)
+        else:
+            query, key = projected_form(projected, self.seen, self.rank)
+        start = query, key
+
+        def weights(query: torch.Tensor, key: torch.Tensor) -> MapleWeights:
+            return MapleWeights(projection, query, key, frequencies)
+
+        trained = self._train(start, partial(_projected, weights))
         names = ("query", "key")
-        tensors = {"projection": projection}
-        exact = []
+        tensors = {"projection": projection, "frequencies": frequencies}
         for name, factor in zip(names, trained.factors, strict=True):
             rows, scales = to_int8(factor.transpose(0, -1))
             tensors[name] = rows.transpose(0, -1).contiguous()
             tensors[f"{name}_scale"] = scales.float().transpose(0, -1).contiguous()
-            exact.append(tensors[name].float() * tensors[f"{name}_scale"])
-        closed = partial(MapleScreen, self.shape, MapleWeights(projection, *start))
-        plain = partial(MapleScreen, self.shape, MapleWeights(projection, *trained.factors))
-        screen = partial(MapleScreen, self.shape, MapleWeights(projection, *exact))
+        closed, plain, screen = (
+            partial(MapleScreen, self.shape, made)
+            for made in (
+                weights(*start),
+                weights(*trained.factors),
+                maple_weights(tensors.__getitem__),
+            )
+        )
         result = self._result(SelectionMethod.MAPLE, screen, closed, trained.losses, plain)
         return tensors, result
 
@@ -258,7 +292,17 @@ def _mapped(
 
 
 def _projected(
-    projection: torch.Tensor, rows: TokenRows, query: torch.Tensor, key: torch.Tensor
+    weights: Callable[[torch.Tensor, torch.Tensor], MapleWeights],
+    rows: TokenRows,
+    query: torch.Tensor,
+    key: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    weights = MapleWeights(projection, query, key)
-    return weights.queries(rows.inputs), weights.keys(rows.inputs)
+    made = weights(query, key)
+    return made.queries(rows.inputs, 0), made.keys(rows.inputs, 0)
+
+
+def _frequencies(config: DecoderConfig, layer: int) -> torch.Tensor:
+    """Return the radians a token of each pair of RoPE in a layer, `[d / 2]`; empty without RoPE."""
+    has_own = config.local_rope is not None and config.windows[layer] is not None
+    rope = config.local_rope if has_own else config.rope
+    return torch.empty(0) if rope is None else inverse_frequencies(rope, config.shape.head_dim)

@@ -8,6 +8,7 @@ the best r columns of each. Only `R^T R = Q^T Q` is needed, so samples are summe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -67,22 +68,28 @@ def closed_form(queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor
     Args:
         queries, keys: `Q^T Q` and `K^T K`, fp64 `[n_kv, d, d]`.
     """
-    query_root, query_inverse = roots(queries)
-    key_root, key_inverse = roots(keys)
-    left, values, right = torch.linalg.svd(query_root @ key_root.transpose(-1, -2))
-    root = values.sqrt().unsqueeze(-2)
-    query_map = query_inverse @ (left * root)
-    key_map = key_inverse @ (right.transpose(-1, -2) * root)
+    query_map, key_map, _ = _closed(queries, keys)
     return query_map.float(), key_map.float()
 
 
+def _closed(
+    queries: torch.Tensor, keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the maps of `closed_form`, and their singular values `[n_kv, d]`; may be complex."""
+    query_root, query_inverse = roots(queries)
+    key_root, key_inverse = roots(keys)
+    left, values, right = torch.linalg.svd(query_root @ key_root.mH)
+    root = values.sqrt().unsqueeze(-2)
+    return query_inverse @ (left * root), key_inverse @ (right.mH * root), values
+
+
 def roots(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return R with `R^T R = gram` and its pseudo-inverse, both `[..., d, d]`."""
+    """Return R with `R^H R = gram` and its pseudo-inverse, both `[..., d, d]`."""
     values, vectors = torch.linalg.eigh(gram)
     kept = values > _LEAST_SHARE * values.amax(-1, keepdim=True)
     scale = torch.where(kept, values, 0).sqrt()
     inverse = torch.where(kept, scale.reciprocal(), 0)
-    return scale.unsqueeze(-1) * vectors.transpose(-1, -2), vectors * inverse.unsqueeze(-2)
+    return scale.unsqueeze(-1) * vectors.mH, vectors * inverse.unsqueeze(-2)
 
 
 def projected_form(
@@ -114,3 +121,92 @@ def projected_form(
     query = torch.einsum("nm,kgmr->nkgr", inverse, left).flatten(1, 2)
     key = torch.einsum("nm,krm->nkr", inverse, right[:, :rank] * root.transpose(-1, -2))
     return query.float(), key.float()
+
+
+def rotated_form(
+    projected: list[torch.Tensor], rows: list[TokenRows], rank: int, rope: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return W_Q and W_K as `projected_form`, and `[n_kv, r / 2]` frequencies of their pairs.
+
+    Every pair of q and k before RoPE, as a complex number, is fitted to `X P` by least squares.
+    Pairs whose angles differ little over a passage count as one frequency, and are replaced by the
+    combinations of them that the closed form of this module gives. Of all of a head, those with
+    the r / 2 largest singular values are kept.
+
+    Args:
+        rope: radians a token of each pair, falling, `[d / 2]`.
+    """
+    inputs = torch.cat(projected).double()
+    heads = torch.cat([unrotated(each.queries, rope) for each in rows])
+    kv_heads = rows[0].keys.shape[1]
+    _, inverse = roots(inputs.T @ inputs)
+    inverse = (inverse @ inverse.transpose(-1, -2)).to(torch.complex128)
+
+    def fitted(targets: torch.Tensor) -> torch.Tensor:
+        maps: torch.Tensor = torch.einsum(
+            "nm,tm,tkp->nkp", inverse, inputs.to(torch.complex128), targets
+        )
+        return maps
+
+    query = fitted(heads)
+    query = query.view(len(query), kv_heads, -1, query.shape[-1])
+    key = fitted(torch.cat([unrotated(each.keys, rope) for each in rows]))
+    positions = torch.cat([torch.arange(len(each.keys)) for each in rows]).to(inputs.device)
+    wide = inputs.to(torch.complex128)
+    query_maps, key_maps, sizes, frequencies = [], [], [], []
+    for first, last in _alike(rope, max(len(each.keys) for each in rows)):
+        frequency = rope[first:last].double().log().mean().exp()
+        asked = torch.einsum("tn,nkgp->tkgp", wide, query[..., first:last])
+        kept = torch.einsum("tn,nkp->tkp", wide, key[..., first:last])
+        kept = kept * _turned(positions * frequency).view(-1, 1, 1)
+        # What is the same for all keys ranks none of them.
+        kept = kept - kept.mean(0)
+        query_map, key_map, values = _closed(
+            torch.einsum("tkgp,tkgq->kpq", asked.conj(), asked),
+            torch.einsum("tkp,tkq->kpq", kept.conj(), kept),
+        )
+        query_maps.append(torch.einsum("nkgp,kpr->nkgr", query[..., first:last], query_map))
+        key_maps.append(torch.einsum("nkp,kpr->nkr", key[..., first:last], key_map))
+        sizes.append(values)
+        frequencies.append(frequency.expand_as(values))
+    best = torch.cat(sizes, -1).topk(rank // 2, dim=-1).indices
+    queries, keys = torch.cat(query_maps, -1), torch.cat(key_maps, -1)
+    index = best.expand(len(keys), -1, -1)
+    keys = keys.gather(-1, index)
+    queries = queries.gather(-1, index.unsqueeze(2).expand(-1, -1, queries.shape[2], -1))
+    return (
+        _in_halves(queries.flatten(1, 2)),
+        _in_halves(keys),
+        torch.cat(frequencies, -1).gather(-1, best).float(),
+    )
+
+
+def unrotated(heads: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Return heads `[T, n, d]` before RoPE, as complex128 `[T, n, d / 2]`; the first is at 0."""
+    first, second = heads.double().chunk(2, -1)
+    positions = torch.arange(len(heads), device=heads.device)
+    angles = positions.unsqueeze(-1) * rope.double()
+    return torch.complex(first, second) * _turned(-angles).unsqueeze(1)
+
+
+# Pairs are alike if their angles over a whole passage differ by less than this many radians.
+_ALIKE_RADIANS = 3.0
+
+
+def _alike(rope: torch.Tensor, tokens: int) -> list[tuple[int, int]]:
+    """Return ranges of pairs whose frequencies are alike over this many tokens."""
+    speeds = rope.tolist()
+    starts = [0]
+    for index, speed in enumerate(speeds):
+        if (speeds[starts[-1]] - speed) * tokens >= _ALIKE_RADIANS:
+            starts.append(index)
+    return list(pairwise([*starts, len(speeds)]))
+
+
+def _turned(angles: torch.Tensor) -> torch.Tensor:
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def _in_halves(maps: torch.Tensor) -> torch.Tensor:
+    """Return complex `[..., r / 2]` as fp32 `[..., r]`, real parts first."""
+    return torch.cat((maps.real, maps.imag), -1).float()

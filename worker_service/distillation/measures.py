@@ -98,8 +98,12 @@ def _positions(tokens: int) -> list[int]:
 def _guessed(make: Callable[[], LayerScreen], rows: TokenRows) -> torch.Tensor:
     screen = make()
     screen.extend(rows)
-    index = torch.tensor(_positions(len(rows.keys)), device=rows.keys.device)
-    return screen.scores(Guess(rows.inputs[index], rows.queries[index], 0))
+    # One at a time: a guess is of consecutive tokens.
+    guesses = (
+        Guess(rows.inputs[place : place + 1], rows.queries[place : place + 1], place)
+        for place in _positions(len(rows.keys))
+    )
+    return torch.cat([screen.scores(guess) for guess in guesses])
 
 
 def _true(rows: TokenRows, shape: AttentionShape) -> torch.Tensor:

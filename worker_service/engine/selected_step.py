@@ -24,9 +24,14 @@ from worker_service.model.attention import PartialAttention
 from worker_service.model.model import CarryOut, Enter, Model
 from worker_service.pipeline.executor import Attend
 from worker_service.pipeline.tiles import Tile
+from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.retrieval.ahead import RowReader, RowsAhead, estimates_of
-from worker_service.retrieval.sequence_reads import OBSERVED_QUERIES, SequenceReads
-from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
+from worker_service.retrieval.sequence_reads import (
+    OBSERVED_QUERIES,
+    SequenceReads,
+    collected_planes,
+)
+from worker_service.store.arena_tensors import StoredChunk
 
 log = logging.getLogger(__name__)
 
@@ -72,19 +77,9 @@ class Build:
 
     number: int
     reads: SequenceReads
-    tensors: ArenaTensors
+    transfer: CacheTransfer
     chunks: list[StoredChunk]
     start: int
-
-    @property
-    def planes(self) -> int:
-        """Planes of a layer that its screens are built from."""
-        return _planes_of(self.reads)
-
-
-def _planes_of(reads: SequenceReads) -> int:
-    """Return how many planes of a layer its screens are built from: K, and V for clusters."""
-    return 2 if reads.selection.estimate else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +134,15 @@ class SelectedStep:
                 # Queries of drafts that may be wrong teach nothing.
                 observed.append(_Observed(row, row + 1, reads))
                 stored = sequence.stored_range
-                collected = sum(len(each.chunks) * each.planes for each in builds)
-                collected += len(stored) * _planes_of(reads)
+                taken = reads.building_bytes(len(stored) * chunk) + sum(
+                    each.reads.building_bytes(len(each.chunks) * chunk) for each in builds
+                )
                 # One alone has room, or the sequence would not select.
-                has_room = collected * chunk <= reads.most_collected or not builds
+                has_room = taken <= reads.building_room or not builds
                 if stored and sequence.transfer is not None and has_room:
-                    tensors = sequence.transfer.tensors
                     chunks = sequence.stored[stored.start : stored.stop]
-                    builds.append(Build(number, reads, tensors, chunks, stored.start * chunk))
+                    start = stored.start * chunk
+                    builds.append(Build(number, reads, sequence.transfer, chunks, start))
             row = end
         for segment in segments:
             reads, end = segment.sequence.reads, row + segment.count
@@ -223,8 +219,10 @@ class LayerBuilds:
         def call(keys: torch.Tensor, values: torch.Tensor) -> None:
             attend(keys, values)
             for build in self._builds:
-                _take(build, tile, keys, self._keys)
-                if build.reads.selection.estimate:
+                planes = collected_planes(build.reads.selection)
+                if planes:
+                    _take(build, tile, keys, self._keys)
+                if planes > 1:
                     _take(build, tile, values, self._values)
 
         return call
@@ -232,12 +230,11 @@ class LayerBuilds:
     def finish(self) -> None:
         """Build the screens, once all tiles of the layer have passed."""
         for build in self._builds:
-            keys = self._keys.pop(build.number).flatten(0, 1)
-            values = self._values.pop(build.number, None)
+            keys, values = (rows.pop(build.number, None) for rows in (self._keys, self._values))
             build.reads.build(
                 self._layer,
-                keys,
-                build.tensors,
+                torch.empty(0) if keys is None else keys.flatten(0, 1),
+                build.transfer,
                 build.chunks,
                 build.start,
                 None if values is None else values.flatten(0, 1),

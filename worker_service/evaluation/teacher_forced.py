@@ -289,7 +289,7 @@ class _LayerAttention:
         parts = []
         for first, last in self._blocks():
             block = slice(first - self.first, last - self.first)
-            rows = TokenRows(inputs[block], self.queries[block], self.keys[first:last])
+            rows = TokenRows(inputs[block], self.queries[block], self.keys[first:last], first)
             chosen = choosing.choose(rows, Guess(guess.inputs[block], guess.queries[block], first))
             visible, scores = self._visible(first, last), self._scores(first, last)
             counts.add(chosen, visible, is_screened=True)
@@ -346,8 +346,8 @@ def _guessed(screen: LayerScreen, rows: TokenRows, guess: Guess) -> torch.Tensor
     scores = []
     for index in range(len(rows.keys)):
         one = slice(index, index + 1)
-        screen.extend(TokenRows(rows.inputs[one], rows.queries[one], rows.keys[one]))
         position = guess.first_position + index
+        screen.extend(TokenRows(rows.inputs[one], rows.queries[one], rows.keys[one], position))
         scores.append(screen.scores(Guess(guess.inputs[one], guess.queries[one], position)))
     most = scores[-1].shape[-1]
     return torch.cat([functional.pad(each, (0, most - each.shape[-1])) for each in scores])

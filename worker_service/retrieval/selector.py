@@ -25,9 +25,8 @@ from splitpoint.residency.selecting import (
 from splitpoint.selection import SERVED_METHODS, Selection, SelectionMethod
 from splitpoint.shapes import ModelShape, chunks_of
 from worker_service.device.cache import DeviceCache
-from worker_service.device.memory import collected_bytes
 from worker_service.lanes.lanes import Lanes
-from worker_service.retrieval.sequence_reads import SequenceReads
+from worker_service.retrieval.sequence_reads import SequenceReads, building_bytes
 from worker_service.selection.artifacts import Artifacts, artifacts_path, load
 from worker_service.selection.screen_factory import Screens
 
@@ -108,8 +107,8 @@ def _trained_columns(
     if artifacts is None:
         return 0
     Screens(config, Selection(method=method, ratio=1.0), artifacts)  # for its checks
-    is_trained = method is SelectionMethod.RANKED
-    return artifacts.of_layer(0, "key_map").shape[-1] if is_trained else 0
+    trained = {SelectionMethod.MAPLE: "key", SelectionMethod.RANKED: "key_map"}.get(method)
+    return 0 if trained is None else artifacts.of_layer(0, trained).shape[-1]
 
 
 # The screens of a selection on the worker's model; raises SplitpointError if it cannot make them.
@@ -187,6 +186,10 @@ class Selector:
         except SplitpointError as error:
             return SelectionPlan(off_reason=error.message)
         layout = self._cache.layout
+        if selection.method.keeps_inputs and not layout.has_activations:
+            return SelectionPlan(
+                off_reason=f"{selection.method} makes keys of layer inputs: the store keeps none"
+            )
         chunk = layout.chunk_tokens
         stored = (chunks_of(final_tokens, chunk) - 1) * chunk
         off_reason = why_not_selected(
@@ -201,12 +204,11 @@ class Selector:
         windows = self._config.windows[selection.exact_layers :]
         if not off_reason and all(each is not None and each < final_tokens for each in windows):
             off_reason = "every layer that would select reads no more than its window"
-        what, planes = ("K and V", 2) if selection.estimate else ("K", 1)
-        needed = planes * collected_bytes(self._shape, stored)
+        needed = building_bytes(layout, selection, stored)
         if not off_reason and needed > (room := self._cache.plan.collected_bytes):
             off_reason = (
-                f"{what} of its {stored:,} stored tokens takes {format_size(needed)} in a layer "
-                f"whose screen is built, and the workspace has {format_size(room)} for it"
+                f"building the screen of a layer takes {format_size(needed)} for its {stored:,} "
+                f"stored tokens, and the workspace has {format_size(room)} for it"
             )
         if off_reason:
             return SelectionPlan(off_reason=off_reason)

@@ -20,7 +20,8 @@ import torch
 from splitpoint.checkpoint.decoder import AttentionConfig
 from splitpoint.planning.schedule import Lane
 from splitpoint.residency.selecting import SEGMENT_TOKENS, wanted_rows
-from splitpoint.shapes import chunks_of
+from splitpoint.selection import Selection
+from splitpoint.shapes import ArenaLayout, chunks_of
 from worker_service.device.cache import DeviceCache
 from worker_service.device.copies import sent
 from worker_service.device.pinning import piece_slots
@@ -28,16 +29,19 @@ from worker_service.lanes.lanes import Event, Lanes
 from worker_service.lanes.work import Work
 from worker_service.model.attention import PartialAttention
 from worker_service.model.model import CarryOut, at_once
+from worker_service.pipeline.transfer import CacheTransfer, Part
 from worker_service.retrieval.gather_rows import RowPlane, gather_rows
 from worker_service.retrieval.row_cache import RowCache
 from worker_service.selection.clusters import ClusterSums, HeldRows
 from worker_service.selection.screen import AttentionShape, Guess, LayerScreen, TokenRows
 from worker_service.selection.screen_factory import Screens
 from worker_service.selection.token_choice import choose_rows
-from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
+from worker_service.store.arena_tensors import StoredChunk
 
 # The newest queries of a layer from which a screen learns its columns.
 OBSERVED_QUERIES = 32
+# Tokens whose X is on the device at once while a screen is made from it.
+INPUT_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ class SequenceReads:
             for index in range(cache.layout.layer_count)
             if _selects(screens, config, index, final_tokens)
         ]
-        self._tensors: ArenaTensors | None = None
+        self._transfer: CacheTransfer | None = None
         self._first_position = 0
         # int64 on the device: slots of the chunks, and the row pages in use.
         self._slots = self._pages = torch.empty(0, dtype=torch.int64, device=cache.device)
@@ -157,11 +161,14 @@ class SequenceReads:
         """Tokens that rows are chosen from."""
         return len(self.chunks) * self._chunk
 
+    def building_bytes(self, tokens: int) -> int:
+        """See `building_bytes`."""
+        return building_bytes(self._cache.layout, self.selection, tokens)
+
     @property
-    def most_collected(self) -> int:
-        """Tokens, of all sequences together, whose K a step that builds screens has room for."""
-        heads, row_bytes = len(self._heads), self._row_bytes // 2
-        return self._cache.plan.collected_bytes // (heads * row_bytes)
+    def building_room(self) -> int:
+        """Bytes that all sequences together may take to build screens in one step."""
+        return self._cache.plan.collected_bytes
 
     @property
     def row_count(self) -> int:
@@ -201,16 +208,19 @@ class SequenceReads:
         self,
         layer: int,
         keys: torch.Tensor,
-        tensors: ArenaTensors,
+        transfer: CacheTransfer,
         chunks: Sequence[StoredChunk],
         first_position: int,
         values: torch.Tensor | None = None,
     ) -> None:
-        """Make a layer's screen from K of all stored tokens; call it once for each in `layers`.
+        """Make a layer's screen of all stored tokens; call it once for each in `layers`.
+
+        It is made from K, or from X, which then comes over the link first.
 
         Args:
-            keys: `[S, n_kv, d]` in the order of tokens.
-            tensors, chunks: where the same S tokens lie; the same in all calls.
+            keys: `[S, n_kv, d]` in the order of tokens; may be empty for a screen made from X
+                alone (`collected_planes`).
+            transfer, chunks: where the same S tokens lie; the same in all calls.
             first_position: of the first of them.
             values: V like K, for a selection that estimates; others need none.
         """
@@ -221,11 +231,14 @@ class SequenceReads:
         if observed is None:
             raise ValueError(f"no query of layer {layer} was observed")
         if not self.chunks:
-            self._tensors = tensors
+            self._transfer = transfer
             self._first_position = first_position
             self.chunks = list(chunks)
             self._grow()
-        screen.extend(TokenRows(inputs=observed, queries=observed, keys=keys))
+        if self.selection.method.keeps_inputs:
+            self._extend_by_inputs(layer, screen, 0)
+        else:
+            screen.extend(TokenRows(observed[:0], observed, keys, first_position))
         if self.selection.estimate:
             if values is None:
                 raise ValueError("a selection that estimates needs V")
@@ -239,11 +252,39 @@ class SequenceReads:
 
     def extend(self, page: int, chunk: StoredChunk) -> None:
         """Add a stored chunk behind the others; `page` still has its K, and leaves the device."""
+        place = len(self.chunks)
         self.chunks.append(chunk)
         for layer, screen in self._built.items():
+            if self.selection.method.keeps_inputs:
+                self._extend_by_inputs(layer, screen, place)
+                continue
             keys = self._cache.keys[layer][page].transpose(0, 1)
-            screen.extend(TokenRows(inputs=keys[:0], queries=keys[:0], keys=keys))
+            first_position = self._first_position + place * self._chunk
+            screen.extend(TokenRows(keys[:0], keys[:0], keys, first_position))
         self._grow()
+
+    def _extend_by_inputs(self, layer: int, screen: LayerScreen, place: int) -> None:
+        """Give a screen X of the chunks from this place on, which comes from the store in pieces.
+
+        The link's work is issued here, behind what it has to do already; compute waits for it.
+        """
+        if self._transfer is None:
+            raise RuntimeError("layer inputs are wanted before the screens are built")
+        layout = self._cache.layout
+        most = INPUT_TOKENS // self._chunk or 1
+        room = self._cache.keys[layer].new_empty(
+            (min(most, len(self.chunks) - place), self._chunk, layout.hidden_size)
+        )
+        for first in range(place, len(self.chunks), most):
+            chunks = self.chunks[first : first + most]
+            part = Part(chunks, range(len(chunks)), len(chunks) * self._chunk)
+            send = self._transfer.send(layer, part, room)
+            # Compute is done with what was in the room before.
+            arrived = self._lanes.run(Lane.LINK_IN, send, [self._lanes.record_event()])
+            self._lanes.wait_event(arrived)
+            inputs = room[: len(chunks)].flatten(0, 1)
+            position = self._first_position + first * self._chunk
+            screen.extend(TokenRows(inputs, inputs[:0], inputs[:0], position))
 
     def drop(self) -> None:
         """Forget screens and rows: the next step must be exact, and builds them again.
@@ -258,7 +299,7 @@ class SequenceReads:
         for plane in (*self._cache.keys, *self._cache.values):
             plane.index_fill_(0, pages, 0)
         self.row_pages, self.chunks = [], []
-        self._tensors = None
+        self._transfer = None
         self._built, self._caches = {}, {}
         self._clusters, self._filled = {}, {}
 
@@ -404,11 +445,12 @@ class SequenceReads:
         return (places + self._heads) * count + rows % count
 
     def _planes(self, layer: int) -> tuple[RowPlane, ...]:
-        if self._tensors is None:
+        if self._transfer is None:
             raise RuntimeError("rows are wanted before the screens are built")
+        tensors = self._transfer.tensors
         return (
-            RowPlane(self._tensors.keys[layer], self._cache.keys[layer]),
-            RowPlane(self._tensors.values[layer], self._cache.values[layer]),
+            RowPlane(tensors.keys[layer], self._cache.keys[layer]),
+            RowPlane(tensors.values[layer], self._cache.values[layer]),
         )
 
 
@@ -423,6 +465,25 @@ class _Moves:
     def most(self) -> int:
         """Rows that are fetched; on a GPU, where the host does not know, all that are wanted."""
         return len(self.sources)
+
+
+def collected_planes(selection: Selection) -> int:
+    """Return how many planes of a layer a step collects for its screens: K, and V for clusters."""
+    if selection.estimate:
+        return 2
+    return 0 if selection.method.keeps_inputs else 1
+
+
+def building_bytes(layout: ArenaLayout, selection: Selection, tokens: int) -> int:
+    """Return the bytes beside the pages in which a layer's screen of this many tokens is built.
+
+    They hold K, V for clusters, and of screens that are made from X a piece of it at a time.
+    """
+    kept = collected_planes(selection) * tokens * layout.kv_head_count * layout.head_dim
+    if selection.method.keeps_inputs:
+        piece = max(INPUT_TOKENS, layout.chunk_tokens)
+        kept += min(tokens, piece) * layout.hidden_size
+    return kept * layout.data_type.size
 
 
 def _selects(screens: Screens, config: AttentionConfig, layer: int, final_tokens: int) -> bool:

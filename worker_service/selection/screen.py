@@ -58,11 +58,13 @@ class TokenRows:
         inputs: X `[T, h]`.
         queries: `[T, n_q, d]`, after RoPE.
         keys: `[T, n_kv, d]`, after RoPE.
+        first_position: of the first token.
     """
 
     inputs: torch.Tensor
     queries: torch.Tensor
     keys: torch.Tensor
+    first_position: int = 0
 
 
 @dataclass(frozen=True, slots=True)

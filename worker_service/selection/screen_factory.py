@@ -113,8 +113,11 @@ class Screens:
                     _check_sizes(tensor, sizes, f"{name} of layer {index}")
             if self.selection.method is SelectionMethod.MAPLE:
                 weights = maple_weights(partial(artifacts.of_layer, index))
-                inner = weights.projection.shape[-1]
-                _check_sizes(weights.projection, (shape.hidden_size, inner), "the projection")
+                columns = weights.projection.shape[-1]
+                inner = columns or shape.hidden_size
+                turned = weights.frequencies.shape[-1] and rank // 2
+                _check_sizes(weights.projection, (shape.hidden_size, columns), "the projection")
+                _check_sizes(weights.frequencies, (heads, turned), "the frequencies")
                 _check_sizes(weights.query, (inner, shape.query_head_count, rank), "the queries")
                 _check_sizes(weights.key, (inner, heads, rank), "the keys")
 

@@ -73,7 +73,6 @@ def clear(*names: str) -> Callable[[scheduler_pb2.GenerateRequest], None]:
 
 
 COLUMNS = types_pb2.SELECTION_METHOD_COLUMNS
-MAPLE = types_pb2.SELECTION_METHOD_MAPLE
 H2O = types_pb2.SELECTION_METHOD_H2O
 
 BAD: list[tuple[str, Callable[[scheduler_pb2.GenerateRequest], Any]]] = [
@@ -112,7 +111,7 @@ BAD: list[tuple[str, Callable[[scheduler_pb2.GenerateRequest], Any]]] = [
     ("selection.method", selection()),
     ("selection.method", selection(ratio=0.1)),
     ("selection.method", selection(method=99, ratio=0.1)),
-    ("selection.method", selection(method=MAPLE, ratio=0.1)),
+    ("selection.columns", selection(method=types_pb2.SELECTION_METHOD_MAPLE, ratio=0.1, columns=5)),
     ("selection.method", selection(method=H2O, ratio=0.1)),
     ("selection.ratio", selection(method=COLUMNS)),
     ("selection.ratio", selection(method=COLUMNS, ratio=0.0)),

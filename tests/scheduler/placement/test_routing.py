@@ -241,6 +241,8 @@ def test_a_worker_that_can_select_as_asked_comes_first() -> None:
     selects = replace(named("selects"), selections={SelectionMethod.MAPLE: 0})
     asked = queued_request(0, 2000, selection=Selection(method=SelectionMethod.MAPLE, ratio=0.25))
     assert chosen(asked, quick, selects) == "selects"
+    # Its keys are made of layer inputs, which this one's store does not keep.
+    assert chosen(asked, quick, replace(selects, has_activations=False)) == "quick"
 
 
 def test_a_worker_that_computes_the_same_bits_comes_first_of_all() -> None:

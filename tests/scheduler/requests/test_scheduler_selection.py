@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scheduler_doubles import (
     WorkerDouble,
     answer,
@@ -120,6 +122,15 @@ async def test_a_method_without_artefacts_is_refused() -> None:
         error = await running.error(asking(2, "columns:0.1,verify"))
         assert isinstance(error, InvalidArgument)
         assert (error.field, error.reason) == ("selection.verify", "NO_DRAFTER")
+
+
+async def test_keys_made_of_layer_inputs_need_a_store_that_keeps_them() -> None:
+    worker = selecting_worker(SelectionMethod.MAPLE)
+    worker.layout = replace(worker.layout, has_activations=False)
+    async with stack(worker) as running:
+        error = await running.error(asking(2, "maple:0.1"))
+        assert (type(error), error.reason) == (FailedPrecondition, "NO_ACTIVATIONS")
+        assert "--activations always" in error.message
 
 
 async def test_trained_artefacts_decide_the_columns() -> None:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker_service.distillation.factors import Sums, closed_form, projected_form, roots, skew
+from worker_service.distillation.factors import (
+    Sums,
+    closed_form,
+    projected_form,
+    roots,
+    rotated_form,
+    skew,
+)
 from worker_service.selection.columns import ColumnScreen
-from worker_service.selection.maple import sparse_projection
+from worker_service.selection.maple import MapleScreen, MapleWeights, project, sparse_signs
 from worker_service.selection.screen import AttentionShape, Guess, TokenRows
 
 KV_HEADS, GROUP, WIDTH, TOKENS, RANK = 2, 2, 16, 200, 5
@@ -129,7 +136,7 @@ def test_projected_factors_find_products_that_are_there(
     """
     random = torch.Generator().manual_seed(8)
     inputs = torch.randn((TOKENS, 24), generator=random) + shift
-    projection = sparse_projection(24, 12, random)
+    projection = project(torch.eye(24), sparse_signs(24, 12, random))
     few = [torch.randn((12, heads, RANK), generator=random) for heads in (4, KV_HEADS)]
     wide = torch.linalg.qr(torch.randn((KV_HEADS, WIDTH, WIDTH), generator=random)).Q[:, :RANK]
     per_query = wide.repeat_interleave(GROUP, 0)
@@ -153,3 +160,53 @@ def test_projected_factors_find_products_that_are_there(
         guessed_keys,
     )
     assert float((guessed - true).norm() / true.norm()) < most
+
+
+FAST = torch.linspace(1.5, 0.1, WIDTH // 2)
+SLOW = torch.linspace(4e-4, 1e-4, WIDTH // 2)
+
+
+def rotated_rows(rope: torch.Tensor, mixing: torch.Tensor) -> TokenRows:
+    """Return rows whose q and k are linear in X before RoPE, their pairs mixed by `[n, d / 2]`."""
+    random = torch.Generator().manual_seed(9)
+    inputs = torch.randn((TOKENS, 24), generator=random)
+    maps = torch.randn((24, KV_HEADS * (GROUP + 1), len(mixing), 2), generator=random)
+    heads = torch.einsum("th,hnmc,mp->tnpc", inputs, maps, mixing).contiguous()
+    angles = torch.arange(TOKENS).view(-1, 1, 1) * rope
+    turned = torch.view_as_complex(heads) * torch.polar(torch.ones_like(angles), angles)
+    flat = torch.cat((turned.real, turned.imag), -1)
+    return TokenRows(inputs, flat[:, : KV_HEADS * GROUP], flat[:, KV_HEADS * GROUP :])
+
+
+def error_of_maple(rows: TokenRows, rank: int, rope: torch.Tensor) -> float:
+    """Return the relative error of all logits by factors that were made from these rows."""
+    query, key, frequencies = rotated_form([rows.inputs], [rows], rank, rope)
+    shape = AttentionShape(KV_HEADS * GROUP, KV_HEADS, WIDTH, 1.0, None, None)
+    weights = MapleWeights(rows.inputs[0].new_empty((24, 0)), query, key, frequencies)
+    screen = MapleScreen(shape, weights, int8=False)
+    screen.extend(rows)
+    guessed = screen.scores(Guess(rows.inputs, rows.queries, 0))
+    keys = rows.keys.repeat_interleave(GROUP, 1)
+    true = torch.einsum("tqd,sqd->tqs", rows.queries, keys)
+    return float((guessed - true).norm() / true.norm())
+
+
+def test_pairs_rotated_by_their_frequencies_give_the_products_behind_rope() -> None:
+    rows = rotated_rows(FAST, torch.eye(WIDTH // 2))
+    assert error_of_maple(rows, WIDTH, FAST) < 1e-4
+    # Half of the pairs, which are equally strong.
+    assert error_of_maple(rows, WIDTH // 2, FAST) > 0.3
+
+
+def test_the_strongest_pairs_are_kept() -> None:
+    """Two of eight, when each has a tenth of the product of the one before."""
+    rows = rotated_rows(FAST, torch.diag(torch.logspace(-3.5, 0, WIDTH // 2)))
+    assert error_of_maple(rows, 4, FAST) < 0.03
+
+
+def test_slow_pairs_are_combined() -> None:
+    """All pairs of two directions, which hardly turn over a passage, need four columns."""
+    mixing = torch.randn((2, WIDTH // 2), generator=torch.Generator().manual_seed(3))
+    assert error_of_maple(rotated_rows(SLOW, mixing), 4, SLOW) < 0.05
+    # As fast ones they could not be.
+    assert error_of_maple(rotated_rows(FAST, mixing), 4, FAST) > 0.3

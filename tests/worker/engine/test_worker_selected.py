@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runner import CPU, Transcript, admission
-from selecting import select_always
+from selecting import maple_artifacts, select_always
 from store_runner import streamed
 from test_worker_streamed import CHUNK, GREEDY, Case, make_case
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.planning.weight_placement import OnHost, spread
-from splitpoint.residency.selecting import wanted_rows
+from splitpoint.residency.selecting import StepSplit, wanted_rows
 from splitpoint.selection import Selection, SelectionMethod, SelectionUsage
-from worker_service.device.memory import collected_bytes
+from worker_service.device.cache import DeviceCache
+from worker_service.device.memory import MemoryPlan, collected_bytes
 from worker_service.engine import engine as engine_module
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
@@ -28,8 +29,9 @@ from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.lanes.timeline import FETCHING_ROWS, Trace
 from worker_service.model.decoder import Decoder
-from worker_service.retrieval.selector import ScreenSource
+from worker_service.retrieval.selector import ScreenSource, Selector
 from worker_service.selection.artifacts import Artifacts
+from worker_service.selection.screen_factory import Screens
 
 # Reads all stored tokens of these lengths, through screens and row pages.
 WHOLE = Selection.parsed("columns:0.999,full_layers=0")
@@ -134,10 +136,11 @@ def drawn_artifacts(case: Case) -> dict[SelectionMethod, Artifacts]:
             for name in names
         }
         found[method] = Artifacts(method, tensors, {})
-    return found
+    rank = Selection.parsed("maple:1").kept_columns(shape.head_dim)
+    return found | {SelectionMethod.MAPLE: maple_artifacts(shape, rank)}
 
 
-@pytest.mark.parametrize("method", ["infinigen", "lowrank", "ranked", "quest", "window"])
+@pytest.mark.parametrize("method", ["infinigen", "lowrank", "ranked", "maple", "quest", "window"])
 def test_all_tokens_are_read_exactly_through_every_screen(
     llama: Case, lanes: Lanes, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +262,21 @@ def test_a_selection_without_artefacts_reads_everything_and_says_so(
     assert notes.usages == {}
 
 
+def test_keys_of_layer_inputs_that_no_store_keeps_are_not_made(llama: Case, tmp_path: Path) -> None:
+    screens = Screens(llama.model.config, Selection.parsed("maple:0.3"), None)
+    for has_activations, why in ((False, "the store keeps none"), (True, "")):
+        layout = replace(llama.runner.connection.tensors.layout, has_activations=has_activations)
+        plan = MemoryPlan(1 << 30, 0, 0, 1 << 12, 4, 0, collected_bytes=1 << 20)
+        selector = Selector(
+            *(llama.model.config, llama.model.shape, DeviceCache(layout, plan, CPU)),
+            *(SerialLanes(CPU), lambda _: screens, lambda: None),
+            can_draft=True,
+        )
+        found = selector.plan(screens.selection, 138, StepSplit(), is_streamed=True)
+        assert found.off_reason.endswith(why)
+        assert found.is_on == (why == "")
+
+
 def test_a_model_with_windows_everywhere_is_read_whole(lanes: Lanes, tmp_path: Path) -> None:
     for case in make_case("mistral", tmp_path):
         engine = case.engine(lanes)
@@ -285,7 +303,7 @@ def test_what_no_room_is_planned_to_build_is_read_whole(llama: Case, lanes: Lane
     engine = llama.engine(lanes)
     plan, shape = engine.cache.plan, llama.model.shape
     # 138 tokens at last, of which 128 are stored.
-    for tokens, reason in ((127, "K of its 128 stored tokens takes"), (128, "")):
+    for tokens, reason in ((127, "building the screen of a layer takes"), (128, "")):
         engine.cache.plan = replace(plan, collected_bytes=collected_bytes(shape, tokens))
         request = streamed("2", llama.prompts[2], GREEDY, selection=WHOLE)
         transcript = llama.runner.run(engine, [request])

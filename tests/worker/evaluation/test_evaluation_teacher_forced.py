@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from selecting import maple_artifacts
 from tiny_models import VOCABULARY, write_tiny
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -58,14 +59,9 @@ def random_artifacts(model: Decoder, method: SelectionMethod) -> Artifacts:
         SelectionMethod.INFINIGEN: {"skew": (heads, width, width)},
         SelectionMethod.LOWRANK: dict.fromkeys(("query_map", "key_map"), (heads, width, rank)),
         SelectionMethod.RANKED: dict.fromkeys(("query_map", "key_map"), (heads, width, rank)),
-        SelectionMethod.MAPLE: {
-            "projection": (shape.hidden_size, 16),
-            "query": (16, shape.query_head_count, rank),
-            "query_scale": (1, 1, 1),
-            "key": (16, heads, rank),
-            "key_scale": (1, 1, 1),
-        },
     }
+    if method is SelectionMethod.MAPLE:
+        return maple_artifacts(shape, rank, projection=16)
     tensors = {
         f"layers.{index}.{name}": torch.randn(size, generator=random)
         for index in range(shape.layer_count)

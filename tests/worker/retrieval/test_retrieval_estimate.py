@@ -53,7 +53,7 @@ def reads_of(
             plane[layer][: chunks * CHUNK]
             for plane in (prefix.computed.keys, prefix.computed.values)
         )
-        reads.build(layer, keys, prefix.tensors, prefix.chunks[:chunks], 0, values)
+        reads.build(layer, keys, prefix.transfer(), prefix.chunks[:chunks], 0, values)
     return reads
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from selecting import cache_of, empty_reads
+from selecting import cache_of, empty_reads, maple_artifacts
 from stored_prefix import CPU, StoredPrefix, tiny_prefix
 
 from splitpoint.planning.schedule import Lane
@@ -16,7 +16,9 @@ from splitpoint.selection import Selection
 from worker_service.device.cache import DeviceCache
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
-from worker_service.retrieval.sequence_reads import SequenceReads
+from worker_service.retrieval import sequence_reads
+from worker_service.retrieval.sequence_reads import SequenceReads, building_bytes
+from worker_service.selection.artifacts import Artifacts
 from worker_service.selection.columns import ColumnScreen
 from worker_service.selection.screen import AttentionShape, Guess, TokenRows
 from worker_service.selection.screen_factory import Screens
@@ -34,14 +36,23 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredPrefix]:
 
 
 def reads_of(
-    prefix: StoredPrefix, text: str, cache: DeviceCache, lanes: Lanes, chunks: int = 12
+    prefix: StoredPrefix,
+    text: str,
+    cache: DeviceCache,
+    lanes: Lanes,
+    chunks: int = 12,
+    artifacts: Artifacts | None = None,
 ) -> SequenceReads:
     """Return reads of the first chunks, built; their pages are spread over the cache."""
     selection = Selection.parsed(text)
     pages = selection_pages(prefix.model.shape, selection, STORED, CHUNK)
     free = list(range(1, PAGES, 2))
     reads = empty_reads(
-        prefix, selection, cache, lanes, pages=pages, free=free, final_tokens=STORED
+        *(prefix, selection, cache, lanes),
+        pages=pages,
+        free=free,
+        final_tokens=STORED,
+        artifacts=artifacts,
     )
     build(prefix, reads, chunks)
     return reads
@@ -54,7 +65,7 @@ def build(prefix: StoredPrefix, reads: SequenceReads, chunks: int) -> None:
             plane[layer][: chunks * CHUNK]
             for plane in (prefix.computed.keys, prefix.computed.values)
         )
-        reads.build(layer, keys, prefix.tensors, prefix.chunks[:chunks], 0, values)
+        reads.build(layer, keys, prefix.transfer(), prefix.chunks[:chunks], 0, values)
 
 
 def guess_at(prefix: StoredPrefix, layer: int, position: int) -> Guess:
@@ -172,6 +183,60 @@ def test_chunks_that_leave_later_are_chosen_from_too(prefix: StoredPrefix, text:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("pieces", [2 * CHUNK, 1024])
+@pytest.mark.parametrize("projection", [0, 12])
+def test_keys_of_maple_are_made_of_stored_layer_inputs(
+    prefix: StoredPrefix, pieces: int, projection: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that were stored first, in pieces, and of chunks that came later.
+
+    The rows are those that `choose` takes by a screen with X of all tokens at once.
+    """
+    monkeypatch.setattr(sequence_reads, "INPUT_TOKENS", pieces)
+    artifacts = maple_artifacts(prefix.model.shape, 8, projection)
+    text, lanes = "maple:0.25,columns=8,full_layers=0", ThreadLanes(CPU)
+    cache = cache_of(prefix, PAGES)
+    reads = reads_of(prefix, text, cache, lanes, 7, artifacts)
+    for index in range(7, 12):
+        reads.extend(0, prefix.chunks[index])
+    sent = sum(span.amount for span in lanes.finish() if span.name == "send X")
+    layers = prefix.model.shape.layer_count
+    assert sent == layers * STORED * prefix.model.shape.hidden_size * 4
+    step(prefix, reads, lanes, STORED - 1)
+    check_rows(prefix, cache, reads)
+    for layer in reads.layers:
+        screen = Screens(prefix.model.config, reads.selection, artifacts).layer(layer)
+        assert screen is not None
+        guess = guess_at(prefix, layer, STORED - 1)
+        keys = prefix.computed.keys[layer]
+        screen.extend(TokenRows(prefix.computed.inputs[layer], keys, keys))
+        read = choose(
+            screen.scores(guess),
+            reads.selection,
+            first_position=STORED - 1,
+            tokens=STORED,
+            kv_heads=len(keys[0]),
+        )
+        wanted = [head.nonzero().flatten().tolist() for head in read[0]]
+        assert [sorted(head) for head in reads.tokens(layer).tolist()] == wanted
+    lanes.close()
+
+
+def test_building_takes_a_piece_of_the_inputs_where_others_take_all_keys(
+    prefix: StoredPrefix,
+) -> None:
+    shape = prefix.model.shape
+    keys, inputs = (4 * each for each in (shape.kv_width, shape.hidden_size))
+    for text, size in (
+        ("columns:0.1", 3000 * keys),
+        ("columns:0.1,estimate", 6000 * keys),
+        ("maple:0.1", 1024 * inputs),
+        ("maple:0.1,estimate", 6000 * keys + 1024 * inputs),
+    ):
+        assert building_bytes(prefix.layout, Selection.parsed(text), 3000) == size
+
+
+@torch.inference_mode()
 def test_dropped_pages_are_zero_and_it_can_be_built_anew(prefix: StoredPrefix) -> None:
     cache, lanes = cache_of(prefix, PAGES), SerialLanes(CPU)
     reads = reads_of(prefix, "columns:0.2,int8,full_layers=0", cache, lanes)
@@ -196,7 +261,7 @@ def test_screens_are_built_anew_from_the_queries_observed_before(prefix: StoredP
     before = [reads.tokens(layer).sort(1).values for layer in reads.layers]
     reads.drop()
     for layer in reads.layers:
-        reads.build(layer, prefix.computed.keys[layer], prefix.tensors, prefix.chunks, 0)
+        reads.build(layer, prefix.computed.keys[layer], prefix.transfer(), prefix.chunks, 0)
     step(prefix, reads, lanes, STORED - 1)
     for layer, tokens in zip(reads.layers, before, strict=True):
         assert torch.equal(reads.tokens(layer).sort(1).values, tokens)

@@ -35,7 +35,9 @@ def random_rows(tokens: int, shape: AttentionShape = SHAPE, seed: int = 0) -> To
 
 
 def part(rows: TokenRows, first: int, last: int) -> TokenRows:
-    return TokenRows(rows.inputs[first:last], rows.queries[first:last], rows.keys[first:last])
+    return TokenRows(
+        rows.inputs[first:last], rows.queries[first:last], rows.keys[first:last], first
+    )
 
 
 def guess_from(rows: TokenRows, first: int) -> Guess:

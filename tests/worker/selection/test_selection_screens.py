@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from worker_service.selection.artifacts import Artifacts, artifacts_path, encode
 from worker_service.selection.columns import ColumnScreen, LowRankScreen
 from worker_service.selection.h2o import HeavyHitterScreen
 from worker_service.selection.kept_rows import KeptRows, to_int8
-from worker_service.selection.maple import MapleScreen, MapleWeights, sparse_projection
+from worker_service.selection.maple import MapleScreen, MapleWeights, project, sparse_signs
 from worker_service.selection.quest import QuestScreen
 from worker_service.selection.records import Records
 from worker_service.selection.screen import (
@@ -58,9 +59,10 @@ def maple(shape: AttentionShape, *, int8: bool) -> MapleScreen:
     random = torch.Generator().manual_seed(6)
     rank = 8
     weights = MapleWeights(
-        sparse_projection(HIDDEN, 16, random),
+        sparse_signs(HIDDEN, 16, random),
         torch.randn((16, shape.query_heads, rank), generator=random),
         torch.randn((16, shape.kv_heads, rank), generator=random),
+        torch.rand((shape.kv_heads, rank // 2), generator=random),
     )
     return MapleScreen(shape, weights, int8=int8)
 
@@ -243,6 +245,23 @@ def test_records_say_when_their_blocks_are_full() -> None:
         records.append(torch.zeros(1, 2))
 
 
+@pytest.mark.parametrize("shape", [SHAPE, SHAPES["multi-head"]])
+def test_keys_of_maple_are_rotated_by_their_positions(shape: AttentionShape) -> None:
+    """Scores depend on how far a token is, not on where both are, nor on how the tokens came."""
+    rows = random_rows(40, shape)
+    at_once, in_pieces, later = (maple(shape, int8=False) for _ in range(3))
+    at_once.extend(rows)
+    for first, last in ((0, 7), (7, 8), (8, 40)):
+        in_pieces.extend(part(rows, first, last))
+    later.extend(replace(rows, first_position=1000))
+    scores = at_once.scores(guess_from(rows, 30))
+    torch.testing.assert_close(in_pieces.scores(guess_from(rows, 30)), scores)
+    moved = replace(guess_from(rows, 30), first_position=1030)
+    torch.testing.assert_close(later.scores(moved), scores, atol=1e-2, rtol=1e-2)
+    farther = at_once.scores(moved)
+    assert (farther - scores).norm() > 0.3 * scores.norm()
+
+
 def test_page_bounds_are_never_below_a_logit() -> None:
     rows = random_rows(75)
     screen = QuestScreen(SHAPE)
@@ -330,7 +349,7 @@ def test_the_sparse_projection_keeps_products_on_average() -> None:
     total = torch.zeros((width, width))
     values: list[torch.Tensor] = []
     for _ in range(draws):
-        projection = sparse_projection(width, rank, random)
+        projection = project(torch.eye(width), sparse_signs(width, rank, random))
         total += projection @ projection.T
         values.append(projection.flatten())
     # Standard deviations: (2 / rank)^0.5 on the diagonal, rank^-0.5 beside it, over draws^0.5.
