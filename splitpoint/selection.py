@@ -100,7 +100,7 @@ SERVED_METHODS = tuple(
 class TrainingLoss(StrEnum):
     """What training minimises between the true and the guessed scores of a query."""
 
-    # The mean squared error of row-centred scaled scores (MAPLE).
+    # The mean squared error of scaled scores (MAPLE, Eq. 2).
     MSE = "mse"
     # The divergence of the guessed attention from the true one.
     KL = "kl"

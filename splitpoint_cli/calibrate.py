@@ -11,6 +11,7 @@ import resource
 import sysconfig
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,13 +70,25 @@ def table_of(report: Mapping[str, Any]) -> Table:
         *(f"{mean_of(layers, name):.3f}" for name in _SHARES),
         f"{mean_of(layers, 'int8_agreement'):.4f}",
     )
-    table.caption = (
+    tuned = report.get("fine_tuning")
+    table.caption = "" if tuned is None else _tuned(tuned)
+    table.caption += (
         "recall, weight: of a query's true top tenth of the tokens, and of its attention, in the "
         "guessed top tenth; int8 ranks: Spearman correlation with unrounded scores\n"
         f"{duration_text(report['seconds'])}, {report['peak_memory_bytes'] / _MIB:,.0f} MiB at "
         f"most; {report['path']}"
     )
     return table
+
+
+def _tuned(facts: Mapping[str, Any]) -> str:
+    """Return what became of the losses of MAPLE's second stage, as a line."""
+    model, scores = (
+        " to ".join(f"{loss:.4g}" for loss in facts[f"{name}_losses"])
+        for name in ("model", "score")
+    )
+    kept = "" if facts["is_kept"] else ", not kept"
+    return f"second stage, {facts['selection']}: model's loss {model}, scores' {scores}{kept}\n"
 
 
 _SHARES = ("closed_recall", "recall", "closed_weight", "weight")
@@ -87,6 +100,7 @@ _KIB = 1024
 LENGTH = 2048
 # MAPLE's closed form is far from a good one. That of `ranked` is near: larger steps lower its loss
 # further, but then it finds fewer of the top tokens than the closed form.
+LOSSES = {SelectionMethod.MAPLE: TrainingLoss.MSE, SelectionMethod.RANKED: TrainingLoss.KL}
 RATES = {SelectionMethod.MAPLE: 0.03, SelectionMethod.RANKED: 0.005}
 
 _Model = Annotated[
@@ -121,6 +135,18 @@ _Projection = Annotated[
     int,
     typer.Option(help="Columns of MAPLE's random projection of X; 0: X is not projected.", min=0),
 ]
+_Ratio = Annotated[
+    float,
+    typer.Option(
+        help="Share of the tokens that layers read while MAPLE's factors learn from the model's "
+        "loss; 0: they do not.",
+        min=0.0,
+        max=1.0,
+    ),
+]
+_Alpha = Annotated[
+    float, typer.Option(help="Weight of the squared error of scores beside that loss.", min=0.0)
+]
 _Epochs = Annotated[int, typer.Option(help="Most epochs of training; 0: the closed form.", min=0)]
 _Rate = Annotated[
     float | None,
@@ -132,9 +158,10 @@ _Rate = Annotated[
     ),
 ]
 _Loss = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="Training minimises squared errors of scores, or the divergence of attention.",
+        help="Training minimises squared errors of scores, or the divergence of attention; "
+        "default: " + ", ".join(f"{loss} for {method}" for method, loss in LOSSES.items()) + ".",
         metavar="|".join(TrainingLoss),
     ),
 ]
@@ -152,7 +179,9 @@ def calibrate(
     projection: _Projection = 0,
     epochs: _Epochs = 3,
     rate: _Rate = None,
-    loss: _Loss = TrainingLoss.KL,
+    loss: _Loss = None,
+    ratio: _Ratio = 0.125,
+    alpha: _Alpha = 1.0,
     dtype: Annotated[str, typer.Option(help="Element type; auto: the checkpoint's.")] = "auto",
     device: Annotated[str, typer.Option(help="Where it runs.", metavar="auto|cpu|cuda")] = "auto",
     seed: harness.Seed = 0,
@@ -166,7 +195,7 @@ def calibrate(
     """
     need("calibration", "worker")
     method = _method_of(screen)
-    if loss not in list(TrainingLoss):
+    if loss not in [None, *TrainingLoss]:
         raise InvalidArgument(
             f"loss {loss!r} is not one of {', '.join(TrainingLoss)}", field="loss"
         )
@@ -178,7 +207,9 @@ def calibrate(
     from worker_service.device.cache import TORCH_TYPES
     from worker_service.device.choice import choose_device
     from worker_service.distillation.calibrate import calibrate as calibrated
+    from worker_service.distillation.fine_tuning import FineTuning
     from worker_service.distillation.training import Training
+    from worker_service.kernels.choice import plain_weights
     from worker_service.model.decoder import Decoder
     from worker_service.selection.artifacts import artifacts_path, encoded
 
@@ -187,7 +218,11 @@ def calibrate(
     rank = Selection(method=method, ratio=1.0, columns=columns).kept_columns(shape.head_dim)
     started, progress = time.monotonic(), Progress()
     passages = calibration_passages(folder, text, tokens, length, seed)
-    decoder = Decoder.load(folder, choose_device(device), TORCH_TYPES[shape.data_type])
+    tuning = None
+    if method is SelectionMethod.MAPLE and ratio:
+        tuning = FineTuning(Selection(method=method, ratio=ratio, columns=rank), alpha)
+    with plain_weights() if tuning else nullcontext():
+        decoder = Decoder.load(folder, choose_device(device), TORCH_TYPES[shape.data_type])
     made, layers = calibrated(
         decoder,
         method,
@@ -197,9 +232,10 @@ def calibrate(
         training=Training(
             epochs=epochs,
             rate=RATES.get(method, 0.0) if rate is None else rate,
-            loss=TrainingLoss(loss),
+            loss=TrainingLoss(loss or LOSSES.get(method, TrainingLoss.MSE)),
             seed=seed,
         ),
+        tuning=tuning,
         track=progress.track,
         say=progress.say,
     )

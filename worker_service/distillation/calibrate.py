@@ -6,7 +6,7 @@ Samples are what each layer makes of passages of text, on the frozen model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -22,6 +22,7 @@ from worker_service.distillation.factors import (
     rotated_form,
     skew,
 )
+from worker_service.distillation.fine_tuning import FineTuning, fine_tune
 from worker_service.distillation.measures import rank_agreement, recall, weight
 from worker_service.distillation.training import LowRank, Trained, Training, train
 from worker_service.model.attention import prefill_alone
@@ -115,6 +116,7 @@ def calibrate(
     rank: int,
     projection: int = 0,
     training: Training,
+    tuning: FineTuning | None = None,
     track: Track,
     say: Callable[[str], None],
 ) -> tuple[Artifacts, list[LayerResult]]:
@@ -124,6 +126,8 @@ def calibrate(
         passages: token ids; the last eighth of them measures, the others are learned from.
         rank: columns of each head's low-rank factors; even for MAPLE.
         projection: columns of MAPLE's P; 0: X is not projected.
+        tuning: MAPLE's second stage; None: there is none. It takes a model that `plain_weights`
+            loaded.
         track: shows progress over passages and layers; say: takes a line for each epoch.
 
     Raises InvalidArgument if there are too few passages.
@@ -139,10 +143,13 @@ def calibrate(
         for layer, of_layer in zip(by_layer, sampled(model, passage), strict=True):
             layer.append(of_layer)
     unseen = max(1, len(passages) // _UNSEEN)
-    tensors: dict[str, torch.Tensor] = {}
-    results = []
+    facts: dict[str, object] = {"tokens": sum(map(len, passages)), "rank": rank}
+    if method in _TRAINED:
+        facts["training"] = asdict(training)
+    works, fits = [], []
+    made: list[tuple[dict[str, torch.Tensor], LayerResult]] = []
     for index in track("layers", range(layer_count)):
-        # Released as soon as the layer is done.
+        # What is learned from is released as soon as the layer is done.
         samples, by_layer[index] = by_layer[index], []
         work = _Layer(
             index,
@@ -155,19 +162,41 @@ def calibrate(
             training=training,
             say=say,
         )
-        made, result = work.make(method)
-        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in made.items()}
-        results.append(result)
-    facts = {
-        "tokens": sum(map(len, passages)),
-        "rank": rank,
-        **({"projection": projection} if method is SelectionMethod.MAPLE else {}),
-        **({} if method not in _TRAINED else {"training": asdict(training)}),
+        if method is SelectionMethod.MAPLE:
+            fits.append(work.fit_maple())
+            works.append(replace(work, seen=[]))
+        else:
+            made.append(work.make(method))
+    if method is SelectionMethod.MAPLE:
+        facts["projection"] = projection
+        weights = [fit.trained for fit in fits]
+        if tuning is not None:
+            seen = passages[:-unseen]
+            weights, facts["fine_tuning"] = fine_tune(
+                model, weights, track("passages again", seen), passages[-unseen:], tuning
+            )
+        made = [
+            work.finish_maple(fit, each)
+            for work, fit, each in zip(works, fits, weights, strict=True)
+        ]
+    tensors = {
+        f"layers.{index}.{name}": tensor
+        for index, (named, _) in enumerate(made)
+        for name, tensor in named.items()
     }
-    return Artifacts(method, tensors, facts), results
+    return Artifacts(method, tensors, facts), [result for _, result in made]
 
 
 _TRAINED = (SelectionMethod.MAPLE, SelectionMethod.RANKED)
+
+
+@dataclass(frozen=True, slots=True)
+class _MapleFit:
+    """Factors in closed form, those trained from them, and the losses of `Trained`."""
+
+    start: MapleWeights
+    trained: MapleWeights
+    losses: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +214,7 @@ class _Layer:
     say: Callable[[str], None]
 
     def make(self, method: SelectionMethod) -> tuple[dict[str, torch.Tensor], LayerResult]:
-        """Return the layer's tensors by name, and the result."""
-        if method is SelectionMethod.MAPLE:
-            return self._maple()
+        """Return the layer's tensors by name, and the result; not for MAPLE."""
         sums = Sums.empty(self.shape.kv_heads, self.shape.head_dim, self.seen[0].keys.device)
         for rows in self.seen:
             sums.add(rows)
@@ -205,8 +232,8 @@ class _Layer:
         result = self._result(method, self._low_rank(maps), of_closed, losses)
         return {"query_map": maps[0], "key_map": maps[1]}, result
 
-    def _maple(self) -> tuple[dict[str, torch.Tensor], LayerResult]:
-        """Train W_Q and W_K, and quantise them."""
+    def fit_maple(self) -> _MapleFit:
+        """Train W_Q and W_K: MAPLE's first stage."""
         # One more stream for each layer.
         random = torch.Generator().manual_seed(self.training.seed * 65_536 + self.index)
         device = self.seen[0].inputs.device
@@ -225,22 +252,22 @@ class _Layer:
             return MapleWeights(projection, query, key, frequencies)
 
         trained = self._train(start, partial(_projected, weights))
-        names = ("query", "key")
-        tensors = {"projection": projection, "frequencies": frequencies}
-        for name, factor in zip(names, trained.factors, strict=True):
+        return _MapleFit(weights(*start), weights(*trained.factors), trained.losses)
+
+    def finish_maple(
+        self, fit: _MapleFit, weights: MapleWeights
+    ) -> tuple[dict[str, torch.Tensor], LayerResult]:
+        """Quantise factors, and return them by name, and the result."""
+        tensors = {"projection": weights.projection, "frequencies": weights.frequencies}
+        for name, factor in (("query", weights.query), ("key", weights.key)):
             rows, scales = to_int8(factor.transpose(0, -1))
             tensors[name] = rows.transpose(0, -1).contiguous()
             tensors[f"{name}_scale"] = scales.float().transpose(0, -1).contiguous()
         closed, plain, screen = (
             partial(MapleScreen, self.shape, made)
-            for made in (
-                weights(*start),
-                weights(*trained.factors),
-                maple_weights(tensors.__getitem__),
-            )
+            for made in (fit.start, weights, maple_weights(tensors.__getitem__))
         )
-        result = self._result(SelectionMethod.MAPLE, screen, closed, trained.losses, plain)
-        return tensors, result
+        return tensors, self._result(SelectionMethod.MAPLE, screen, closed, fit.losses, plain)
 
     def _train(self, start: tuple[torch.Tensor, torch.Tensor], low_rank: LowRank) -> Trained:
         def after_epoch(epoch: int, loss: float) -> None:

@@ -62,7 +62,7 @@ def train(
     """Return factors trained from `start`; `after_epoch` gets each epoch's number and loss."""
     factors = [each.clone().requires_grad_() for each in start]
     optimizer = torch.optim.Adam(
-        [{"params": [each], "lr": settings.rate * _size(each)} for each in factors]
+        [{"params": [each], "lr": settings.rate * size_of(each)} for each in factors]
     )
     random = torch.Generator().manual_seed(settings.seed)
     losses = [_mean_loss(start, low_rank, shape, unseen, settings)]
@@ -86,7 +86,7 @@ def train(
     return Trained(best, tuple(losses))
 
 
-def _size(factor: torch.Tensor) -> float:
+def size_of(factor: torch.Tensor) -> float:
     return float(factor.detach().square().mean().sqrt())
 
 
@@ -134,23 +134,25 @@ def _loss(
     )
     seen = visible_tokens(first, last - first, last, shape.window, block.keys.device).unsqueeze(1)
     with torch.no_grad():
-        true = _logits(block.queries[first:], block.keys, shape)
+        true = logits_of(block.queries[first:], block.keys, shape)
     queries, keys = low_rank(block, *factors)
-    guessed = _logits(queries[first:], keys, shape)
+    guessed = logits_of(queries[first:], keys, shape)
     least = torch.finfo(torch.float32).min
     if settings.loss is TrainingLoss.KL:
         target = true.masked_fill(~seen, least).log_softmax(-1)
         logs = guessed.masked_fill(~seen, least).log_softmax(-1)
         divergence = target.exp() * (target - logs)
         return divergence.masked_fill(~seen, 0).sum(-1).mean()
-    difference = (guessed - true).masked_fill(~seen, 0)
-    count = seen.sum(-1, keepdim=True)
-    # Centred rows: a constant of a row changes neither its softmax nor its ranking.
-    centred = (difference - difference.sum(-1, keepdim=True) / count).masked_fill(~seen, 0)
-    return (centred.square().sum(-1) / count.squeeze(-1)).mean()
+    return squared_error(guessed, true, seen)
 
 
-def _logits(queries: torch.Tensor, keys: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+def squared_error(guessed: torch.Tensor, true: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Return the mean of a row's mean squared error over the tokens that it sees (MAPLE, Eq. 2)."""
+    errors = (guessed - true).masked_fill(~seen, 0).square().sum(-1)
+    return (errors / seen.sum(-1)).mean()
+
+
+def logits_of(queries: torch.Tensor, keys: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     """Return scaled and capped products `[T, n_q, S]`, with gradients."""
     count, _, width = queries.shape
     grouped = queries.view(count, shape.kv_heads, -1, width)

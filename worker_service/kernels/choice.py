@@ -6,7 +6,8 @@ All workers of a host use the same of a CPU's kernels, and so compute equal bits
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -80,6 +81,17 @@ def in_use() -> Choice | None:
 def use(choice: Choice | None) -> None:
     """Use these kernels from now on; a model that is loaded keeps its layout."""
     _in_use[:] = [] if choice is None else [choice]
+
+
+@contextmanager
+def plain_weights() -> Iterator[None]:
+    """Let models that are loaded inside hold plain weights, whose products have gradients."""
+    before = in_use()
+    use(Choice(Decode.PRODUCTS, Prefill.SDPA, Layout.PLAIN))
+    try:
+        yield
+    finally:
+        use(before)
 
 
 # -- GPUs -----------------------------------------------------------------------------

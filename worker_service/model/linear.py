@@ -117,6 +117,11 @@ class Linear:
         self._is_fused = self._layout is Layout.PANELS or adds_in_one_order()
         self._bias = bias
 
+    @property
+    def has_gradients(self) -> bool:
+        """True if torch knows the gradients of its products."""
+        return self._layout is Layout.PLAIN and not self._is_fused
+
     def __call__(self, rows: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
         """Map `[N, in]` to `[N, out]`."""
         if self._is_fused:
