@@ -172,9 +172,11 @@ def predict_step(
     stored_tokens: int,
     split: StepSplit = LOADS_ALL,
     chunk_tokens: int = 1,
+    *,
+    encoding: Encoding = Encoding.NATIVE,
 ) -> SelectedStep:
-    """Predict both steps of one sequence; see the module."""
-    costs = SplitCosts.of(shape, profile)
+    """Predict both steps of one sequence, whose rows cross the link as encoded; see the module."""
+    costs = SplitCosts.of(shape, profile, encoding)
     staging = split.staging_tokens
     options = replace(
         best_pipeline_options(
@@ -219,12 +221,11 @@ def why_not_selected(
     Args:
         stored_tokens: of the request, that are in the store alone.
         profile: None: costs are unknown, and memory alone decides.
+        encoding: of K and V in the store.
         split: by which the request would read everything.
     """
     if selection.reads_all:
         return f"{selection} reads every token"
-    if encoding is not Encoding.NATIVE:
-        return f"the store keeps K and V in {encoding.value}, of which single rows are not read"
     if selection.exact_layers >= shape.layer_count:
         return f"all {shape.layer_count} layers read everything"
     if not stored_tokens:
@@ -238,7 +239,9 @@ def why_not_selected(
         )
     if profile is None:
         return ""
-    step = predict_step(shape, profile, selection, stored_tokens, split, chunk_tokens)
+    step = predict_step(
+        shape, profile, selection, stored_tokens, split, chunk_tokens, encoding=encoding
+    )
     if step.selected_seconds < step.full_seconds:
         return ""
     return (

@@ -17,7 +17,7 @@ from kvstore_service.sessions import ProcessIdentity
 from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.keys import chunk_key
-from splitpoint.shapes import ArenaLayout, chunks_of
+from splitpoint.shapes import ArenaLayout, Encoding, chunks_of
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.model.attention import prefill
 from worker_service.model.attention_plan import PrefillPlan
@@ -25,13 +25,14 @@ from worker_service.model.decoder import Decoder
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
+from worker_service.store.quantization import decode, encode
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Computed:
-    """Per layer: K and V `[n, n_kv, d]`, X `[n, h]` of every token, and the last hidden."""
+    """Per layer: K and V `[n, n_kv, d]`, X `[n, h]` of every token."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -76,7 +77,7 @@ def compute(model: Decoder, token_ids: Sequence[int]) -> Computed:
 
 @dataclass
 class StoredPrefix:
-    """Sealed chunks of one sequence, front first, and what they hold."""
+    """Sealed chunks of one sequence, front first, and what they hold, once decoded."""
 
     model: Decoder
     store: KvStore
@@ -121,20 +122,31 @@ def token_ids(count: int) -> list[int]:
 
 
 def tiny_prefix(
-    case: str, folders: pytest.TempPathFactory, token_count: int
+    case: str,
+    folders: pytest.TempPathFactory,
+    token_count: int,
+    encoding: Encoding = Encoding.NATIVE,
 ) -> Iterator[StoredPrefix]:
     """Yield the prefix of a tiny model in fp32, for a fixture."""
     model = Decoder.load(write_tiny(case, folders.mktemp("model")), CPU, torch.float32)
-    with stored_prefix(model, folders.mktemp("arena"), token_ids(token_count)) as prefix:
+    ids = token_ids(token_count)
+    with stored_prefix(model, folders.mktemp("arena"), ids, encoding=encoding) as prefix:
         yield prefix
 
 
 @contextmanager
 def stored_prefix(
-    model: Decoder, folder: Path, token_ids: Sequence[int], *, chunk_tokens: int = 16
+    model: Decoder,
+    folder: Path,
+    token_ids: Sequence[int],
+    *,
+    chunk_tokens: int = 16,
+    encoding: Encoding = Encoding.NATIVE,
 ) -> Iterator[StoredPrefix]:
     """Write a chunk into every other slot, so that runs are short as in a used arena."""
-    layout = ArenaLayout.of(model.shape, chunk_tokens=chunk_tokens, has_activations=True)
+    layout = ArenaLayout.of(
+        model.shape, chunk_tokens=chunk_tokens, has_activations=True, encoding=encoding
+    )
     count = chunks_of(len(token_ids), chunk_tokens)
     opened = open_or_create_arena(folder / "store" / "arena", layout, count + count // 2 + 2)
     store = KvStore(opened.arena, clock=time.monotonic, lease_seconds=60, is_present=lambda _: True)
@@ -142,6 +154,11 @@ def stored_prefix(
         computed = compute(model, token_ids)
         session = store.sessions.attach("test", ProcessIdentity(1, 1)).session_id
         tensors = ArenaTensors(opened.arena)
+        if encoding is not Encoding.NATIVE:
+            for planes in (computed.keys, computed.values, computed.inputs):
+                for rows in planes:
+                    # Rows are encoded one by one, whatever they lie in.
+                    decode(encode(rows, encoding), encoding, rows)
         chunks = _seal(store, session, tensors, list(token_ids), computed)
         yield StoredPrefix(model, store, session, tensors, list(token_ids), chunks, computed)
     finally:
@@ -156,7 +173,7 @@ def _seal(
     token_ids: list[int],
     computed: Computed,
 ) -> tuple[StoredChunk, ...]:
-    layout = tensors.layout
+    layout, codec = tensors.layout, tensors.codec
     size = layout.chunk_tokens
     parent, chunks, stored = b"", [], []
     for start in range(0, len(token_ids), size):
@@ -169,9 +186,11 @@ def _seal(
         for layer in range(layout.layer_count):
             for plane, source in ((tensors.keys, computed.keys), (tensors.values, computed.values)):
                 plane[layer][slot].zero_()
-                plane[layer][slot, :, : len(piece)] = source[layer][rows].transpose(0, 1)
+                plane[layer][slot, :, : len(piece)] = codec.encode(
+                    source[layer][rows].transpose(0, 1)
+                )
             tensors.inputs[layer][slot].zero_()
-            tensors.inputs[layer][slot, : len(piece)] = computed.inputs[layer][rows]
+            tensors.inputs[layer][slot, : len(piece)] = codec.encode(computed.inputs[layer][rows])
         chunks.append(WrittenChunk(slot, generation, parent, piece, store.arena.checksum(slot)))
         parent = chunk_key(layout.layout_hash, b"", parent, piece)
         stored.append((slot, generation, len(piece), parent, chunks[-1].checksum))

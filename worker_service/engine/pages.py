@@ -26,6 +26,7 @@ from worker_service.engine.shared_pages import SharedPages
 from worker_service.retrieval.selector import EXACT, SelectionPlan
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.store.arena_tensors import StoredChunk
+from worker_service.store.quantization import ChunkCodec
 from worker_service.store.write_back import ChunksStored, WriteJob
 
 
@@ -59,6 +60,7 @@ class PageManager:
         self._chunk_tokens = cache.layout.chunk_tokens
         self._keeps_inputs = bool(cache.inputs)
         layout = cache.layout
+        self._codec = ChunkCodec(layout)
         fits = layout.hidden_size == layout.kv_head_count * layout.head_dim
         self._can_keep_rows = self._keeps_inputs and fits
 
@@ -334,6 +336,7 @@ class PageManager:
             if is_full:
                 sequence.stored.append(chunk)
                 self._move_window(sequence)
+                self._round_kept(sequence, index)
             if input_page is None:
                 continue
             if is_full and index < sequence.kept_inputs:
@@ -351,6 +354,16 @@ class PageManager:
                 sequence.reads.extend(page, sequence.stored[index])
             self._claims.free(sequence.claim, page)
             sequence.pages[index] = None
+
+    def _round_kept(self, sequence: Sequence, index: int) -> None:
+        """Give a page that stays on the device the values that the store has of its chunk.
+
+        So the text does not depend on which chunks stay, as it must not where drafts have a window.
+        """
+        page = sequence.pages[index]
+        if sequence.is_streamed and page is not None:
+            for plane in (*self._cache.keys, *self._cache.values):
+                self._codec.round(plane[page])
 
     # -- selections -------------------------------------------------------------------------
 

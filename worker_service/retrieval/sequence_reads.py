@@ -12,7 +12,7 @@ Knows no requests and no steps. One thread uses it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -131,7 +131,8 @@ class SequenceReads:
         self._heads = torch.arange(cache.layout.kv_head_count, device=cache.device).unsqueeze(1)
         # A slot in each piece of the arena that chunks lie in.
         self._piece_slots: list[int] = []
-        self._row_bytes = 2 * cache.keys[0][0, 0, 0].nbytes
+        # K and V of a row on the link.
+        self._row_bytes = 2 * cache.layout.kv_row_bytes
         # Sums of `counts`; the last two lie on the device, which may be behind the host.
         self._visible = self._read = 0
         self._wanted = torch.zeros((), dtype=torch.int64, device=cache.device)
@@ -319,7 +320,7 @@ class SequenceReads:
         self._slots, self._pages = (
             sent(each, self._cache.device) for each in (slots, self.row_pages)
         )
-        cut = piece_slots(self._cache.keys[0][0].nbytes)
+        cut = piece_slots(self._cache.layout.kv_slot_bytes)
         self._piece_slots = list({slot // cut: slot for slot in slots}.values())
 
     def _blocks(self, layer: int, pages: Sequence[int]) -> list[torch.Tensor]:
@@ -372,7 +373,7 @@ class SequenceReads:
         shape = (1, *tokens.shape, plane.shape[-1])
         filled = plane.new_empty(shape), plane.new_empty(shape)
         planes = [
-            RowPlane(each.source, target)
+            replace(each, target=target)
             for each, target in zip(self._planes(layer), filled, strict=True)
         ]
         moves = _Moves(
@@ -447,10 +448,10 @@ class SequenceReads:
     def _planes(self, layer: int) -> tuple[RowPlane, ...]:
         if self._transfer is None:
             raise RuntimeError("rows are wanted before the screens are built")
-        tensors = self._transfer.tensors
+        stored, cache = self._transfer.tensors, self._cache
         return (
-            RowPlane(tensors.keys[layer], self._cache.keys[layer]),
-            RowPlane(tensors.values[layer], self._cache.values[layer]),
+            RowPlane(stored.keys[layer], cache.keys[layer], stored.layout.encoding),
+            RowPlane(stored.values[layer], cache.values[layer], stored.layout.encoding),
         )
 
 

@@ -81,6 +81,11 @@ class ChunkCodec:
         """
         return native if self.is_native else encode(native, self._encoding)
 
+    def round(self, native: torch.Tensor) -> None:
+        """Replace native chunks by what their stored form decodes to. Raises Unencodable."""
+        if not self.is_native:
+            decode(self.encode(native), self._encoding, native)
+
 
 INT8_LEVELS = 127
 INT4_LEVELS = 15

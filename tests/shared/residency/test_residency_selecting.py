@@ -154,14 +154,29 @@ def test_it_gains_where_the_link_is_the_limit() -> None:
     assert both[1] - both[0] == pytest.approx(14 * (read * 1e-6 + computed))
 
 
+def test_rows_and_chunks_of_an_encoded_store_are_fewer_bytes() -> None:
+    """A scale and 64 codes of int8 for 256 bytes; an emulated link carries nothing else."""
+    columns = Selection.parsed("columns:0.1")
+    slow = replace(PROFILE, link_bytes_per_second=1e8)
+    step = predict_step(SHAPE, slow, columns, 4096, encoding=Encoding.INT8)
+    linked = 16 * 1e-5 + (2 * 4096 + 14 * 410) * (2 * 2 * 66) / 1e8
+    assert step.selected_seconds == pytest.approx(linked + 0.005 / 16)
+    assert step.full_seconds == pytest.approx(16 * (1e-5 + 4096 * 264 / 1e8) + 0.005 / 16)
+    # At this rate rows of native stores gain, those of int4 stores have nothing to gain.
+    fast = replace(PROFILE, link_bytes_per_second=4e9, memory_seconds_per_byte=5e-10)
+    for encoding, gains in ((Encoding.NATIVE, True), (Encoding.INT4, False)):
+        said = why_not_selected(SHAPE, columns, 4096, 64, profile=fast, encoding=encoding)
+        assert (said == "") == gains, (encoding, said)
+
+
 @pytest.mark.parametrize(
     ("text", "tokens", "profile", "encoding", "reason"),
     [
         ("columns:1", 4096, None, Encoding.NATIVE, "columns:1.0 reads every token"),
-        ("columns:0.1", 4096, None, Encoding.INT8, "the store keeps K and V in int8, of which"),
         ("columns:0.1,full_layers=16", 4096, None, Encoding.NATIVE, "all 16 layers read"),
         ("columns:0.1", 64, None, Encoding.NATIVE, "rows and screens take 2 pages, all of its 64"),
-        ("columns:0.9", 4096, None, Encoding.NATIVE, "rows and screens take 68 pages"),
+        # A page on the device is native, whatever the store keeps.
+        ("columns:0.9", 4096, None, Encoding.INT8, "rows and screens take 68 pages"),
         ("columns:budget_tokens=5000", 4096, None, Encoding.NATIVE, "rows and screens take 74"),
         ("columns:0.1", 4096, replace(PROFILE, link_bytes_per_second=1e13), None, "a step is"),
         (

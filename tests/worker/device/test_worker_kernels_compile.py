@@ -74,6 +74,24 @@ for row_words, block in ((32, 32), (10, 16)):
 assert not_specialized(gather_rows_by_index) == {"sources", "targets", "count", "groups"}
 """
 
+ENCODED_ROWS = """
+from worker_service.retrieval.gather_rows import ROWS
+from worker_service.pipeline.gather_kernels import decode_rows_by_index
+number = "i32"
+for element, width, has_minimum in (("bf16", 64, False), ("fp32", 80, True)):
+    signature = dict(target="*" + element, source="*i16", sources="*i64", targets="*i64")
+    signature |= dict(count=number, groups=number)
+    group = 64 if has_minimum else 128
+    parameters = -(-width // group) * (2 if has_minimum else 1)
+    words = parameters + -(-width // (4 if has_minimum else 2))
+    constants = dict(
+        row_words=words, width=width, group=group, parameter_words=parameters,
+        has_minimum=has_minimum, rows=ROWS, word_block=64, block=1 << (width - 1).bit_length(),
+    )
+    assert cubin_bytes(decode_rows_by_index, signature, constants, 90) > 1000
+assert not_specialized(decode_rows_by_index) == {"sources", "targets", "count", "groups"}
+"""
+
 SPANS = """
 from worker_service.kernels.choice import use_one_order
 from worker_service.device.memory import UNIT_ROWS
@@ -162,6 +180,12 @@ def test_the_kernel_of_single_rows_compiles_once_for_all_steps(
     compiler: subprocess.Popen[str],
 ) -> None:
     run(compiler, ROWS)
+
+
+def test_the_kernel_of_encoded_rows_compiles_once_for_all_steps(
+    compiler: subprocess.Popen[str],
+) -> None:
+    run(compiler, ENCODED_ROWS)
 
 
 def test_products_of_one_order_compile_once_for_all_numbers_of_rows(

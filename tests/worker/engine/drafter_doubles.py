@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from engine_runner import make_engine
 
+from splitpoint.shapes import Encoding
 from splitpoint.speculation import DraftMethod
 from worker_service.drafts.drafter import DraftTarget, TargetKey
 from worker_service.engine.engine import Engine
@@ -81,13 +82,20 @@ class _LateDrafter:
         self.drafter.forget(key, has_ended=has_ended)
 
 
-def self_drafting(model: Model, chunk_tokens: int, window: int, lanes: Lanes) -> Engine:
+def self_drafting(
+    model: Model,
+    chunk_tokens: int,
+    window: int,
+    lanes: Lanes,
+    encoding: Encoding = Encoding.NATIVE,
+) -> Engine:
     """Return an engine that drafts with its own model; `window` pages stay on its device."""
     late = _LateDrafter()
     engine = make_engine(
         model,
         chunk_tokens=chunk_tokens,
         has_activations=True,
+        encoding=encoding,
         window_pages=window,
         lanes=lanes,
         drafters={DraftMethod.SELF: late},

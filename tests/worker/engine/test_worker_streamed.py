@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from splitpoint.planning.plan import SplitLine
 from splitpoint.planning.schedule import Lane, Schedule
-from splitpoint.shapes import ArenaLayout
+from splitpoint.shapes import ArenaLayout, Encoding
 from worker_service.device.memory import staging_bytes
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
@@ -57,6 +57,7 @@ class Case:
         engine = make_engine(
             self.model,
             has_activations=True,
+            encoding=self.runner.layout.encoding,
             lanes=lanes,
             staging_pages=staging_pages,
             cache_pages=80,
@@ -128,10 +129,12 @@ def assert_set(event: threading.Event) -> None:
     assert event.wait(30)
 
 
-def make_case(name: str, folder: Path) -> Iterator[Case]:
+def make_case(name: str, folder: Path, encoding: Encoding = Encoding.NATIVE) -> Iterator[Case]:
     reference = build_tiny(name)
     model = Decoder.load(write_tiny(name, folder / "model"), CPU, torch.float32)
-    layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK, has_activations=True)
+    layout = ArenaLayout.of(
+        model.shape, chunk_tokens=CHUNK, has_activations=True, encoding=encoding
+    )
     prompts, wanted = zip(*(clear_prompt(reference, n, NEW) for n in LENGTHS), strict=True)
     with store_runner(layout, folder, 400) as runner:
         case = Case(model, runner, list(prompts), list(wanted))

@@ -11,6 +11,7 @@ from stored_prefix import CPU, StoredPrefix, tiny_prefix
 
 from splitpoint.residency.selecting import SEGMENT_TOKENS, selection_pages
 from splitpoint.selection import Selection
+from splitpoint.shapes import Encoding
 from worker_service.device.cache import DeviceCache
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
@@ -29,9 +30,12 @@ OTHER = 1e3
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredPrefix]:
+def prefix(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StoredPrefix]:
+    encoding = getattr(request, "param", Encoding.NATIVE)
     with torch.inference_mode():
-        yield from tiny_prefix("llama", tmp_path_factory, STORED)
+        yield from tiny_prefix("llama", tmp_path_factory, STORED, encoding)
 
 
 def reads_of(
@@ -113,6 +117,7 @@ def test_what_is_served_is_what_is_measured(
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("prefix", [Encoding.NATIVE, Encoding.INT4], indirect=True)
 def test_segments_that_chunks_fill_later_are_clustered_and_cross_once(
     prefix: StoredPrefix,
 ) -> None:
@@ -134,6 +139,7 @@ def test_segments_that_chunks_fill_later_are_clustered_and_cross_once(
     crossed = len(reads.layers) * prefix.model.shape.kv_head_count * SEGMENT_TOKENS
     spans = [span for span in lanes.finish() if span.tokens]
     assert sum(span.amount for span in spans) == reads.counts.link_bytes
+    assert reads.counts.link_bytes == reads.counts.fetched * 2 * prefix.layout.kv_row_bytes
     assert new.fetched >= crossed
     check_same(prefix, reads, lanes)
     again = reads.counts - before - new

@@ -13,6 +13,7 @@ from stored_prefix import CPU, StoredPrefix, tiny_prefix
 from splitpoint.planning.schedule import Lane
 from splitpoint.residency.selecting import selection_pages
 from splitpoint.selection import Selection
+from splitpoint.shapes import Encoding
 from worker_service.device.cache import DeviceCache
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
@@ -30,9 +31,12 @@ PAGES = 40
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredPrefix]:
+def prefix(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StoredPrefix]:
+    encoding = getattr(request, "param", Encoding.NATIVE)
     with torch.inference_mode():
-        yield from tiny_prefix("llama", tmp_path_factory, STORED)
+        yield from tiny_prefix("llama", tmp_path_factory, STORED, encoding)
 
 
 def reads_of(
@@ -107,7 +111,16 @@ SERVED = (
 
 @torch.inference_mode()
 @pytest.mark.parametrize("text", SERVED)
-@pytest.mark.parametrize("lanes_type", [SerialLanes, ThreadLanes])
+@pytest.mark.parametrize(
+    ("prefix", "lanes_type"),
+    [
+        (Encoding.NATIVE, SerialLanes),
+        (Encoding.NATIVE, ThreadLanes),
+        (Encoding.INT8, ThreadLanes),
+        (Encoding.INT4, ThreadLanes),
+    ],
+    indirect=["prefix"],
+)
 def test_rows_are_those_of_the_store_and_only_missing_ones_cross_the_link(
     prefix: StoredPrefix, text: str, lanes_type: type[Lanes]
 ) -> None:
@@ -128,7 +141,7 @@ def test_rows_are_those_of_the_store_and_only_missing_ones_cross_the_link(
     spans = [span for span in lanes.finish() if span.lane is Lane.LINK_IN]
     counts = reads.counts
     assert counts.fetched == fetched == sum(span.tokens for span in spans)
-    head_bytes = 2 * prefix.model.shape.head_dim * 4
+    head_bytes = 2 * prefix.layout.kv_row_bytes
     assert counts.link_bytes == fetched * head_bytes == sum(span.amount for span in spans)
     assert counts.read == 3 * len(reads.layers) * len(reads.tokens(0)) * 48
     assert counts.visible == counts.read * STORED // 48
