@@ -368,6 +368,28 @@ def test_what_a_selection_computed_is_no_other_requests_prefix(llama: Case, lane
     check_left(engine)
 
 
+@pytest.mark.parametrize("more", ["", ",estimate"])
+def test_keys_of_chunks_that_leave_later_are_made_of_stored_layer_inputs(
+    llama: Case, lanes: Lanes, more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading all tokens, also those, is exact; X of each comes over the link once."""
+    source = ScreenSource(llama.model.config, drawn_artifacts(llama))
+    monkeypatch.setattr(engine_module, "ScreenSource", lambda *_: source)
+    long, prompt = Sampling(max_tokens=3 * CHUNK, ignore_eos=True), llama.prompts[2]
+    tokens, sent = [], []
+    for selection in (Selection(), Selection.parsed(f"maple:0.999,full_layers=0{more}")):
+        engine, trace = llama.engine(lanes), Trace()
+        engine.trace = trace
+        request = streamed("2", prompt, long, salt=more.encode(), selection=selection)
+        tokens.append(llama.runner.run(engine, [request]).tokens["2"])
+        sent.append(sum(span.tokens for span in trace.spans if span.name == "send X"))
+        check_left(engine)
+    assert tokens[0] == tokens[1]
+    final = len(prompt) + 3 * CHUNK
+    layers = llama.model.shape.layer_count
+    assert sent[1] - sent[0] >= layers * (final // CHUNK - 2) * CHUNK
+
+
 def test_layers_whose_weights_are_on_the_host_choose_when_they_begin(
     lanes: Lanes, tmp_path: Path
 ) -> None:
