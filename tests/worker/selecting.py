@@ -70,7 +70,7 @@ def empty_reads(
 def maple_artifacts(shape: ModelShape, rank: int, projection: int = 0) -> Artifacts:
     """Return factors of no use to ranking, as `splitpoint calibrate --screen maple` writes them."""
     random = torch.Generator().manual_seed(3)
-    rows = projection or shape.hidden_size
+    rows = (projection or shape.hidden_size) + 1
     made: dict[str, torch.Tensor] = {}
     for index in range(shape.layer_count):
         made[f"layers.{index}.projection"] = sparse_signs(shape.hidden_size, projection, random)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.selection.kept_rows import KeptRows
@@ -35,13 +36,15 @@ def sparse_signs(width: int, rank: int, random: torch.Generator) -> torch.Tensor
 
 
 def project(inputs: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """Return `X P` in fp32, `[T, k]`; X itself if P has no columns.
+    """Return `X P` and a column of ones in fp32, `[T, k + 1]`; X itself if P has no columns.
 
-    P is `sqrt(3 / k)` times its signs, so that `E[P P^T] = I` (Achlioptas).
+    P is `sqrt(3 / k)` times its signs, so that `E[P P^T] = I` (Achlioptas). The ones stand for
+    biases of q and k, which the paper's model has not.
     """
-    wide = inputs.float()
-    rank = signs.shape[-1]
-    return wide @ (signs.float() * math.sqrt(3.0 / rank)) if rank else wide
+    rows = inputs.float()
+    if rank := signs.shape[-1]:
+        rows = rows @ (signs.float() * math.sqrt(3.0 / rank))
+    return functional.pad(rows, (0, 1), value=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,8 @@ class MapleWeights:
 
     Attributes:
         projection: signs of P, int8 `[h, k]`; without columns: X is not projected, and k is h.
-        query: W_Q, `[k, n_q, r]`; key: W_K, `[k, n_kv, r]`: fp32, or int8 of which each column has
-            a scale.
+        query: W_Q, `[k + 1, n_q, r]`; key: W_K, `[k + 1, n_kv, r]`: fp32, or int8 of which each
+            column has a scale.
         frequencies: fp32 `[n_kv, r / 2]`, radians a token, by which columns i and i + r/2 of a KV
             head and its group are rotated; without columns: none is (learned positions, which X
             has).

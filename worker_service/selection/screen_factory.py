@@ -114,7 +114,7 @@ class Screens:
             if self.selection.method is SelectionMethod.MAPLE:
                 weights = maple_weights(partial(artifacts.of_layer, index))
                 columns = weights.projection.shape[-1]
-                inner = columns or shape.hidden_size
+                inner = (columns or shape.hidden_size) + 1
                 turned = weights.frequencies.shape[-1] and rank // 2
                 _check_sizes(weights.projection, (shape.hidden_size, columns), "the projection")
                 _check_sizes(weights.frequencies, (heads, turned), "the frequencies")

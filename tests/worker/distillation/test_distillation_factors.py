@@ -136,18 +136,18 @@ def test_projected_factors_find_products_that_are_there(
     """
     random = torch.Generator().manual_seed(8)
     inputs = torch.randn((TOKENS, 24), generator=random) + shift
-    projection = project(torch.eye(24), sparse_signs(24, 12, random))
-    few = [torch.randn((12, heads, RANK), generator=random) for heads in (4, KV_HEADS)]
+    signs = sparse_signs(24, 12, random)
+    few = [torch.randn((13, heads, RANK), generator=random) for heads in (4, KV_HEADS)]
     wide = torch.linalg.qr(torch.randn((KV_HEADS, WIDTH, WIDTH), generator=random)).Q[:, :RANK]
     per_query = wide.repeat_interleave(GROUP, 0)
-    mixed = inputs @ projection
+    mixed = project(inputs, signs)
     rows = TokenRows(
         inputs,
         torch.einsum("tm,mqr,qrd->tqd", mixed, few[0], per_query),
         torch.einsum("tm,mkr,krd->tkd", mixed, few[1], wide) + constant,
     )
     query, key = projected_form([mixed], [rows], RANK)
-    assert (query.shape, key.shape) == ((12, 4, RANK), (12, KV_HEADS, RANK))
+    assert (query.shape, key.shape) == ((13, 4, RANK), (13, KV_HEADS, RANK))
     centred = rows.keys - rows.keys.mean(0)
     true = torch.einsum(
         "tkgd,skd->kgts", rows.queries.view(TOKENS, KV_HEADS, GROUP, WIDTH), centred
@@ -167,11 +167,16 @@ SLOW = torch.linspace(4e-4, 1e-4, WIDTH // 2)
 
 
 def rotated_rows(rope: torch.Tensor, mixing: torch.Tensor) -> TokenRows:
-    """Return rows whose q and k are linear in X before RoPE, their pairs mixed by `[n, d / 2]`."""
+    """Return rows whose q and k are linear in X before RoPE, with biases.
+
+    Their pairs are mixed by `[n, d / 2]`.
+    """
     random = torch.Generator().manual_seed(9)
     inputs = torch.randn((TOKENS, 24), generator=random)
     maps = torch.randn((24, KV_HEADS * (GROUP + 1), len(mixing), 2), generator=random)
-    heads = torch.einsum("th,hnmc,mp->tnpc", inputs, maps, mixing).contiguous()
+    biases = torch.randn(maps.shape[1:], generator=random)
+    made = torch.einsum("th,hnmc->tnmc", inputs, maps) + biases
+    heads = torch.einsum("tnmc,mp->tnpc", made, mixing).contiguous()
     angles = torch.arange(TOKENS).view(-1, 1, 1) * rope
     turned = torch.view_as_complex(heads) * torch.polar(torch.ones_like(angles), angles)
     flat = torch.cat((turned.real, turned.imag), -1)
@@ -180,9 +185,10 @@ def rotated_rows(rope: torch.Tensor, mixing: torch.Tensor) -> TokenRows:
 
 def error_of_maple(rows: TokenRows, rank: int, rope: torch.Tensor) -> float:
     """Return the relative error of all logits by factors that were made from these rows."""
-    query, key, frequencies = rotated_form([rows.inputs], [rows], rank, rope)
+    signs = rows.inputs.new_empty((24, 0))
+    query, key, frequencies = rotated_form([project(rows.inputs, signs)], [rows], rank, rope)
     shape = AttentionShape(KV_HEADS * GROUP, KV_HEADS, WIDTH, 1.0, None, None)
-    weights = MapleWeights(rows.inputs[0].new_empty((24, 0)), query, key, frequencies)
+    weights = MapleWeights(signs, query, key, frequencies)
     screen = MapleScreen(shape, weights, int8=False)
     screen.extend(rows)
     guessed = screen.scores(Guess(rows.inputs, rows.queries, 0))

@@ -250,6 +250,42 @@ def test_building_takes_a_piece_of_the_inputs_where_others_take_all_keys(
 
 
 @torch.inference_mode()
+def test_positions_of_maples_keys_are_those_of_the_sequence(prefix: StoredPrefix) -> None:
+    """Three chunks stay on the device before those that are stored only."""
+    artifacts, first = maple_artifacts(prefix.model.shape, 8), 3 * CHUNK
+    cache, lanes = cache_of(prefix, PAGES), SerialLanes(CPU)
+    selection = Selection.parsed("maple:0.25,columns=8,full_layers=0,sinks=0")
+    reads = empty_reads(
+        *(prefix, selection, cache, lanes),
+        pages=selection_pages(prefix.model.shape, selection, STORED, CHUNK),
+        free=list(range(PAGES)),
+        final_tokens=STORED,
+        artifacts=artifacts,
+    )
+    for layer in reads.layers:
+        guess = guess_at(prefix, layer, STORED - 1)
+        reads.observe(layer, guess.queries)
+        transfer, chunks = prefix.transfer(), prefix.chunks[3:]
+        reads.build(layer, torch.empty(0), transfer, chunks, first)
+        lanes.wait_event(reads.begin(layer, guess))
+        screen = Screens(prefix.model.config, selection, artifacts).layer(layer)
+        assert screen is not None
+        inputs = prefix.computed.inputs[layer][first:]
+        screen.extend(TokenRows(inputs, inputs, inputs, first))
+        tokens = len(inputs)
+        read = choose(
+            screen.scores(guess),
+            selection,
+            first_position=tokens - 1,
+            tokens=tokens,
+            kv_heads=len(reads.tokens(layer)),
+        )
+        for held, wanted in zip(reads.tokens(layer).tolist(), read[0], strict=True):
+            # The rows that are left over hold the next best ones.
+            assert set(wanted.nonzero().flatten().tolist()) <= set(held)
+
+
+@torch.inference_mode()
 def test_dropped_pages_are_zero_and_it_can_be_built_anew(prefix: StoredPrefix) -> None:
     cache, lanes = cache_of(prefix, PAGES), SerialLanes(CPU)
     reads = reads_of(prefix, "columns:0.2,int8,full_layers=0", cache, lanes)

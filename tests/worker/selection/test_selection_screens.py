@@ -60,8 +60,8 @@ def maple(shape: AttentionShape, *, int8: bool) -> MapleScreen:
     rank = 8
     weights = MapleWeights(
         sparse_signs(HIDDEN, 16, random),
-        torch.randn((16, shape.query_heads, rank), generator=random),
-        torch.randn((16, shape.kv_heads, rank), generator=random),
+        torch.randn((17, shape.query_heads, rank), generator=random),
+        torch.randn((17, shape.kv_heads, rank), generator=random),
         torch.rand((shape.kv_heads, rank // 2), generator=random),
     )
     return MapleScreen(shape, weights, int8=int8)
@@ -349,7 +349,7 @@ def test_the_sparse_projection_keeps_products_on_average() -> None:
     total = torch.zeros((width, width))
     values: list[torch.Tensor] = []
     for _ in range(draws):
-        projection = project(torch.eye(width), sparse_signs(width, rank, random))
+        projection = project(torch.eye(width), sparse_signs(width, rank, random))[:, :-1]
         total += projection @ projection.T
         values.append(projection.flatten())
     # Standard deviations: (2 / rank)^0.5 on the diagonal, rank^-0.5 beside it, over draws^0.5.
