@@ -352,6 +352,11 @@ def check_served(selection: Selection) -> None:
         )
     if selection.pool is not None:
         raise _wrong("pool", "is measured by `splitpoint eval` only")
+    if selection.alpha is not None and selection.method.keeps_inputs:
+        raise _wrong(
+            "alpha",
+            f"{selection.method} has no scores of tokens whose X is not in the store: use ratio",
+        )
 
 
 def check_speculation(selection: Selection, asked: Speculation | None) -> None:

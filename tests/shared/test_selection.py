@@ -206,6 +206,8 @@ def test_what_only_eval_measures_is_not_served() -> None:
     for refuse in (check_served, selection_to_proto):
         with pytest.raises(InvalidArgument, match="pool is measured by `splitpoint eval` only"):
             refuse(Selection.parsed("columns:0.1,pool=0.8"))
+    with pytest.raises(InvalidArgument, match="alpha maple has no scores"):
+        check_served(Selection.parsed("maple:alpha=4"))
     check_served(FULL)
     assert SelectionMethod.FULL not in SERVED_METHODS
 

@@ -144,8 +144,9 @@ def _attend_spans(
     least: float,
     **_: Any,
 ) -> None:
-    units, lows, highs, starts, owners, *prompt, is_prompt = more
+    units, lows, highs, starts, owners, seen, *prompt, is_prompt, is_masked = more
     assert not is_prompt
+    assert seen.dtype is torch.uint8
     assert prompt == [0, 0, 0, 1 << 30, len(queries), 1]
     assert grid == (len(owners), kv_heads)
     assert unit_rows == chunk
@@ -163,6 +164,9 @@ def _attend_spans(
         scores = torch.einsum("hgd,hrd->hgr", query, own_keys) * scale
         if has_cap:
             scores = cap * torch.tanh(scores / cap)
+        if is_masked:
+            rows = torch.cat([seen[i, :, lows[i] : highs[i]] for i in entries], dim=1)
+            scores = scores.masked_fill(rows[:, None] == 0, least)
         peak = scores.amax(dim=-1, keepdim=True)
         weights = (scores - peak).exp()
         peaks[span], totals[span] = peak.flatten(), weights.sum(dim=-1).flatten()

@@ -56,10 +56,12 @@ def usage_of(reads: SequenceReads, positions: range) -> SelectionUsage:
     """Return what queries at these positions have read, which are all since the last call."""
     counts = reads.new_counts()
     visible = sum(positions) + len(positions)
+    # The mean over layers and KV heads; several queries of a draft read what was chosen once.
+    skipped = 1 - counts.read / counts.visible if counts.visible else 1.0
     return SelectionUsage(
         step_count=len(positions),
         visible_token_count=visible,
-        read_token_count=visible - len(positions) * (reads.stored_tokens - reads.row_count),
+        read_token_count=visible - round(len(positions) * reads.stored_tokens * skipped),
         fetched_row_count=counts.fetched,
         reused_row_count=counts.reused,
         link_bytes=counts.link_bytes,
@@ -129,7 +131,8 @@ class SelectedStep:
                 reads.drop()
             if reads is not None and reads.is_built:
                 if sequence.selects:
-                    readers.append(Reader(row, sequence.computed, reads, number, sequence))
+                    pages = upload.table(sequence.ranked_pages)
+                    readers.append(Reader(row, sequence.computed, reads, pages, number, sequence))
             elif reads is not None:
                 # Queries of drafts that may be wrong teach nothing.
                 observed.append(_Observed(row, row + 1, reads))

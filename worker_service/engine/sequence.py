@@ -339,6 +339,13 @@ class Sequence:
         return [*range(stored.start), *range(stored.stop, len(self.pages))]
 
     @property
+    def ranked_pages(self) -> list[int]:
+        """The device pages that its selection ranks beside the stored tokens; often none."""
+        if self.reads is None or not self.reads.is_dynamic:
+            return []
+        return [self.page(index) for index in self.device_chunks]
+
+    @property
     def read_chunks(self) -> list[StoredChunk]:
         """The chunks that each step reads from the store."""
         stored = self.stored_range

@@ -44,6 +44,8 @@ from worker_service.pipeline.tiles import (
     prefill_tiles,
 )
 from worker_service.pipeline.transfer import CacheTransfer, Part
+from worker_service.retrieval.row_plan import RowPlan
+from worker_service.retrieval.sequence_reads import SequenceReads
 
 Result = TypeVar("Result")
 MakeTiles = Callable[[list[StoredPage], int, int], list[Tile]]
@@ -179,7 +181,10 @@ class StreamedBuilder:
             for selecting in dict.fromkeys(selecting for _, selecting in kinds)
         }
         in_order = on_device is not None and self._takes_many_parts(
-            [on_device, *rows.values()], pages, queries, counts or [1] * len(decodes)
+            [on_device, *map(_pages_of, rows.values())],
+            pages,
+            queries,
+            counts or [1] * len(decodes),
         )
         make_tiles = ordered_tiles if in_order else decode_tiles
 
@@ -197,7 +202,8 @@ class StreamedBuilder:
                 made[same] = with_plans([page for page in seen if page.reader not in selecting])
             order = None
             if on_device is not None and not in_order:
-                plans = [on_device, rows[selecting], *(plan for _, plan in made[same])]
+                plans = [on_device, _pages_of(rows[selecting])]
+                plans += [plan for _, plan in made[same]]
                 order = _order(plans, window, self._upload)
             by_kind[window, selecting] = LayerDecodes(rows[selecting], made[same], order)
         layers = [by_kind[kind] for kind in kinds]
@@ -213,38 +219,23 @@ class StreamedBuilder:
         selecting: frozenset[int],
         queries: list[int],
         counts: list[int] | None,
-    ) -> DecodePlan | None:
-        """Plan attention to the rows that selections fetched; None if no sequence has any.
-
-        All rows of their pages are seen. In the order of positions they come where the stored
-        tokens do, of which there are more.
-        """
-        pages: list[int] = []
-        owners: list[int] = []
-        first_positions: list[int] = []
+    ) -> RowPlan | None:
+        """Plan attention to the rows that selections fetched; None if no sequence has any."""
+        readers: list[tuple[int, SequenceReads]] = []
         for number in sorted(selecting):
-            reads, start = decodes[number].reads, decodes[number].stored_range.start
+            reads = decodes[number].reads
             if reads is None:
                 raise RuntimeError("a sequence without screens reads by selection")
-            for place, page in enumerate(reads.row_pages, start):
-                pages.append(page)
-                owners.append(number)
-                first_positions.append(place * self._chunk)
-        if not pages:
-            return None
-        plan = DecodePlan.of_pages(
-            pages,
-            owners=owners,
-            first_positions=first_positions,
-            query_positions=queries,
+            readers.append((number, reads))
+        return RowPlan.of(
+            readers,
+            queries,
+            windows=self._windows,
             chunk_tokens=self._chunk,
-            windows=[None],
             device=self._device,
             upload=self._upload,
             query_counts=counts,
         )
-        # What is chosen is seen, whatever the window.
-        return replace(plan, views=dict.fromkeys(self._windows, plan.views[None]))
 
     def _takes_many_parts(
         self,
@@ -383,6 +374,10 @@ class StreamedBuilder:
 
     def _tensor(self, values: Iterable[int]) -> torch.Tensor:
         return self._upload.table(list(values))
+
+
+def _pages_of(rows: RowPlan | None) -> DecodePlan | None:
+    return None if rows is None else rows.pages
 
 
 def _most_units(plan: DecodePlan) -> int:

@@ -27,6 +27,7 @@ from worker_service.pipeline.executor import Attend, Prefetcher
 from worker_service.pipeline.task_work import TileTransfer
 from worker_service.pipeline.tiles import StreamedTokens
 from worker_service.pipeline.transfer import CacheTransfer
+from worker_service.retrieval.row_plan import RowPlan
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk, SuspectChunks
 from worker_service.store.verifier import Check, Verifier, differing
 
@@ -118,13 +119,13 @@ class LayerDecodes:
     """What decoding sequences attend in a layer beside the pages that they have on the device.
 
     Attributes:
-        rows: pages with rows of the store, of sequences that select; None: none selects here.
+        rows: row pages of sequences that select; None: none selects here.
         tiles: all that the others have in the store, and what attends each tile.
         order: in which order the parts are merged, if not as they come: those of the device's
             own pages, of `rows`, then of the tiles.
     """
 
-    rows: DecodePlan | None
+    rows: RowPlan | None
     tiles: list[tuple[TileTransfer, DecodePlan]]
     order: UnitOrder | None
 
@@ -180,7 +181,8 @@ class StreamedStep:
             prefetcher.compute("attend", index, partial(own, plan=self.before))
         if here.rows is not None:
             arriving = self.selected.arriving(index)
-            prefetcher.compute("attend", index, partial(own, plan=here.rows), arriving)
+            attend_rows = partial(own, plan=here.rows.pages, seen=here.rows.seen(index))
+            prefetcher.compute("attend", index, attend_rows, arriving)
             if self.selected.has_estimates:
                 estimate = partial(self._estimate, parts, index, queries)
                 prefetcher.compute("estimate", index, estimate)

@@ -100,13 +100,16 @@ struct Merging {
 
 // -- decode: few queries of each sequence, one unit after the other ------------------------------
 
-// Scores of H query heads with `count` consecutive keys, ROWS apart.
+// Scores of H query heads with `count` consecutive keys, ROWS apart. `seen`: keys at a 0 are not read
+// and have no score; null: all are read.
 template <int H>
-static inline void score(const Element* keys, const float* queries, int count, float* scores) {
+static inline void score(const Element* keys, const float* queries, int count, float* scores,
+                         const uint8_t* seen) {
   Floats query[H][VECTORS];
   for (int h = 0; h < H; h++)
     for (int i = 0; i < VECTORS; i++) query[h][i] = load(queries + (h * VECTORS + i) * LANES);
   for (int row = 0; row < count; row++, keys += HEAD_DIM) {
+    if (seen && !seen[row]) continue;
     Floats products[H];
     Floats key = load_part(keys, 0);
     for (int h = 0; h < H; h++) products[h] = rounded(key * query[h][0]);
@@ -118,16 +121,19 @@ static inline void score(const Element* keys, const float* queries, int count, f
   }
 }
 
-// The sums of `count` consecutive values by the weights of H heads.
+// The sums of `count` consecutive values by the weights of H heads. `seen`: see `score`.
 template <int H>
-static inline void add_values(const Element* values, const float* weights, int count, float* sums) {
+static inline void add_values(const Element* values, const float* weights, int count, float* sums,
+                              const uint8_t* seen) {
   Floats added[H][VECTORS] = {};
-  for (int row = 0; row < count; row++, values += HEAD_DIM)
+  for (int row = 0; row < count; row++, values += HEAD_DIM) {
+    if (seen && !seen[row]) continue;
     for (int i = 0; i < VECTORS; i++) {
       const Floats value = load_part(values, i);
       for (int h = 0; h < H; h++)
         added[h][i] = multiply_add(value, all(weights[h * ROWS + row]), added[h][i]);
     }
+  }
   for (int h = 0; h < H; h++)
     for (int i = 0; i < VECTORS; i++) store(sums + (h * VECTORS + i) * LANES, added[h][i]);
 }
@@ -137,6 +143,8 @@ struct Units {
   const Element *queries, *keys, *values;
   // Of units: their page, its rows [low, high), and the query that reads them.
   const int32_t *pages, *lows, *highs, *owners;
+  // [pages of the units in their order, n_kv, page_rows]: rows at a 0 are not read. Null: all are.
+  const uint8_t* seen;
   // Units order[groups[i]] ... order[groups[i + 1] - 1] are of one page and of one round.
   const int32_t *order, *groups;
   // Round r attends the groups from cuts[r] to cuts[r + 1]. Then it merges, of each query's units,
@@ -151,7 +159,7 @@ struct Units {
   float *sums, *peaks, *totals;
   // Elements between pages, and between heads, of keys and of values.
   int64_t key_page, key_head, value_page, value_head;
-  int32_t round_count, query_count, query_heads, kv_heads, threads;
+  int32_t round_count, query_count, query_heads, kv_heads, page_rows, threads;
   float scale, cap;  // 0: no cap
 };
 
@@ -168,19 +176,29 @@ static void attend_heads(const Units& call, int n, int head, int first) {
   // Each row has its own lane, whatever the first one is.
   const int low = call.lows[n], high = call.highs[n], start = low / LANES * LANES;
   const int count = (high - start + LANES - 1) / LANES * LANES;
-  score<H>(keys + (int64_t)low * HEAD_DIM, queries, high - low, scores + low - start);
+  const uint8_t* seen = call.seen;
+  if (seen) {
+    const int page = n / ((call.page_rows + ROWS - 1) / ROWS);
+    seen += ((int64_t)page * call.kv_heads + head) * call.page_rows + low;
+  }
+  score<H>(keys + (int64_t)low * HEAD_DIM, queries, high - low, scores + low - start, seen);
   const int64_t place = (int64_t)call.places[n] * call.query_heads + first;
   for (int h = 0; h < H; h++) {
     float* own = scores + h * ROWS;
-    hide(own, low - start, high - start, 0, count);
+    const auto hide_all = [&] {
+      hide(own, low - start, high - start, 0, count);
+      for (int row = low; seen && row < high; row++)
+        if (!seen[row - low]) own[row - start] = -__builtin_inff();
+    };
+    hide_all();
     if (call.cap != 0) {
       for (int i = 0; i < count; i += LANES) store(own + i, capped(load(own + i), call.cap));
-      hide(own, low - start, high - start, 0, count);
+      hide_all();
     }
     weigh(own, count, call.part_peaks[place + h], call.part_totals[place + h]);
   }
   add_values<H>(values + (int64_t)low * HEAD_DIM, scores + low - start, high - low,
-                call.part_sums + place * WIDTH);
+                call.part_sums + place * WIDTH, seen);
 }
 
 static void attend_unit(const Units& call, int n, int head) {

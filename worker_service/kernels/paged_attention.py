@@ -15,7 +15,7 @@ import torch
 from worker_service.kernels.compiled import ELEMENTS, LANES, content, load
 
 _POINTERS = (
-    *("queries", "keys", "values", "pages", "lows", "highs", "owners", "order", "groups"),
+    *("queries", "keys", "values", "pages", "lows", "highs", "owners", "seen", "order", "groups"),
     *("cuts", "ranks", "part_sums", "part_peaks", "part_totals", "places", "firsts"),
     *("sums", "peaks", "totals"),
 )
@@ -24,7 +24,7 @@ _TABLES = (
     *("order", "groups", "cuts", "ranks", "places"),
 )
 _STRIDES = ("key_page", "key_head", "value_page", "value_head")
-_COUNTS = ("round_count", "query_count", "query_heads", "kv_heads", "threads")
+_COUNTS = ("round_count", "query_count", "query_heads", "kv_heads", "page_rows", "threads")
 _PROMPT_POINTERS = (*("queries", "keys", "values", "pages", "sums", "peaks", "totals", "attended"),)
 _PROMPT_COUNTS = (
     *("page_count", "page_tokens", "query_count", "query_heads", "kv_heads"),
@@ -149,13 +149,15 @@ def attend_units(
     *,
     scale: float,
     cap: float | None,
+    seen: torch.Tensor | None = None,
 ) -> Partial:
     """Attend pages of `keys`, `values` `[pages, n_kv, C, d]` with queries `[B, n_q, d]`.
 
-    Raises NoKernels, if the kernel for this type and d cannot be compiled.
+    `seen`: see `decode_partial`. Raises NoKernels, if the kernel for this type and d cannot be
+    compiled.
     """
-    state = _state(queries)
-    _attend(units, queries, keys, values, scale, cap, _Parts(units.room, queries).fields(), state)
+    state, parts = _state(queries), _Parts(units.room, queries).fields()
+    _attend(units, queries, keys, values, scale, cap, seen, parts, state)
     return state
 
 
@@ -180,6 +182,7 @@ class UnitParts:
         *,
         scale: float,
         cap: float | None,
+        seen: torch.Tensor | None = None,
     ) -> None:
         """Attend the next units: see `attend_units`. Raises ValueError if there is no room."""
         parts, state = self._kept, None
@@ -189,7 +192,7 @@ class UnitParts:
         elif self._count > parts.count or len(units.cuts) > 2:
             raise ValueError(f"{self._count} units where {parts.count} were planned")
         fields = parts.fields(first)
-        _attend(units, self._queries, keys, values, scale, cap, fields, state)
+        _attend(units, self._queries, keys, values, scale, cap, seen, fields, state)
 
     def merged(self) -> Partial:
         """Return the attention over all units. Raises ValueError if some are missing."""
@@ -229,18 +232,22 @@ def _attend(
     values: torch.Tensor,
     scale: float,
     cap: float | None,
+    seen: torch.Tensor | None,
     parts: dict[str, torch.Tensor],
     state: Partial | None,
 ) -> None:
     """Attend units, and merge their parts onto the state, if one is given."""
     queries, keys, values = queries.contiguous(), _with_rows(keys), _with_rows(values)
     tables = {name: getattr(units, name) for name in _TABLES} | parts
+    if seen is not None:
+        tables["seen"] = seen
     _call(
         queries,
         tables if state is None else tables | _state_fields(state),
         {
             **_plane_fields(queries, keys, values),
             "round_count": len(units.cuts) - 1,
+            "page_rows": keys.shape[2],
             "scale": scale,
             "cap": cap or 0.0,
         },

@@ -99,6 +99,7 @@ def decode_partial(
     window: int | None,
     scale: float,
     cap: float | None = None,
+    seen: torch.Tensor | None = None,
 ) -> PartialAttention:
     """Attend one layer's pages with one query token of each of B sequences.
 
@@ -108,6 +109,8 @@ def decode_partial(
             `[pages, n_kv, C, d]`. Masked rows may have any finite values.
         window: the layer's sliding window; one of the plan's windows.
         cap: in all functions here a score s becomes `cap * tanh(s / cap)`; None: no cap.
+        seen: uint8 `[P, n_kv, C]`, 0 where a row is not attended, for the P pages of a plan that
+            `is_masked`; a query may see no row of some. None: what the plan says is all.
 
     A GPU reads pages by number, through FlashInfer or Triton; so does a CPU with a kernel of its
     own (kernels/), and one without multiplies them.
@@ -120,16 +123,18 @@ def decode_partial(
             return PartialAttention(*done)
     view = plan.views[window]
     if isinstance(view, UnitView):
-        done = paged_attention.attend_units(view, queries, keys, values, scale=scale, cap=cap)
+        done = paged_attention.attend_units(
+            view, queries, keys, values, scale=scale, cap=cap, seen=seen
+        )
         return PartialAttention(*done)
     if isinstance(view, SpanView):
         kernels = kernels_of(queries.device)
         return PartialAttention(
-            *view.attend(queries, keys, values, scale=scale, cap=cap, kernels=kernels)
+            *view.attend(queries, keys, values, scale=scale, cap=cap, kernels=kernels, seen=seen)
         )
-    attended = _decode_pages(queries, keys, values, view, scale, cap)
+    attended = _decode_pages(queries, keys, values, view, scale, cap, seen)
     for shared in plan.shared.get(window, ()):
-        attended = attended.merge(_decode_pages(queries, keys, values, shared, scale, cap))
+        attended = attended.merge(_decode_pages(queries, keys, values, shared, scale, cap, None))
     return attended
 
 
@@ -140,6 +145,7 @@ def _decode_pages(
     view: PageView,
     scale: float,
     cap: float | None,
+    seen: torch.Tensor | None,
 ) -> PartialAttention:
     """Attend each page by plain products, all pages of all requests at once.
 
@@ -157,11 +163,14 @@ def _decode_pages(
     )
     if cap is not None:
         scores = _capped(scores.to(torch.float32), cap)
+    limit = view.limit
+    if seen is not None:
+        by_head = seen.repeat_interleave(query_heads // kv_heads, 1)
+        limit = torch.where(by_head != 0, limit, _LEAST)
     # Cast to fp32 and mask in one pass, which also removes overflows of masked rows.
-    scores = torch.minimum(_unfolded(scores, pages, readers, query_heads), view.limit)
-    # One row more than queries, for the foreign pages of the range. Every other page has a
-    # row that its reader sees (plans drop the rest), so each peak is a real score and
-    # masked rows weigh exp(least - peak) = 0.
+    scores = torch.minimum(_unfolded(scores, pages, readers, query_heads), limit)
+    # One row more than queries, for the foreign pages of the range. Masked rows weigh
+    # exp(least - peak) = 0; where `seen` leaves none, what is merged with the part has a peak.
     peak = queries.new_full((count + 1, query_heads), _LEAST, dtype=torch.float32)
     peak.scatter_reduce_(0, owner.unsqueeze(1).expand(-1, query_heads), scores.amax(-1), "amax")
     scores.sub_(peak.index_select(0, owner).unsqueeze(-1)).exp_()

@@ -46,18 +46,28 @@ class DecodeParts:
         """Add what stands for keys that a row's query does not attend; it is merged last."""
         self._estimates.append((row, part))
 
-    def add(self, keys: torch.Tensor, values: torch.Tensor, *, plan: DecodePlan) -> None:
-        """Attend pages `[P, n_kv, C, d]` of the pool or of a tile, as the plan says."""
+    def add(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        plan: DecodePlan,
+        seen: torch.Tensor | None = None,
+    ) -> None:
+        """Attend pages `[P, n_kv, C, d]` of the pool or of a tile, as the plan says.
+
+        `seen`: see `decode_partial`.
+        """
         view = plan.views[self._window]
         if isinstance(view, UnitView):
             if self._units is None:
                 self._units = UnitParts(self._queries, self._order)
-            self._units.add(view, keys, values, scale=self._scale, cap=self._cap)
+            self._units.add(view, keys, values, scale=self._scale, cap=self._cap, seen=seen)
             return
         if isinstance(view, SpanView) and self._order is not None:
             if self._spans is None:
                 self._spans = SpanParts(self._queries, self._order, kernels_of(keys.device))
-            self._spans.add(view, keys, values, scale=self._scale, cap=self._cap)
+            self._spans.add(view, keys, values, scale=self._scale, cap=self._cap, seen=seen)
             return
         part = decode_partial(
             self._queries,
@@ -67,6 +77,7 @@ class DecodeParts:
             window=self._window,
             scale=self._scale,
             cap=self._cap,
+            seen=seen,
         )
         self._merged = part if self._merged is None else self._merged.merge(part)
 

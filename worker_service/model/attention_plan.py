@@ -148,6 +148,7 @@ class DecodePlan:
         row_counts: Integers | None = None,
         padded_spans: Mapping[int | None, int] | None = None,
         query_counts: Sequence[int] | None = None,
+        is_masked: bool = False,
     ) -> DecodePlan:
         """Plan for any pages: a tile of one sequence, or the tails of streamed ones.
 
@@ -155,6 +156,9 @@ class DecodePlan:
         `first_positions[i] + r`, and its first `row_counts[i]` rows are in use (default:
         all up to the query). Sequence b has `query_counts[b]` queries (default: one), from
         `query_positions[b]` on; none sees a later position.
+
+        If `is_masked`, `decode_partial` is told which rows of the pages are seen. They are then
+        whole, before their query's position, distinct, and listed by query and position.
         """
         numbers, owner = np.asarray(pages, dtype=np.int64), np.asarray(owners, dtype=np.int64)
         first = np.asarray(first_positions, dtype=np.int64)
@@ -178,7 +182,7 @@ class DecodePlan:
             visible = seen if window is None else seen & (behind < window)
             padded = None if padded_spans is None else padded_spans[window]
             views[window], more = _decode_views(
-                numbers, owner, first, visible, len(query), tables, padded
+                numbers, owner, first, visible, len(query), tables, padded, is_masked=is_masked
             )
             if more:
                 shared[window] = more
@@ -326,10 +330,13 @@ def _decode_views(
     query_count: int,
     upload: Upload,
     padded_spans: int | None,
+    *,
+    is_masked: bool,
 ) -> tuple[DecodeView, tuple[PageView, ...]]:
     """Return the view of pages that one query reads, and views of those that several read.
 
-    With a kernel one view has all of them, and can be padded.
+    With a kernel one view has all of them, and can be padded. Those that are masked keep their
+    order.
     """
     used = seen.any(axis=1)
     if not used.all():
@@ -342,7 +349,8 @@ def _decode_views(
         return UnitView.of(numbers, owner, first_positions, seen, query_count), ()
     pages, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     if len(pages) == len(numbers):
-        return _page_view(numbers, owner[:, None], seen[:, None], query_count, upload), ()
+        spread = 0.0 if is_masked else _SPREAD
+        return _page_view(numbers, owner[:, None], seen[:, None], query_count, upload, spread), ()
     readers = counts[inverse]
     shared = []
     for count in np.unique(counts[counts > 1]).tolist():
@@ -368,6 +376,7 @@ def _page_view(
     seen: npt.NDArray[np.bool_],
     query_count: int,
     upload: Upload,
+    spread: float = _SPREAD,
 ) -> PageView:
     """Read distinct pages in place if they lie close together; otherwise gather them.
 
@@ -379,7 +388,7 @@ def _page_view(
         first = int(numbers.min())
         place = numbers - first
         span = int(place.max()) + 1
-        if span <= _SPREAD * len(numbers):
+        if span <= spread * len(numbers):
             pages = slice(first, first + span)
             spread_owner = np.full((span, readers), query_count, dtype=np.int64)
             spread_owner[place] = owner

@@ -158,13 +158,14 @@ class SpanView:
         scale: float,
         cap: float | None,
         kernels: Any,
+        seen: torch.Tensor | None = None,
     ) -> Partial:
         """Attend pages of `keys`, `values` `[pages, n_kv, C, d]` with queries `[B, n_q, d]`.
 
-        `kernels`: the result of `kernels_of`.
+        `kernels`: the result of `kernels_of`; `seen`: see `decode_partial`.
         """
         parts = _rooms(len(self.owners), queries)
-        _attend_spans(self, parts, queries, keys, values, scale, cap, kernels)
+        _attend_spans(self, parts, queries, keys, values, scale, cap, seen, kernels)
         return _merged(parts, queries, self.firsts, None, kernels)
 
 
@@ -188,13 +189,14 @@ class SpanParts:
         *,
         scale: float,
         cap: float | None,
+        seen: torch.Tensor | None = None,
     ) -> None:
         """Attend the next spans: see `SpanView.attend`. Raises ValueError if there is no room."""
         first, self._count = self._count, self._count + len(view.owners)
         if self._count > len(self._listing):
             raise ValueError(f"{self._count} spans where {len(self._listing)} were planned")
         rooms = [room[first : self._count] for room in self._parts]
-        _attend_spans(view, rooms, self._queries, keys, values, scale, cap, self._kernels)
+        _attend_spans(view, rooms, self._queries, keys, values, scale, cap, seen, self._kernels)
 
     def merged(self) -> Partial:
         """Return the attention over all spans. Raises ValueError if some are missing."""
@@ -236,11 +238,12 @@ class SpanPrompt:
         kv_heads, table = keys.shape[1], pages.pages
         group = query_heads // kv_heads
         block = member_block(group, keys.dtype) // group
+        queries = self._queries.contiguous()
         self._kernels.attend_spans[(-(-count // block), kv_heads)](
-            *(self.sums, self.peaks, self.totals, self._queries.contiguous(), keys, values),
-            *(table, table, table, table, table),
+            *(self.sums, self.peaks, self.totals, queries, keys, values),
+            *(table, table, table, table, table, _mask(None, queries)),
             *(len(table), pages.page_position, pages.query_position),
-            *(pages.window or _NO_WINDOW, count, block, 1),
+            *(pages.window or _NO_WINDOW, count, block, 1, 0),
             **_constants(self._queries, keys, scale, cap),
         )
 
@@ -253,16 +256,23 @@ def _attend_spans(
     values: torch.Tensor,
     scale: float,
     cap: float | None,
+    seen: torch.Tensor | None,
     kernels: Any,
 ) -> None:
     """Write the part of each span of a view."""
     if len(view.owners):
+        queries = queries.contiguous()
         kernels.attend_spans[(len(view.owners), keys.shape[1])](
-            *(*parts, queries.contiguous(), keys, values),
-            *(view.units, view.lows, view.highs, view.starts, view.owners),
-            *(0, 0, 0, _NO_WINDOW, len(queries), 1, 0),
+            *(*parts, queries, keys, values),
+            *(view.units, view.lows, view.highs, view.starts, view.owners, _mask(seen, queries)),
+            *(0, 0, 0, _NO_WINDOW, len(queries), 1, 0, int(seen is not None)),
             **_constants(queries, keys, scale, cap),
         )
+
+
+def _mask(seen: torch.Tensor | None, queries: torch.Tensor) -> torch.Tensor:
+    """Return a mask of rows; without one any bytes, since their type selects the kernel, too."""
+    return queries.view(torch.uint8) if seen is None else seen
 
 
 def _constants(

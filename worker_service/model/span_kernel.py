@@ -47,6 +47,8 @@ def _unit(
     query,
     keys,
     values,
+    seen_rows,
+    is_masked,
     first_row,
     start,
     low,
@@ -67,7 +69,8 @@ def _unit(
     """Return the part of one unit: peak, total and sums of each query head.
 
     Its rows begin at `start` of a page that begins at `first_row`. A head that is `later[i]`
-    queries behind the first one sees the rows [low + later[i], high + later[i]).
+    queries behind the first one sees the rows [low + later[i], high + later[i]); if `is_masked`,
+    without those of the page at a 0 of `seen_rows`.
     """
     dims = tl.arange(0, dim_block)
     inside = dims < head_dim
@@ -77,6 +80,7 @@ def _unit(
     for below in range(0, unit_rows, row_block):
         rows = start + below + tl.arange(0, row_block)
         is_row = (below + tl.arange(0, row_block) < unit_rows) & (rows < chunk)
+        is_row = is_row & (tl.load(seen_rows + rows, mask=is_row & (is_masked != 0), other=1) != 0)
         read = is_row & (rows >= low) & (rows < high + block - 1)
         seen = (rows[None, :] >= low + later[:, None]) & (rows[None, :] < high + later[:, None])
         seen = seen & is_row[None, :]
@@ -112,6 +116,7 @@ def _unit(
         "highs",
         "starts",
         "owners",
+        "seen",
         "page_count",
         "page_position",
         "query_position",
@@ -119,6 +124,7 @@ def _unit(
         "query_count",
         "block_queries",
         "is_prompt",
+        "is_masked",
     ],
 )
 def attend_spans(
@@ -133,6 +139,7 @@ def attend_spans(
     highs,
     starts,
     owners,
+    seen,
     page_count,
     page_position,
     query_position,
@@ -140,6 +147,7 @@ def attend_spans(
     query_count,
     block_queries,
     is_prompt,
+    is_masked,
     scale,
     cap,
     query_heads,
@@ -159,7 +167,8 @@ def attend_spans(
     A unit's part is computed by itself, and merged with those before it. Of a decoding query,
     program (s, h) attends units[starts[s] : starts[s + 1]] with query owners[s], of unit i the
     rows [lows[i], highs[i]) of its page, and writes part s. Unit u is the
-    part `u % n` of page `u // n`, where pages have n units. For prompts: see above.
+    part `u % n` of page `u // n`, where pages have n units. For prompts: see above. If `is_masked`,
+    units i n to i n + n - 1 are those of one page, whose rows at a 0 of `seen[i, h]` are not read.
 
     Rows that no query of a program sees are not read: they may hold anything.
     """
@@ -193,7 +202,8 @@ def attend_spans(
         low = tl.load(lows + entry, mask=is_decode, other=high - window)
         high = tl.load(highs + entry, mask=is_decode, other=high)
         part_peak, part_total, part = _unit(
-            *(query, keys, values, (page * kv_heads + head) * chunk, start, low, high, later),
+            *(query, keys, values, seen + (entry // per_page * kv_heads + head) * chunk, is_masked),
+            *((page * kv_heads + head) * chunk, start, low, high, later),
             *(block, scale, cap, has_cap, chunk, head_dim, unit_rows),
             *(member_block, row_block, dim_block, least),
         )

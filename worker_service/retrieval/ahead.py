@@ -23,11 +23,13 @@ class RowReader:
 
     Attributes:
         row: its place in the pass; position: of its token.
+        on_device: see `SequenceReads.begin`; empty if it is not dynamic.
     """
 
     row: int
     position: int
     reads: SequenceReads
+    on_device: torch.Tensor
 
 
 def estimates_of(
@@ -100,6 +102,7 @@ class RowsAhead:
                     each.position,
                 ),
                 self._carry_out,
+                each.on_device,
             )
             for place, each in readers
         ]

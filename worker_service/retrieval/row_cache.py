@@ -38,6 +38,11 @@ class RowCache:
         self._step = 0
 
     @property
+    def is_wanted(self) -> torch.Tensor:
+        """Which rows have a token that was wanted last, bool `[n_kv, rows]`."""
+        return self._used == self._step
+
+    @property
     def row_count(self) -> int:
         return self.tokens.shape[1]
 
@@ -47,12 +52,13 @@ class RowCache:
         self.tokens = torch.cat((self.tokens, self.tokens.new_full(more, -1)), 1)
         self._used = torch.cat((self._used, self._used.new_full(more, -1)), 1)
 
-    def place(self, wanted: torch.Tensor, count: torch.Tensor | None, stored: int) -> Placed:
+    def place(self, tokens: torch.Tensor, is_wanted: torch.Tensor | None, stored: int) -> Placed:
         """Give each wanted token a row: its own, or that of a token unused for longest.
 
         Args:
-            wanted: int64 `[n_kv, n]`, distinct tokens below `stored`; n is at most `row_count`.
-            count: int64 `[]`, how many of them are wanted, the first ones; None: all are.
+            tokens: int64 `[n_kv, n]`, below `stored`.
+            is_wanted: bool `[n_kv, n]`, which of them are wanted; None: all are. Those are
+                distinct, and at most `row_count` of each head.
         """
         self._step += 1
         heads, rows = self.tokens.shape
@@ -62,21 +68,20 @@ class RowCache:
         token_of = torch.where(self.tokens < 0, stored, self.tokens).long()
         row_of.scatter_(1, token_of, every.expand(heads, -1))
         row_of[:, stored] = -1
-        held = row_of.gather(1, wanted).long()
+        held = row_of.gather(1, tokens).long()
         is_new = held < 0
-        if count is not None:
-            is_wanted = torch.arange(wanted.shape[1], device=wanted.device) < count
+        if is_wanted is not None:
             is_new &= is_wanted
             held = torch.where(is_wanted, held, -1)
         # One column more takes what is not written.
         used = torch.cat((self._used, self._used.new_zeros((heads, 1))), 1)
         used.scatter_(1, torch.where(held < 0, rows, held), self._step)
         oldest = used[:, :rows].argsort(dim=1, stable=True)
-        turn = (is_new.cumsum(1) - 1).clamp_min(0)
+        turn = (is_new.cumsum(1) - 1).clamp(0, max(0, rows - 1))
         placed = torch.where(is_new, oldest.gather(1, turn), held)
         target = torch.where(is_new, placed, rows)
         used.scatter_(1, target, self._step)
-        tokens = torch.cat((self.tokens, self.tokens.new_zeros((heads, 1))), 1)
-        tokens.scatter_(1, target, wanted.int())
-        self._used, self.tokens = used[:, :rows], tokens[:, :rows]
+        held_tokens = torch.cat((self.tokens, self.tokens.new_zeros((heads, 1))), 1)
+        held_tokens.scatter_(1, target, tokens.int())
+        self._used, self.tokens = used[:, :rows], held_tokens[:, :rows]
         return Placed(placed, is_new)

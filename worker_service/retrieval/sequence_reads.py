@@ -2,8 +2,10 @@
 
 Of each stored token the screens keep a little on the device. Before a layer's attention they score
 the tokens for a guessed query, and the rows that are wanted and missing are fetched into row pages,
-over those that were unused for longest. The layer then attends every row in the row pages, and
-whatever else of the sequence is on the device: order and place of rows do not matter behind RoPE.
+over those that were unused for longest. The layer then attends rows in the row pages, and whatever
+else of the sequence is on the device: order and place of rows do not matter behind RoPE. With a
+ratio or a number of tokens it attends all rows in them: the few that it did not want this time
+cost nothing to fetch. With alpha, whose budget varies, it attends those that it wanted alone.
 A selection that estimates adds the clusters of all other tokens, whose sums are on the device, too.
 
 Knows no requests and no steps. One thread uses it.
@@ -33,9 +35,15 @@ from worker_service.pipeline.transfer import CacheTransfer, Part
 from worker_service.retrieval.gather_rows import RowPlane, gather_rows
 from worker_service.retrieval.row_cache import RowCache
 from worker_service.selection.clusters import ClusterSums, HeldRows
-from worker_service.selection.screen import AttentionShape, Guess, LayerScreen, TokenRows
+from worker_service.selection.screen import (
+    AttentionShape,
+    Guess,
+    KeyScreen,
+    LayerScreen,
+    TokenRows,
+)
 from worker_service.selection.screen_factory import Screens
-from worker_service.selection.token_choice import choose_rows
+from worker_service.selection.token_choice import ChosenRows, choose_near, choose_rows
 from worker_service.store.arena_tensors import StoredChunk
 
 # The newest queries of a layer from which a screen learns its columns.
@@ -50,7 +58,7 @@ class ReadCounts:
 
     Attributes:
         visible: stored tokens that there were.
-        read: rows that attention read: all in the row pages.
+        read: rows that attention read.
         wanted: rows that were chosen.
         fetched: of the wanted ones, those that crossed the link; the others were there.
         link_bytes: K and V of the fetched rows.
@@ -81,11 +89,11 @@ class SequenceReads:
     """What one sequence keeps on the device to read its stored tokens by a selection.
 
     A layer takes part if `selects` says so: full layers, and those whose sliding window hides
-    stored tokens, read everything as ever (all rows in the row pages are attended).
+    stored tokens, read everything as ever (no window hides what is in the row pages).
 
     Attributes:
-        row_pages: the pages whose rows are attended, each whole (`row_count` rows); grows with the
-            stored tokens. Empty before the screens are built.
+        row_pages: the pages whose rows are attended (`row_count` rows); grows with the stored
+            tokens. Empty before the screens are built.
         chunks: the stored chunks that rows are read from, in order. Each step checks at its end
             that they are current, as for tiles.
     """
@@ -133,10 +141,10 @@ class SequenceReads:
         self._piece_slots: list[int] = []
         # K and V of a row on the link.
         self._row_bytes = 2 * cache.layout.kv_row_bytes
-        # Sums of `counts`; the last two lie on the device, which may be behind the host.
-        self._visible = self._read = 0
-        self._wanted = torch.zeros((), dtype=torch.int64, device=cache.device)
-        self._fetched = torch.zeros_like(self._wanted)
+        # Sums of `counts`; those of rows lie on the device, which may be behind the host: read,
+        # wanted, fetched.
+        self._visible = 0
+        self._rows = torch.zeros(3, dtype=torch.int64, device=cache.device)
         self._told = ReadCounts()
         self._observed: dict[int, torch.Tensor] = {}
         self._built: dict[int, LayerScreen] = {}
@@ -148,8 +156,8 @@ class SequenceReads:
     @property
     def counts(self) -> ReadCounts:
         """Sums since it was made; on a GPU this waits for the device."""
-        wanted, fetched = torch.stack((self._wanted, self._fetched)).tolist()
-        return ReadCounts(self._visible, self._read, wanted, fetched, fetched * self._row_bytes)
+        read, wanted, fetched = self._rows.tolist()
+        return ReadCounts(self._visible, read, wanted, fetched, fetched * self._row_bytes)
 
     def new_counts(self) -> ReadCounts:
         """Return `counts` since the last call."""
@@ -165,6 +173,11 @@ class SequenceReads:
     def building_bytes(self, tokens: int) -> int:
         """See `building_bytes`."""
         return building_bytes(self._cache.layout, self.selection, tokens)
+
+    @property
+    def first_position(self) -> int:
+        """Position of the first of these tokens."""
+        return self._first_position
 
     @property
     def building_room(self) -> int:
@@ -185,9 +198,30 @@ class SequenceReads:
         """Return True if a layer reads by the selection once screens are built."""
         return layer in self._layers
 
+    @property
+    def is_dynamic(self) -> bool:
+        """True if each step attends other rows of its row pages, `seen`; otherwise all."""
+        return self.selection.alpha is not None
+
     def tokens(self, layer: int) -> torch.Tensor:
-        """Return the stored tokens in a layer's rows, int64 `[n_kv, rows]`, from 0 on."""
-        return self._caches[layer].tokens.long()
+        """Return the stored tokens in the rows that a layer attends, int64 `[n_kv, rows]`.
+
+        They count from 0 on; -1: the row is not attended.
+        """
+        rows = self._caches[layer]
+        if not self.is_dynamic:
+            return rows.tokens.long()
+        return torch.where(rows.is_wanted, rows.tokens, -1).long()
+
+    def seen(self, layer: int) -> torch.Tensor:
+        """Return which rows a layer attends since its last `begin`, `[row pages, n_kv, C]`.
+
+        uint8, 0 where a row is not attended.
+        """
+        rows = self._caches[layer]
+        seen = rows.is_wanted if self.is_dynamic else torch.ones_like(rows.is_wanted)
+        by_page = seen.view(len(seen), len(self.row_pages), self._chunk).transpose(0, 1)
+        return by_page.to(torch.uint8, memory_format=torch.contiguous_format)
 
     # -- building ---------------------------------------------------------------------
 
@@ -330,7 +364,13 @@ class SequenceReads:
 
     # -- reading ------------------------------------------------------------------------
 
-    def begin(self, layer: int, guess: Guess, carry_out: CarryOut = at_once) -> Event:
+    def begin(
+        self,
+        layer: int,
+        guess: Guess,
+        carry_out: CarryOut = at_once,
+        on_device: torch.Tensor | None = None,
+    ) -> Event:
         """Choose a layer's tokens for one query, and begin to fetch what is missing.
 
         `carry_out` runs what chooses; the rows come on the link, after compute issued so far.
@@ -339,8 +379,10 @@ class SequenceReads:
 
         Args:
             guess: of one token; its queries are those of the layer, or a guess of them.
+            on_device: int64, the pages of the sequence's other tokens in order, up to the page of
+                the guess's own token. `is_dynamic` ones rank these, too.
         """
-        found = carry_out("screen", layer, partial(self._moves, layer, guess))
+        found = carry_out("screen", layer, partial(self._moves, layer, guess, on_device))
         self._fetch_filled(layer)
         return self._fetch(layer, self._planes(layer), found)
 
@@ -380,8 +422,7 @@ class SequenceReads:
             self._numbered(self._slots, tokens).flatten(),
             torch.arange(count, device=self._cache.device),
         )
-        self._wanted += count
-        self._fetched += count
+        self._rows[1:] += count
         self._fetch(layer, planes, moves)
         self._filled[layer] = filled
 
@@ -404,31 +445,26 @@ class SequenceReads:
         )
         return sums.estimate(queries, rows)
 
-    def _moves(self, layer: int, guess: Guess) -> _Moves:
+    def _moves(self, layer: int, guess: Guess, on_device: torch.Tensor | None) -> _Moves:
         """Choose, and return the rows to fetch."""
-        screen, rows = self._built[layer], self._caches[layer]
-        stored = self.stored_tokens
-        most, alpha = wanted_rows(self.selection, stored), self.selection.alpha
-        if rows.row_count < self.row_count:
-            # Every row is attended, so none may stay empty.
+        rows, heads, stored = self._caches[layer], self._heads, self.stored_tokens
+        has_grown = rows.row_count < self.row_count
+        if has_grown:
             rows.grow(self.row_count)
-            most, alpha = self.row_count, None
-        heads = self._heads
-        chosen = choose_rows(
-            screen.scores(guess),
-            most,
-            len(heads),
-            stored,
-            first=self.selection.sinks - self._first_position,
-            newest=self._first_position + stored - guess.first_position - 1 + self.selection.recent,
-            alpha=alpha,
-            block_tokens=screen.block_tokens,
-        )
-        placed = rows.place(chosen.tokens, chosen.count, stored)
+        if self.is_dynamic:
+            chosen = self._choose_near(layer, guess, on_device)
+        else:
+            # Every row is attended, so none may stay empty.
+            most = self.row_count if has_grown else wanted_rows(self.selection, stored)
+            chosen = self._choose(layer, guess, most)
+        placed = rows.place(chosen.tokens, chosen.is_wanted, stored)
         self._visible += len(heads) * stored
-        self._read += len(heads) * self.row_count
-        self._wanted += len(heads) * (most if chosen.count is None else chosen.count)
-        self._fetched += placed.is_new.sum()
+        if chosen.is_wanted is None:
+            self._rows[0] += len(heads) * self.row_count
+            self._rows[1] += chosen.tokens.numel()
+        else:
+            self._rows[:2] += chosen.is_wanted.sum()
+        self._rows[2] += placed.is_new.sum()
         sources = self._numbered(self._slots, chosen.tokens)
         targets = self._numbered(self._pages, placed.rows)
         if self._cache.device.type == "cpu":
@@ -438,6 +474,36 @@ class SequenceReads:
             targets = torch.where(placed.is_new, targets, -1).flatten()
             sources = sources.flatten()
         return _Moves(sources, targets)
+
+    def _choose(self, layer: int, guess: Guess, most: int) -> ChosenRows:
+        """Choose so many of the stored tokens, whatever else is on the device."""
+        screen, stored = self._built[layer], self.stored_tokens
+        return choose_rows(
+            screen.scores(guess),
+            most,
+            len(self._heads),
+            stored,
+            first=self.selection.sinks - self._first_position,
+            newest=self._first_position + stored - guess.first_position - 1 + self.selection.recent,
+            block_tokens=screen.block_tokens,
+        )
+
+    def _choose_near(self, layer: int, guess: Guess, on_device: torch.Tensor | None) -> ChosenRows:
+        """Choose by alpha among all earlier tokens: those on the device take part in the rule."""
+        screen, stored, first = self._built[layer], self.stored_tokens, self._first_position
+        scores = screen.scores(guess)
+        others = guess.first_position - stored
+        if others:
+            if on_device is None or not isinstance(screen, KeyScreen):
+                raise ValueError(f"{self.selection} ranks tokens on the device, too")
+            pages = self._cache.keys[layer].index_select(0, on_device)
+            keys = pages.transpose(0, 1).flatten(1, 2)[:, :others].transpose(0, 1)
+            theirs = screen.scores_of(guess, keys)
+            scores = torch.cat((theirs[..., :first], scores, theirs[..., first:]), -1)
+        most = wanted_rows(self.selection, stored)
+        return choose_near(
+            scores, self.selection, len(self._heads), range(first, first + stored), most
+        )
 
     def _numbered(self, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return the number in a plane `[slots, n_kv, C, d]` of row `rows[h, i]` of head h."""

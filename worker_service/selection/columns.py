@@ -24,6 +24,7 @@ from worker_service.selection.screen import (
     Guess,
     Maker,
     TokenRows,
+    grouped_products,
     in_pieces,
     to_logits,
 )
@@ -70,6 +71,17 @@ class ColumnScreen:
         queries = _taken(self._skewed(guess.queries), self._columns)
         return to_logits(self._kept.products(queries), self._shape)
 
+    def scores_of(self, guess: Guess, keys: torch.Tensor) -> torch.Tensor:
+        if self._columns is None:
+            raise RuntimeError("a screen is asked before the prompt")
+        skewed = self._skewed(guess.queries)
+        index = _of_heads(self._columns, skewed)
+        queries = torch.zeros_like(skewed).scatter(-1, index, skewed.gather(-1, index))
+        if self._skew is not None:
+            # The columns of k A are k times those of A.
+            queries = by_kv_head(queries, self._skew.transpose(-1, -2))
+        return to_logits(grouped_products(queries, keys), self._shape)
+
     def _skewed(self, heads: torch.Tensor) -> torch.Tensor:
         """Rotate `[T, heads, d]` by the A of each head's KV head."""
         return heads if self._skew is None else by_kv_head(heads, self._skew)
@@ -99,9 +111,13 @@ def by_kv_head(heads: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
 
 def _taken(heads: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Return the columns `[n_kv, r]` of `[T, heads, d]`, those of each head's KV head."""
+    return heads.gather(-1, _of_heads(columns, heads))
+
+
+def _of_heads(columns: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """Return `[n_kv, r]` for each of `[T, heads, d]`, as `[T, heads, r]`."""
     group = heads.shape[1] // len(columns)
-    index = columns.repeat_interleave(group, 0).expand(len(heads), -1, -1)
-    return heads.gather(-1, index)
+    return columns.repeat_interleave(group, 0).expand(len(heads), -1, -1)
 
 
 class LowRankScreen:
@@ -138,6 +154,11 @@ class LowRankScreen:
     def scores(self, guess: Guess) -> torch.Tensor:
         queries = by_kv_head(guess.queries.float(), self._query_maps)
         return to_logits(self._kept.products(queries), self._shape)
+
+    def scores_of(self, guess: Guess, keys: torch.Tensor) -> torch.Tensor:
+        mapped = by_kv_head(guess.queries.float(), self._query_maps)
+        queries = by_kv_head(mapped, self._key_maps.transpose(-1, -2))
+        return to_logits(grouped_products(queries.to(keys.dtype), keys), self._shape)
 
 
 def _columns(

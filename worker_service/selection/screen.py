@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -102,6 +102,17 @@ class LayerScreen(Protocol):
         """Return guessed scaled logits, fp32 `[T, n_q, blocks]`, of all tokens taken so far.
 
         Tokens behind a query's own position may have any score: `choose` drops them.
+        """
+
+
+@runtime_checkable
+class KeyScreen(LayerScreen, Protocol):
+    """A screen whose scores approximate logits and follow from keys."""
+
+    def scores_of(self, guess: Guess, keys: torch.Tensor) -> torch.Tensor:
+        """Return the scores of tokens that it was not given, fp32 `[T, n_q, S]`.
+
+        They are those of `scores`, without the rounding of kept rows. `keys`: `[S, n_kv, d]`.
         """
 
 

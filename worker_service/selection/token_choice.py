@@ -49,6 +49,9 @@ def choose(
 ) -> torch.Tensor:
     """Return which tokens each KV head reads, bool `[T, n_kv, S]`; never one that is not visible.
 
+    A query's own token is always read, and its score changes nothing where tokens have scores of
+    their own: a choice that is made one layer ahead cannot know it.
+
     Args:
         scores: fp32 `[T, n_q, blocks]` of `block_tokens` tokens each: guessed scaled logits of
             queries at consecutive positions; -inf: never read, not even as a first or newest
@@ -60,7 +63,14 @@ def choose(
     visible = visible_tokens(first_position, len(scores), tokens, window, scores.device)
     visible_blocks = _any_of_block(visible, block_tokens).unsqueeze(1)
     masked = scores.masked_fill(~visible_blocks, -math.inf)
+    queries = torch.arange(len(scores), device=scores.device)
+    if block_tokens == 1:
+        masked[queries, :, first_position + queries] = -math.inf
     weights = _joined(masked, kv_heads, union)
+    if block_tokens == 1:
+        # A query that sees its own token alone has no weights.
+        weights = weights.nan_to_num(-math.inf, neginf=-math.inf)
+        weights[queries, :, first_position + queries] = math.inf
     forced = _always_read(visible, selection)
     forced_blocks = _any_of_block(forced, block_tokens).unsqueeze(1) & (weights > -math.inf)
     seen = visible.sum(-1)
@@ -79,12 +89,12 @@ class ChosenRows:
     """The tokens that each KV head reads for one query.
 
     Attributes:
-        tokens: int64 `[n_kv, n]`, distinct, the best first.
-        count: int64 `[]` of them, the first ones, are wanted; None: all are.
+        tokens: int64 `[n_kv, n]`, the best first.
+        is_wanted: bool `[n_kv, n]`, which of them are read, all distinct; None: all are.
     """
 
     tokens: torch.Tensor
-    count: torch.Tensor | None = None
+    is_wanted: torch.Tensor | None = None
 
 
 def choose_rows(
@@ -95,10 +105,9 @@ def choose_rows(
     *,
     first: int = 0,
     newest: int = 0,
-    alpha: float | None = None,
     block_tokens: int = 1,
 ) -> ChosenRows:
-    """Return up to `most` tokens that each KV head reads for one query that sees all of them.
+    """Return the `most` tokens that each KV head reads for one query that sees all of them.
 
     The choice is that of `choose`, with shapes that the host knows: it never waits for a device.
     At the end of the count a block may be read in part.
@@ -107,23 +116,57 @@ def choose_rows(
         scores: fp32 `[1, n_q, blocks]`, as for `choose`.
         tokens: S, the cached tokens that may be read; at least `most`.
         first, newest: this many tokens at either end come before all others; may be negative.
-        alpha: as in `Selection`: fewer tokens are wanted where few are near the largest score.
     """
-    first, newest = max(0, min(first, tokens)), max(0, min(newest, tokens))
     weights = _joined(scores, kv_heads, Union.SUM)[0]
     if block_tokens > 1:
         weights = weights.repeat_interleave(block_tokens, -1)[:, :tokens]
-    if first or newest:
-        # With one query head each, weights are the scores themselves.
-        weights = weights.clone() if weights.data_ptr() == scores.data_ptr() else weights
-        weights[:, :first] = math.inf
-        weights[:, tokens - newest :] = math.inf
-    best = weights.topk(most, dim=-1).indices
-    if alpha is None:
-        return ChosenRows(best)
-    near = scores[0] > scores[0].amax(-1, keepdim=True) - alpha
-    mean = near.sum(-1).to(torch.float64).mean().round().to(torch.int64)
-    return ChosenRows(best, mean.clamp(max(1, min(most, first + newest)), most))
+    return ChosenRows(_forced(weights, first, newest).topk(most, dim=-1).indices)
+
+
+def choose_near(
+    scores: torch.Tensor, selection: Selection, kv_heads: int, stored: range, most: int
+) -> ChosenRows:
+    """Return the stored tokens that each KV head reads for one query by alpha (InfiniGen).
+
+    The choice is that of `choose` for the query behind all tokens that have a score; those that
+    are not stored are on the device. Numbers count from the first stored token. Never waits for a
+    device, either.
+
+    Args:
+        scores: fp32 `[1, n_q, S]` of the query's earlier tokens, in their order.
+        selection: has an alpha.
+        stored: which of them are in the store.
+        most: stored tokens that each KV head reads at most.
+    """
+    if selection.alpha is None:
+        raise ValueError(f"{selection} has no alpha")
+    earlier = scores.shape[-1]
+    first, newest = min(selection.sinks, earlier), min(selection.recent - 1, earlier)
+    weights = _forced(_joined(scores, kv_heads, Union.SUM)[0], first, newest)
+    # Behind the query's own token, which `choose` counts.
+    least = min(first + newest, earlier)
+    cap = max(least, math.ceil((earlier + 1) * selection.cap - 1e-6) - 1)
+    near = scores[0] > scores[0].amax(-1, keepdim=True) - selection.alpha
+    mean = (near.sum(-1) + 1).to(torch.float64).mean().round().to(torch.int64)
+    best = weights.topk(min(cap, earlier), dim=-1).indices
+    rank = torch.arange(best.shape[1], device=best.device)
+    is_read = rank < (mean - 1).clamp(least, cap)
+    is_wanted = is_read & (best >= stored.start) & (best < stored.stop)
+    is_wanted &= is_wanted.cumsum(-1) <= most
+    return ChosenRows((best - stored.start).clamp(0, len(stored) - 1), is_wanted)
+
+
+def _forced(weights: torch.Tensor, first: int, newest: int) -> torch.Tensor:
+    """Return weights `[n_kv, S]` with so many at either end above all others."""
+    tokens = weights.shape[1]
+    first, newest = max(0, min(first, tokens)), max(0, min(newest, tokens))
+    if not first and not newest:
+        return weights
+    # With one query head each, weights are the scores themselves.
+    weights = weights.clone()
+    weights[:, :first] = math.inf
+    weights[:, tokens - newest :] = math.inf
+    return weights
 
 
 def _always_read(visible: torch.Tensor, selection: Selection) -> torch.Tensor:
@@ -143,10 +186,10 @@ def _counts(
 ) -> torch.Tensor:
     """Return how many tokens each KV head of each query reads, int64 `[T, n_kv]`."""
     if selection.alpha is not None:
-        # InfiniGen: the mean over all heads of the tokens near the largest score.
+        # InfiniGen: the mean over all heads of the tokens near the largest score, and its own.
         near = masked > masked.amax(-1, keepdim=True) - selection.alpha
         near &= masked > -math.inf
-        mean = (near.sum(-1) * block_tokens).to(torch.float64).mean(-1).round()
+        mean = (near.sum(-1) * block_tokens + 1).to(torch.float64).mean(-1).round()
         counts = torch.minimum(mean, _share(seen, selection.cap))
     elif selection.budget_tokens is not None:
         counts = seen.clamp_max(selection.budget_tokens)

@@ -30,10 +30,11 @@ from worker_service.engine.sampling import (
 )
 from worker_service.engine.sequence import Sequence, device_pages
 from worker_service.lanes.lanes import Lanes
-from worker_service.model.attention import decode_partial
+from worker_service.model.attention_parts import DecodeParts
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.model import Layer, Model
 from worker_service.retrieval.ahead import RowReader, RowsAhead, estimates_of
+from worker_service.retrieval.row_plan import RowPlan
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.speculation.growing_draft import (
     GrowingDraft,
@@ -147,14 +148,21 @@ class SelfDrafter:
         """Return the last hidden `[rows, h]`; write the rows' K and V into their pages."""
         cache, model = self._cache, self._model
         places = [divmod(draft.position, self._chunk) for draft in rows]
-        pages = [draft.sequence.page(index) for draft, (index, _) in zip(rows, places, strict=True)]
+        own_pages = [
+            draft.sequence.page(index) for draft, (index, _) in zip(rows, places, strict=True)
+        ]
         # One copy, for which the host does not wait.
         upload = Upload(cache.device)
         token_ids = upload.table([draft.newest for draft in rows])
         positions = upload.table([draft.position for draft in rows])
-        page_table, page_rows = upload.table(pages), upload.table([row for _, row in places])
+        page_table, page_rows = upload.table(own_pages), upload.table([row for _, row in places])
         readers = [
-            RowReader(row, draft.position, draft.reads)
+            RowReader(
+                row,
+                draft.position,
+                draft.reads,
+                upload.table(draft.sequence.ranked_pages),
+            )
             for row, draft in enumerate(rows)
             if draft.reads is not None
         ]
@@ -165,7 +173,20 @@ class SelfDrafter:
             upload.table([each.row for each in renewed]),
             upload.table([each.position for each in renewed]),
         )
-        plans = self._plans(rows, readers, upload)
+        row_plans = self._row_plans(readers, [draft.position for draft in rows], upload)
+        pages, owners, first_positions = device_pages(
+            (draft.sequence for draft in rows), self._chunk
+        )
+        plan = DecodePlan.of_pages(
+            pages,
+            owners=owners,
+            first_positions=first_positions,
+            query_positions=[draft.position for draft in rows],
+            chunk_tokens=self._chunk,
+            windows=self._windows,
+            device=cache.device,
+            upload=upload,
+        )
         upload.send()
 
         def attend(
@@ -179,47 +200,40 @@ class SelfDrafter:
             cache.write(index, page_table, page_rows, keys, values)
             for event in ahead.arriving(index):
                 self._lanes.wait_event(event)
-            attended = decode_partial(
+            parts = DecodeParts(
                 queries,
-                cache.keys[index],
-                cache.values[index],
-                plans[index],
                 window=layer.window,
                 scale=layer.scale,
                 cap=layer.cap,
+                sinks=layer.sinks,
+                order=None,
             )
+            planes = cache.keys[index], cache.values[index]
+            parts.add(*planes, plan=plan)
+            chosen = row_plans[index]
+            if chosen is not None:
+                parts.add(*planes, plan=chosen.pages, seen=chosen.seen(index))
             for row, part in estimates_of(readers, index, queries):
-                attended.take(row, part)
-            return attended.attended(queries.dtype, layer.sinks)
+                parts.estimate(row, part)
+            return parts.attended()
 
         return model.run(token_ids, positions, attend, enter=ahead.enter)
 
-    def _plans(
-        self, rows: Rows[_Draft], readers: Rows[RowReader], upload: Upload
-    ) -> list[DecodePlan]:
-        """Plan each layer's attention of the rows to what their sequences have on the device."""
-        pages, owners, first_positions = device_pages(
-            (draft.sequence for draft in rows), self._chunk
-        )
-        plans: list[DecodePlan] = []
-        made: dict[tuple[int, ...], DecodePlan] = {}
+    def _row_plans(
+        self, readers: Rows[RowReader], positions: list[int], upload: Upload
+    ) -> list[RowPlan | None]:
+        """Plan each layer's attention to rows of stored tokens."""
+        plans: list[RowPlan | None] = []
+        made: dict[tuple[int, ...], RowPlan | None] = {}
         for index in range(len(self._model.layers)):
             selecting = [reader for reader in readers if reader.reads.selects(index)]
             key = tuple(reader.row for reader in selecting)
             if key not in made:
-                row_pages = [
-                    (page, reader.row, reader.position + 1 - self._chunk)
-                    for reader in selecting
-                    for page in reader.reads.row_pages
-                ]
-                made[key] = DecodePlan.of_pages(
-                    [*pages, *(page for page, _, _ in row_pages)],
-                    owners=[*owners, *(owner for _, owner, _ in row_pages)],
-                    # Every query sees the rows that were chosen for it, wherever they are from.
-                    first_positions=[*first_positions, *(first for _, _, first in row_pages)],
-                    query_positions=[draft.position for draft in rows],
-                    chunk_tokens=self._chunk,
+                made[key] = RowPlan.of(
+                    [(reader.row, reader.reads) for reader in selecting],
+                    positions,
                     windows=self._windows,
+                    chunk_tokens=self._chunk,
                     device=self._cache.device,
                     upload=upload,
                 )

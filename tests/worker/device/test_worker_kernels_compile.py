@@ -100,7 +100,8 @@ from worker_service.model.span_kernel import attend_spans, merge_spans
 sums = dict.fromkeys(["weighted", "peaks", "totals"], "*fp32")
 tables = dict.fromkeys(["units", "lows", "highs", "starts", "owners"], "*i32")
 prompt = dict.fromkeys(["page_count", "page_position", "query_position", "window"], "i32")
-prompt |= dict.fromkeys(["query_count", "block_queries", "is_prompt"], "i32")
+prompt |= dict.fromkeys(["query_count", "block_queries", "is_prompt", "is_masked"], "i32")
+tables["seen"] = "*u8"
 heads = dict(query_heads="i32", kv_heads="i32")
 least = torch.finfo(torch.float32).min
 for dtype, head_dim, chunk, group, in_one_order in SHAPES:

@@ -77,8 +77,6 @@ class Reads:
         log: how often one was built, extended and dropped.
     """
 
-    row_count = 0
-
     def __init__(self, cache: DeviceCache, pages: list[int], log: Counter[str]) -> None:
         self.pages = pages
         self.chunks: list[StoredChunk] = []
@@ -334,7 +332,7 @@ class World:
             stored = sequence.stored_range
             if sequence.selects and reads is not None:
                 position = sequence.computed
-                readers.append(Reader(number, position, reads, number, sequence))
+                readers.append(Reader(number, position, reads, _NONE, number, sequence))
             elif isinstance(reads, Reads) and not reads.is_built:
                 reads.build(sequence.stored[stored.start : stored.stop])
         return readers

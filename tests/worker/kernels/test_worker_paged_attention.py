@@ -151,6 +151,52 @@ def test_it_is_attention_of_any_shape(
 
 
 @needs_compiler
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("chunk", [16, 300])
+def test_rows_that_a_head_does_not_see_are_not_read(chunk: int, cap: float | None) -> None:
+    """They may be NaN; pages of 300 rows are three units."""
+    generator = torch.Generator().manual_seed(3)
+    queries = torch.randn(3, 6, 64, generator=generator)
+    keys, values = torch.randn(2, 9, 2, chunk, 64, generator=generator)
+    pages, owners = torch.tensor([7, 2, 5, 0]), [0, 0, 2, 2]
+    seen = (torch.rand((4, 2, chunk), generator=generator) < 0.2).to(torch.uint8)
+    seen[1:3, 0] = 0
+    hidden = torch.ones((9, 2, chunk), dtype=torch.bool)
+    hidden[pages] = seen == 0
+    plan = DecodePlan.of_pages(
+        pages.tolist(),
+        owners=owners,
+        first_positions=[0, chunk, 0, chunk],
+        query_positions=[9 * chunk] * 3,
+        chunk_tokens=chunk,
+        windows=[None],
+        device=CPU,
+        is_masked=True,
+    )
+    nan = hidden.unsqueeze(-1)
+    masked_keys, masked_values = (
+        keys.masked_fill(nan, torch.nan),
+        values.masked_fill(nan, torch.nan),
+    )
+    found = decode_partial(
+        queries, masked_keys, masked_values, plan, window=None, scale=0.2, cap=cap, seen=seen
+    )
+    for row, listed in ((0, slice(0, 2)), (2, slice(2, 4))):
+        for head in range(6):
+            mine = seen[listed, head // 3].flatten().bool()
+            key, value = (
+                plane[pages[listed], head // 3].flatten(0, 1)[mine].double()
+                for plane in (keys, values)
+            )
+            scores = key @ queries[row, head].double() * 0.2
+            scores = scores if cap is None else cap * torch.tanh(scores / cap)
+            wanted = torch.softmax(scores, 0) @ value
+            got = found.weighted[row, head] / found.total[row, head]
+            torch.testing.assert_close(got.double(), wanted, rtol=2e-6, atol=2e-6)
+    assert not found.total[1].any()
+
+
+@needs_compiler
 def test_large_scores_neither_overflow_nor_lose_their_order() -> None:
     case = Case([200, 40], torch.float32)
     case.queries *= 1000

@@ -101,6 +101,68 @@ def test_decode(order: str, heads: tuple[int, int], window: int | None, cap: flo
         torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_rows_that_a_head_does_not_see(order: str) -> None:
+    """Pages whose rows are masked by a head of K and V each, beside a page of all queries."""
+    masked_decode(Pool((3 * CHUNK, 2 * CHUNK, 5), 2, ORDERS[order]))
+
+
+def masked_decode(pool: Pool) -> None:
+    """Check attention to two sequences of whole pages by a mask; the third sees all of its own."""
+    generator = torch.Generator().manual_seed(11)
+    queries = torch.randn((3, 6, HEAD), generator=generator)
+    seen = (torch.rand((5, 2, CHUNK), generator=generator) < 0.3).to(torch.uint8)
+    seen[:, 1, 3] = 1
+    # The first head of the second sequence sees nothing there.
+    seen[3:, 0] = 0
+    tables = pool.page_tables
+    plan = DecodePlan.of_pages(
+        [*tables[0], *tables[1]],
+        owners=[0, 0, 0, 1, 1],
+        first_positions=[0, CHUNK, 2 * CHUNK, 0, CHUNK],
+        query_positions=[9 * CHUNK] * 3,
+        chunk_tokens=CHUNK,
+        windows={None},
+        device=CPU,
+        is_masked=True,
+    )
+    own = DecodePlan.of_pages(
+        [tables[2][0]] * 3,
+        owners=[0, 1, 2],
+        first_positions=[0] * 3,
+        query_positions=[4] * 3,
+        chunk_tokens=CHUNK,
+        windows={None},
+        device=CPU,
+    )
+    for cap in CAPS:
+        part = decode_partial(
+            queries,
+            pool.keys,
+            pool.values,
+            plan,
+            window=None,
+            scale=SCALE,
+            cap=cap,
+            seen=seen,
+        )
+        mine = decode_partial(
+            queries, pool.keys, pool.values, own, window=None, scale=SCALE, cap=cap
+        )
+        got = part.merge(mine).attended(queries.dtype).view(3, 6, HEAD)
+        keys, values = pool.sequences[2]
+        for row, rows in ((0, seen[:3]), (1, seen[3:]), (2, seen[:0])):
+            for head in range(6):
+                is_seen = rows[:, head // 3].flatten().bool()
+                shared_head = slice(head // 3, head // 3 + 1)
+                pair = [
+                    torch.cat((whole[: len(is_seen)][is_seen], shared))[:, shared_head]
+                    for whole, shared in zip(pool.sequences[row], (keys, values), strict=True)
+                ]
+                wanted = naive(queries[row, head : head + 1], pair[0], pair[1], None, cap)
+                torch.testing.assert_close(got[row, head], wanted, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("window", [None, 5, 16])
 @pytest.mark.parametrize("order", ORDERS)

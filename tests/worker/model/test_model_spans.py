@@ -126,6 +126,35 @@ def test_spans_equal_plain_products(
     torch.testing.assert_close(got.total, wanted.total, atol=1e-3, rtol=1e-3)
 
 
+def test_rows_that_a_head_does_not_see_are_not_read(kernels: Interpreter) -> None:
+    """They may be NaN, and a head may see no row of a page, or of any."""
+    generator = torch.Generator().manual_seed(3)
+    queries = torch.randn(3, 6, 16, generator=generator)
+    keys, values = torch.randn(2, 9, 2, CHUNK, 16, generator=generator)
+    numbers, owners = np.array([7, 2, 5, 0]), np.array([0, 0, 2, 2])
+    seen = (torch.rand((4, 2, CHUNK), generator=generator) < 0.3).to(torch.uint8)
+    seen[1:, 0] = 0
+    hidden = torch.ones((9, 2, CHUNK), dtype=torch.bool)
+    hidden[numbers] = seen == 0
+    planes = [plane.masked_fill(hidden.unsqueeze(-1), math.nan) for plane in (keys, values)]
+    places = (numbers, owners, np.array([0, CHUNK] * 2), np.ones((4, CHUNK), dtype=np.bool_))
+    _, parts = kernels.attend(places, (queries, *planes), scale=SCALE, cap=None, seen=seen)
+    weighted, _, total = parts
+    for row, listed in ((0, slice(0, 2)), (2, slice(2, 4))):
+        for head in range(6):
+            mine = seen[listed, head // 3].flatten().bool()
+            if not mine.any():
+                assert not total[row, head]
+                continue
+            key, value = (
+                plane[numbers[listed], head // 3].flatten(0, 1)[mine] for plane in (keys, values)
+            )
+            wanted = torch.softmax(key @ queries[row, head] * SCALE, 0) @ value
+            got = weighted[row, head] / total[row, head]
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert not total[1].any()
+
+
 def test_a_query_without_pages_counts_nothing(kernels: Interpreter) -> None:
     """As in a tile that holds other sequences; and its result does not depend on theirs."""
     case = Case(1, torch.float32, (4, 2), 16)

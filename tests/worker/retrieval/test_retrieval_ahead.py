@@ -31,7 +31,7 @@ class Asked:
     def selects(self, index: int) -> bool:
         return index > 0
 
-    def begin(self, index: int, guess: Guess, _carry_out: CarryOut) -> None:
+    def begin(self, index: int, guess: Guess, _carry_out: CarryOut, _: torch.Tensor) -> None:
         self.guesses[index] = guess
 
 
@@ -51,7 +51,7 @@ def test_a_guess_is_that_of_the_evaluation(case: str, tmp_path: Path) -> None:
     rows = torch.tensor([3, 11])
     asked = [Asked() for _ in rows]
     readers = [
-        RowReader(row, FIRST_POSITION + row, cast(SequenceReads, each))
+        RowReader(row, FIRST_POSITION + row, cast(SequenceReads, each), rows[:0])
         for row, each in zip(rows.tolist(), asked, strict=True)
     ]
     ahead = RowsAhead(model, readers, rows, positions[rows])

@@ -45,19 +45,27 @@ def test_it_equals_a_plain_model() -> None:
         for step in range(1, 25):
             count = rng.randint(1, rows)
             wanted = [rng.sample(range(stored), count) for _ in range(heads)]
-            taken = rng.randint(1, count)
-            limit = None if rng.random() < 0.5 else torch.tensor(taken)
+            # Each head wants some of its tokens; it may name more than there are rows.
+            some = None if rng.random() < 0.5 else torch.rand((heads, count)) < rng.random()
+            if some is not None:
+                wanted = [head + [stored - 1] * 5 for head in wanted]
+                some = torch.cat((some, torch.zeros((heads, 5), dtype=torch.bool)), 1)
             before = cache.tokens.clone()
-            placed = cache.place(torch.tensor(wanted), limit, stored)
+            placed = cache.place(torch.tensor(wanted), some, stored)
             for head in range(heads):
-                wishes = wanted[head] if limit is None else wanted[head][:taken]
+                is_wanted = [True] * count if some is None else some[head].tolist()
+                wishes = [t for t, yes in zip(wanted[head], is_wanted, strict=True) if yes]
                 held = [token for token in before[head].tolist() if token >= 0]
                 missing = [token for token in wishes if token not in held]
                 is_new = placed.is_new[head].tolist()
                 assert [t for t, new in zip(wanted[head], is_new, strict=True) if new] == missing
                 now = cache.tokens[head].tolist()
-                for token, row in zip(wishes, placed.rows[head].tolist(), strict=False):
-                    assert now[row] == token
+                for token, row, yes in zip(
+                    wanted[head], placed.rows[head].tolist(), is_wanted, strict=True
+                ):
+                    assert not yes or now[row] == token
+                in_rows = torch.tensor(now)[cache.is_wanted[head]].tolist()
+                assert sorted(in_rows) == sorted(wishes)
                 # Who left was unused for longest, and nothing left while a row was empty.
                 gone = set(held) - set(now)
                 empty = before[head].tolist().count(-1)

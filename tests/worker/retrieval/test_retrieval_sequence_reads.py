@@ -105,7 +105,6 @@ SERVED = (
     "quest:0.2",
     "window:0.2",
     "columns:budget_tokens=40",
-    "columns:alpha=1,cap=0.25",
 )
 
 
@@ -169,6 +168,68 @@ def test_it_holds_the_tokens_that_choose_would_read(prefix: StoredPrefix) -> Non
         )
         wanted = [head.nonzero().flatten().tolist() for head in read[0]]
         assert [sorted(head) for head in reads.tokens(layer).tolist()] == wanted
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("text", ["columns:alpha=0.2", "columns:alpha=1,columns=5,recent=1"])
+@pytest.mark.parametrize("lanes_type", [SerialLanes, ThreadLanes])
+def test_alpha_attends_the_rows_that_choose_would_read_and_no_other(
+    prefix: StoredPrefix, text: str, lanes_type: type[Lanes]
+) -> None:
+    """The rule is that of all earlier tokens: the first and the last chunk are on the device."""
+    cache, lanes = cache_of(prefix, PAGES), lanes_type(CPU)
+    selection = Selection.parsed(f"{text},cap=0.5,full_layers=0")
+    stored, on_device = range(CHUNK, STORED - CHUNK), torch.tensor([2, 4])
+    pages = selection_pages(prefix.model.shape, selection, len(stored), CHUNK)
+    free = list(range(1, PAGES, 2))
+    reads = empty_reads(prefix, selection, cache, lanes, pages=pages, free=free, final_tokens=1000)
+    screens = []
+    for layer in reads.layers:
+        queries, keys = guess_at(prefix, layer, 5).queries, prefix.computed.keys[layer]
+        reads.observe(layer, queries)
+        reads.build(
+            layer, keys[stored.start : stored.stop], prefix.transfer(), prefix.chunks[1:-1], CHUNK
+        )
+        for page, first in zip(on_device.tolist(), (0, stored.stop), strict=True):
+            cache.keys[layer][page] = keys[first : first + CHUNK].transpose(0, 1)
+        shape = AttentionShape.of(prefix.model.config, layer)
+        columns = selection.kept_columns(shape.head_dim)
+        screens.append(ColumnScreen(shape, columns, int8=False))
+        rows = TokenRows(queries, queries, keys[stored.start : stored.stop])
+        screens[-1].extend(rows)  # its columns are those of the stored tokens
+    counts, before = reads.counts, [set[tuple[int, int]]() for _ in reads.layers]
+    budgets: set[int] = set()
+    for position in range(STORED - CHUNK, STORED):
+        for layer, screen in enumerate(screens):
+            guess = guess_at(prefix, layer, position)
+            lanes.wait_event(reads.begin(layer, guess, on_device=on_device))
+            scores = screen.scores_of(guess, prefix.computed.keys[layer][: position + 1])
+            read = choose(
+                scores,
+                selection,
+                first_position=position,
+                tokens=position + 1,
+                kv_heads=prefix.model.shape.kv_head_count,
+            )[0, :, stored.start : stored.stop]
+            wanted = {(head, token) for head, token in read.nonzero().tolist()}
+            held = reads.tokens(layer)
+            rows_of = (held >= 0).nonzero().tolist()
+            assert {(head, int(held[head, row])) for head, row in rows_of} == wanted
+            seen = reads.seen(layer).transpose(0, 1).flatten(1)
+            assert torch.equal(seen != 0, held >= 0)
+            for head, row in rows_of:
+                page, place = divmod(row, CHUNK)
+                token = stored.start + int(held[head, row])
+                found = cache.keys[layer][reads.row_pages[page], head, place]
+                assert torch.equal(found, prefix.computed.keys[layer][token, head])
+            new = reads.counts - counts
+            counts = reads.counts
+            assert new.read == new.wanted == len(wanted)
+            assert new.fetched <= len(wanted - before[layer])
+            before[layer] |= wanted
+            budgets.add(len(wanted))
+    assert len(budgets) > 2
+    lanes.close()
 
 
 @torch.inference_mode()

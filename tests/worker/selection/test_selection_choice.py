@@ -10,7 +10,13 @@ import torch
 
 from splitpoint.residency.selecting import wanted_rows
 from splitpoint.selection import Selection
-from worker_service.selection.token_choice import Union, choose, choose_rows, visible_tokens
+from worker_service.selection.token_choice import (
+    Union,
+    choose,
+    choose_near,
+    choose_rows,
+    visible_tokens,
+)
 
 CPU = torch.device("cpu")
 
@@ -83,11 +89,14 @@ def test_first_tokens_outside_of_a_window_are_not_read() -> None:
 
 @pytest.mark.parametrize("alpha", [0.5, 2.0, 4.0])
 def test_alpha_reads_the_mean_count_of_scores_near_the_largest(alpha: float) -> None:
-    """InfiniGen's rule, counted by hand."""
+    """InfiniGen's rule, counted by hand; a query's own token is one more, whatever its score."""
     scores = random_scores(1, 4, 300)
-    read = chosen(f"infinigen:alpha={alpha},cap=1,sinks=0,recent=1", scores)
-    near = [int((row > row.max() - alpha).sum()) for row in scores[0]]
-    assert read.sum(-1).tolist() == [[max(1, round(sum(near) / 4))] * 4]
+    for own in (-9.0, 99.0):
+        scores[..., -1] = own
+        read = chosen(f"infinigen:alpha={alpha},cap=1,sinks=0,recent=1", scores)
+        near = [1 + int((row[:-1] > row[:-1].max() - alpha).sum()) for row in scores[0]]
+        assert read.sum(-1).tolist() == [[round(sum(near) / 4)] * 4]
+        assert read[..., -1].all()
 
 
 def test_the_cap_bounds_alpha() -> None:
@@ -138,14 +147,14 @@ def test_blocks_are_read_whole() -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize(
-    "text", ["columns:0.25", "columns:budget_tokens=13", "columns:alpha=1.5,cap=0.4"]
-)
+@pytest.mark.parametrize("text", ["columns:0.25", "columns:budget_tokens=13"])
 def test_choosing_by_index_equals_choosing_by_mask(text: str, kv_heads: int) -> None:
     selection = Selection.parsed(text)
     random = torch.Generator().manual_seed(kv_heads)
     for tokens in (30, 57, 200):
         scores = torch.randn((1, 4, tokens), generator=random)
+        # What the query's own token weighs is left out of the groups' weights.
+        scores[..., -1] = -math.inf
         mask = choose(
             scores, selection, first_position=tokens - 1, tokens=tokens, kv_heads=kv_heads
         )
@@ -156,11 +165,34 @@ def test_choosing_by_index_equals_choosing_by_mask(text: str, kv_heads: int) -> 
             tokens,
             first=selection.sinks,
             newest=selection.recent,
-            alpha=selection.alpha,
         )
-        count = rows.tokens.shape[1] if rows.count is None else int(rows.count)
+        assert rows.is_wanted is None
         for head, chosen in zip(mask[0], rows.tokens, strict=True):
-            assert sorted(chosen[:count].tolist()) == head.nonzero().flatten().tolist()
+            assert sorted(chosen.tolist()) == head.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("text", ["alpha=1.5,cap=0.4", "alpha=9,cap=0.3", "alpha=0,recent=1"])
+def test_stored_tokens_near_the_largest_score_are_those_of_the_mask(
+    text: str, kv_heads: int
+) -> None:
+    """Whatever part of the tokens is in the store: the others take part in the rule."""
+    selection = Selection.parsed(f"columns:{text}")
+    random = torch.Generator().manual_seed(kv_heads)
+    for tokens, stored in ((30, range(8, 24)), (57, range(56)), (200, range(16, 192))):
+        scores = torch.randn((1, 4, tokens), generator=random)
+        scores[..., 2] += 3
+        mask = choose(
+            scores, selection, first_position=tokens - 1, tokens=tokens, kv_heads=kv_heads
+        )
+        for most in (len(stored), 5):
+            rows = choose_near(scores[..., :-1].clone(), selection, kv_heads, stored, most)
+            assert rows.is_wanted is not None
+            for head, chosen, wanted in zip(mask[0], rows.tokens, rows.is_wanted, strict=True):
+                read = set((head[stored.start : stored.stop]).nonzero().flatten().tolist())
+                found = chosen[wanted].tolist()
+                assert len(found) == len(set(found)) == min(most, len(read))
+                assert set(found) <= read
 
 
 def test_blocks_are_chosen_by_index_whole_but_the_last_one() -> None:
