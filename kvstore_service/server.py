@@ -349,11 +349,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     async def Release(self, request: pb.ReleaseRequest, context: _Context) -> pb.ReleaseResponse:
         validation.check_session(request.session_id, request.request_id)
-        slots = validation.check_release(request, self.store.arena.slot_count)
+        slots, used = validation.check_release(request, self.store.arena.slot_count)
         answers = self.store.sessions.known(request.session_id).answers
 
         def work() -> pb.ReleaseResponse:
-            released = self.store.sessions.release(request.session_id, request.lease_ids, slots)
+            sessions = self.store.sessions
+            released = sessions.release(request.session_id, request.lease_ids, slots, used)
             return pb.ReleaseResponse(
                 released_lease_count=released.lease_count,
                 released_slot_count=released.slot_count,

@@ -209,13 +209,17 @@ class SessionManager:
         session_id: bytes,
         lease_ids: Sequence[int],
         slots: Sequence[tuple[int, int]],
+        used: Sequence[tuple[int, int]] = (),
     ) -> Released:
         """End leases and give back unsealed slots (slot, generation) of the session.
+
+        Chunks of these leases in `used` slots count as used once more.
 
         Ids that the session does not hold are ignored. An orphaned session may release,
         too: its client says that it does not touch these any more.
         """
         session = self.known(session_id)
+        self._use(session, lease_ids, used)
         lease_count = sum(self.release_lease(session, lease_id) for lease_id in lease_ids)
         slot_count = 0
         for slot, generation in slots:
@@ -225,6 +229,17 @@ class SessionManager:
         if session.is_orphaned and session.holds_nothing:
             self._clear(session)
         return Released(lease_count, slot_count)
+
+    def _use(
+        self, session: Session, lease_ids: Sequence[int], used: Sequence[tuple[int, int]]
+    ) -> None:
+        leases = (self._pool.leases.get(each) for each in session.lease_ids.intersection(lease_ids))
+        leased = {slot for lease in leases if lease is not None for slot in lease.slots}
+        found = [self._pool.find(slot) for slot, _ in used if slot in leased]
+        generations = dict(used)
+        self._pool.use(
+            [each for each in found if each and each.generation == generations[each.slot]]
+        )
 
     def give_up_writing(self, session_id: bytes, slots: Iterable[tuple[int, int]]) -> None:
         """Free slots that will not be sealed. Slots that are no longer granted are ignored."""

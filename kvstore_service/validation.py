@@ -174,15 +174,25 @@ def _check_chunk(chunk: pb.SealChunk, chunk_tokens: int, path: str) -> WrittenCh
     return written
 
 
-def check_release(request: pb.ReleaseRequest, slot_count: int) -> list[tuple[int, int]]:
-    """Return the slots of the request, with their generations."""
+def check_release(
+    request: pb.ReleaseRequest, slot_count: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return the slots of the request and its used chunks, with their generations."""
     _check_not_negative(request.lease_ids, "lease_ids")
-    return [_check_handle(handle, slot_count, index) for index, handle in enumerate(request.slots)]
+    return (
+        _check_handles(request.slots, slot_count, "slots"),
+        _check_handles(request.used_chunks, slot_count, "used_chunks"),
+    )
 
 
-def _check_handle(handle: types_pb2.SlotHandle, slot_count: int, index: int) -> tuple[int, int]:
-    _check_slot(handle.slot, handle.generation, slot_count, f"slots[{index}]")
-    return handle.slot, handle.generation
+def _check_handles(
+    handles: Iterable[types_pb2.SlotHandle], slot_count: int, field: str
+) -> list[tuple[int, int]]:
+    found = []
+    for index, handle in enumerate(handles):
+        _check_slot(handle.slot, handle.generation, slot_count, f"{field}[{index}]")
+        found.append((handle.slot, handle.generation))
+    return found
 
 
 def _check_slot(slot: int, generation: int, slot_count: int, path: str) -> None:

@@ -26,6 +26,8 @@ class Trait(Enum):
     CALIBRATED = auto()
     # No worker can serve it: `splitpoint eval` measures it.
     MEASURED = auto()
+    # Its tokens can leave one by one, each head's its own: bounded pools are served with it.
+    POOLED = auto()
     # It keeps nothing of a token.
     KEEPS_NOTHING = auto()
     # It keeps bounds of pages of keys, where others keep columns of each key.
@@ -51,15 +53,15 @@ class SelectionMethod(StrEnum):
     # Every token is read: exact.
     FULL = "full"
     # Skewed partial keys (InfiniGen): the columns of `RoPE(k) A` with the largest sums.
-    INFINIGEN = "infinigen", Trait.LOGITS, Trait.CALIBRATED
+    INFINIGEN = "infinigen", Trait.LOGITS, Trait.CALIBRATED, Trait.POOLED
     # Trained low-rank queries and keys of X (MAPLE).
     MAPLE = "maple", Trait.LOGITS, Trait.INT8, Trait.CALIBRATED, Trait.KEEPS_INPUTS
     # The columns of keys after RoPE with the largest sums.
-    COLUMNS = "columns", Trait.LOGITS
+    COLUMNS = "columns", Trait.LOGITS, Trait.POOLED
     # The best bilinear approximation of q.k on calibration text, in closed form.
-    LOWRANK = "lowrank", Trait.LOGITS, Trait.CALIBRATED
+    LOWRANK = "lowrank", Trait.LOGITS, Trait.CALIBRATED, Trait.POOLED
     # Low-rank maps of q and k, trained on ranking.
-    RANKED = "ranked", Trait.LOGITS, Trait.INT8, Trait.CALIBRATED
+    RANKED = "ranked", Trait.LOGITS, Trait.INT8, Trait.CALIBRATED, Trait.POOLED
     # Upper bounds of q.k over pages of keys (Quest).
     QUEST = "quest", Trait.KEEPS_BOUNDS
     # The first and the newest tokens (StreamingLLM).
@@ -302,6 +304,8 @@ class SelectionUsage:
             layer and KV head.
         reused_row_count: rows that were wanted and on the device from steps before.
         link_bytes: of the rows that crossed.
+        evicted_token_count: tokens that left a bounded pool, in each layer and KV head.
+        pool_bytes: the most host memory that a bounded pool took.
         off_reason: why steps read everything although a selection was asked for; empty: none.
         is_approximate: the text may differ from the exact one.
     """
@@ -312,14 +316,17 @@ class SelectionUsage:
     fetched_row_count: int = 0
     reused_row_count: int = 0
     link_bytes: int = 0
+    evicted_token_count: int = 0
+    pool_bytes: int = 0
     off_reason: str = ""
     is_approximate: bool = False
 
     def __add__(self, other: SelectionUsage) -> SelectionUsage:
-        """Return the sums of the counts, with the newer reason."""
+        """Return the sums of the counts, with the newer reason and the larger pool."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
         return SelectionUsage(
             **sums,
+            pool_bytes=max(self.pool_bytes, other.pool_bytes),
             off_reason=other.off_reason or self.off_reason,
             is_approximate=self.is_approximate or other.is_approximate,
         )
@@ -337,7 +344,9 @@ class SelectionUsage:
 
 
 _COUNTS = tuple(
-    field.name for field in fields(SelectionUsage) if field.name.endswith(("_count", "_bytes"))
+    field.name
+    for field in fields(SelectionUsage)
+    if field.name.endswith("_count") or field.name == "link_bytes"
 )
 UNUSED = SelectionUsage()
 
@@ -351,11 +360,26 @@ def check_served(selection: Selection) -> None:
             f"{', '.join(SERVED_METHODS)}",
         )
     if selection.pool is not None:
-        raise _wrong("pool", "is measured by `splitpoint eval` only")
+        _check_served_pool(selection)
     if selection.alpha is not None and selection.method.keeps_inputs:
         raise _wrong(
             "alpha",
             f"{selection.method} has no scores of tokens whose X is not in the store: use ratio",
+        )
+
+
+def _check_served_pool(selection: Selection) -> None:
+    """Raise InvalidArgument for a pool that only `splitpoint eval` can have."""
+    if Trait.POOLED not in selection.method.traits:
+        served = ", ".join(each for each in SERVED_METHODS if Trait.POOLED in each.traits)
+        raise _wrong("pool", f"of {selection.method} is for `splitpoint eval`; served: {served}")
+    if selection.estimate or selection.verify:
+        name = "verify" if selection.verify else "estimate"
+        raise _wrong("pool", f"and {name} exclude each other: no step can read what has left")
+    if selection.full_layers:
+        raise _wrong(
+            "pool",
+            "is of all layers, and those that read everything keep all tokens: add full_layers=0",
         )
 
 

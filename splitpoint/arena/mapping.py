@@ -188,8 +188,14 @@ class Arena:
 
     # -- commit words ---------------------------------------------------------------
 
-    def is_current(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
-        """Return True if every slot is sealed under its generation.
+    def is_current(
+        self,
+        slots: Sequence[int],
+        generations: Sequence[int],
+        *,
+        state: SlotState = SlotState.SEALED,
+    ) -> bool:
+        """Return True if every slot is sealed (or in another `state`) under its generation.
 
         Call it before reading and again after the last byte was read; if the second call returns
         False, the bytes must not be used. If the file was truncated, the result is False: the
@@ -203,8 +209,7 @@ class Arena:
         fence()
         is_current = all(
             0 <= slot < slot_count
-            and words[_FIRST_WORD + slot * _WORDS_PER_RECORD]
-            == commit_word(generation, SlotState.SEALED)
+            and words[_FIRST_WORD + slot * _WORDS_PER_RECORD] == commit_word(generation, state)
             for slot, generation in zip(slots, generations, strict=True)
         )
         fence()

@@ -412,8 +412,10 @@ def _selection(value: Any) -> types_pb2.SelectionParams:
     """Return the message of a selection or of its text. Raises as `filled`."""
     if not isinstance(value, Selection):
         value = Selection.parsed(checked_text("select", value))
-    check_served(value)  # what only `splitpoint eval` knows has no field
+    check_served(value)
     fields = convert.selection_method_fields(value.method)
+    if value.pool is None:
+        fields["policy"] = ""
     for each in _SELECTION_FIELDS:
         if each.name not in fields:
             fields[each.name] = getattr(value, each.name)

@@ -74,6 +74,18 @@ def wanted_rows(selection: Selection, stored_tokens: int) -> int:
     return min(max(wanted, selection.sinks + selection.recent), stored_tokens)
 
 
+def pool_chunks(selection: Selection, chunks: int, chunk_tokens: int) -> int:
+    """Return how many of a request's own chunks its pool lets it keep in the store.
+
+    Whole chunks within the fraction, but never fewer than hold what must stay (first and newest
+    tokens) and a chunk that is written over others. All of them without a pool.
+    """
+    least = chunks_of(selection.sinks + selection.recent, chunk_tokens) + 1
+    share = 1.0 if selection.pool is None else selection.pool
+    # As in `wanted_rows`: 80 % of 5 chunks are 4 despite binary fractions.
+    return min(chunks, max(least, math.floor(chunks * share + 1e-6)))
+
+
 def selection_pages(
     shape: ModelShape, selection: Selection, stored_tokens: int, chunk_tokens: int
 ) -> SelectionPages:

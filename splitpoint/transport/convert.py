@@ -275,17 +275,28 @@ def selection_from_proto(params: pb.SelectionParams | None) -> Selection:
     if params is None:
         return FULL
     method = _selection_method(params.method, params.method_name)
-    # Pools are measured only, and have no field.
-    selection = from_message(Selection, params, method=method, pool=None, policy=PoolPolicy.COUNTER)
+    selection = from_message(Selection, params, method=method, policy=_pool_policy(params.policy))
     check_served(selection)
     return selection
 
 
 def selection_to_proto(selection: Selection) -> pb.SelectionParams:
-    """Return the message of a request. Raises InvalidArgument for a pool, which is not served."""
-    if selection.pool is not None:
-        check_served(selection)
-    return to_message(pb.SelectionParams, selection, **selection_method_fields(selection.method))
+    """Return the message of a request."""
+    policy = "" if selection.pool is None else str(selection.policy)
+    method = selection_method_fields(selection.method)
+    return to_message(pb.SelectionParams, selection, policy=policy, **method)
+
+
+def _pool_policy(name: str) -> PoolPolicy:
+    """Raises InvalidArgument."""
+    if not name:
+        return PoolPolicy.COUNTER
+    if name not in set(PoolPolicy):
+        raise InvalidArgument(
+            f"selection: policy {name!r} is not one of {', '.join(PoolPolicy)}",
+            field="selection.policy",
+        )
+    return PoolPolicy(name)
 
 
 def selection_method_fields(method: SelectionMethod) -> dict[str, Any]:

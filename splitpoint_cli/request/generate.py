@@ -86,7 +86,17 @@ def _selected(usage: SelectionUsage) -> str:
     rows = usage.fetched_row_count + usage.reused_row_count
     return (
         f"{usage.read_ratio:.1%} of the tokens read ({usage.fetched_row_count:,} of "
-        f"{counted(rows, 'row')} fetched, {format_size(usage.link_bytes)}), "
+        f"{counted(rows, 'row')} fetched, {format_size(usage.link_bytes)}), {_pooled(usage)}"
+    )
+
+
+def _pooled(usage: SelectionUsage) -> str:
+    """Return what a bounded pool took and left, as a part of a list; empty without one."""
+    if not usage.pool_bytes:
+        return ""
+    return (
+        f"{counted(usage.evicted_token_count, 'token')} evicted, the others in "
+        f"{format_size(usage.pool_bytes)} of host memory, "
     )
 
 

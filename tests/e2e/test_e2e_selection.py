@@ -94,6 +94,17 @@ def test_an_approximate_answer_says_what_it_read(stack: KeptFleet, exact: Comple
     assert done.token_ids[0] == exact.token_ids[0], "that step read everything"
 
 
+def test_a_bounded_pool_says_what_it_took_and_left(stack: KeptFleet, exact: Completion) -> None:
+    usage = ask(stack, select="columns:0.1,full_layers=0,pool=0.5,policy=lru").usage.selection
+    assert (usage.is_approximate, usage.off_reason) == (True, "")
+    assert usage.step_count == TOKENS - 1
+    assert usage.evicted_token_count > 0
+    assert usage.pool_bytes > 0
+    assert ask(stack, speculate=DraftMethod.OFF).token_ids == exact.token_ids
+    with pytest.raises(InvalidArgument, match="full_layers=0"):
+        ask(stack, select="columns:0.1,pool=0.5")
+
+
 def test_artefacts_are_those_of_the_folder(stack: KeptFleet) -> None:
     usage = ask(stack, select="ranked:0.2", max_tokens=6).usage.selection
     assert (usage.is_approximate, usage.step_count) == (True, 5)

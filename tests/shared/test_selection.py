@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.residency.selecting import pool_chunks
 from splitpoint.selection import (
     FULL,
     SERVED_METHODS,
@@ -203,13 +205,44 @@ def test_what_only_eval_measures_is_not_served() -> None:
             check_served(selection)
         assert caught.value.field == f"selection.{field}"
     check_served(Selection.parsed("columns:0.1,estimate"))
-    for refuse in (check_served, selection_to_proto):
-        with pytest.raises(InvalidArgument, match="pool is measured by `splitpoint eval` only"):
-            refuse(Selection.parsed("columns:0.1,pool=0.8"))
     with pytest.raises(InvalidArgument, match="alpha maple has no scores"):
         check_served(Selection.parsed("maple:alpha=4"))
     check_served(FULL)
     assert SelectionMethod.FULL not in SERVED_METHODS
+
+
+def test_pools_are_served_where_every_layer_gives_tokens_up() -> None:
+    for policy in PoolPolicy:
+        selection = Selection.parsed(f"columns:0.1,full_layers=0,pool=0.8,policy={policy}")
+        check_served(selection)
+        sent = selection_to_proto(selection)
+        assert (sent.pool, sent.policy) == (0.8, policy)
+        assert selection_from_proto(sent) == selection
+    assert not selection_to_proto(Selection.parsed("columns:0.1")).policy
+    for text, words in (
+        ("columns:0.1,pool=0.8", "full_layers=0"),
+        ("quest:0.1,full_layers=0,pool=0.8", "served: infinigen, columns, lowrank, ranked"),
+        ("window:0.1,full_layers=0,pool=0.8", "pool of window"),
+        ("columns:0.1,full_layers=0,pool=0.8,estimate", "estimate exclude"),
+        ("columns:0.1,full_layers=0,pool=0.8,verify", "verify exclude"),
+    ):
+        with pytest.raises(InvalidArgument, match=words) as caught:
+            check_served(Selection.parsed(text))
+        assert caught.value.field == "selection.pool"
+    sent.policy = "mru"
+    with pytest.raises(InvalidArgument, match="not one of fifo, lru, counter") as refused:
+        selection_from_proto(sent)
+    assert refused.value.field == "selection.policy"
+
+
+def test_a_pool_keeps_whole_chunks_within_its_fraction() -> None:
+    pool = Selection.parsed("columns:0.1,pool=0.8,sinks=4,recent=16")
+    assert [pool_chunks(pool, count, 64) for count in (1, 2, 3, 4, 5, 10, 11)] == [
+        *(1, 2, 2, 3, 4, 8, 8)
+    ]
+    # What must stay, and a chunk that is written over others.
+    assert [pool_chunks(pool, count, 16) for count in (2, 3, 4)] == [2, 3, 3]
+    assert pool_chunks(Selection.parsed("columns:0.1"), 7, 16) == 7
 
 
 def test_drafts_beside_a_selection() -> None:
@@ -241,7 +274,9 @@ def test_usage_is_summed_and_keeps_the_newest_reason() -> None:
         reused_row_count=60,
         link_bytes=40 * 128,
     )
+    step = replace(step, evicted_token_count=3, pool_bytes=1 << 20)
     total = step + SelectionUsage(off_reason="it is short") + step
+    assert (total.evicted_token_count, total.pool_bytes) == (6, 1 << 20)
     assert total.off_reason == "it is short"
     assert (total.step_count, total.link_bytes) == (2, 80 * 128)
     assert total.read_ratio == 0.1

@@ -21,7 +21,7 @@ from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.sessions import ProcessIdentity
 from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
-from splitpoint.errors import FailedPrecondition
+from splitpoint.errors import FailedPrecondition, ResourceExhausted
 from splitpoint.keys import chunk_key, private_salt
 from splitpoint.planning.plan import Residency, SplitLine
 from splitpoint.planning.schedule import Schedule
@@ -35,10 +35,17 @@ from worker_service.engine.sequence import Sequence as EngineSequence
 from worker_service.model.model import Model
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.client import Match
+from worker_service.store.pool_rows import move_rows, rows_of_slot, write_rows
 from worker_service.store.session import Connection
 from worker_service.store.write_back import (
     ChunksStored,
     Flushed,
+    Job,
+    PoolRelease,
+    PoolStart,
+    PoolStarted,
+    PoolWrite,
+    PoolWritten,
     SequenceKey,
     WriteFailed,
     WriteJob,
@@ -56,6 +63,7 @@ class _Chain:
     lease_ids: list[int]
     has_failed: bool = False
     is_private: bool = False
+    pool_slots: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -109,11 +117,19 @@ class StoreRunner:
     def serve(self, engine: Engine, output: StepOutput) -> None:
         """Do what a step asks of the store."""
         for key, jobs in output.writes:
-            for is_exact, same in groupby(jobs, key=lambda job: job.is_exact):
-                self._write(engine, key, list(same), is_exact=is_exact)
+            for is_exact, same in groupby(jobs, key=_exactness):
+                chunks = list(same)
+                if is_exact is None:
+                    for each in chunks:
+                        self._serve_pool(engine, key, each)
+                else:
+                    written = [each for each in chunks if isinstance(each, WriteJob)]
+                    self._write(engine, key, written, is_exact=is_exact)
         for key in output.flushes:
             chain = self.chains.pop(key)
-            self.store.sessions.release(self.connection.session_id, chain.lease_ids, [])
+            self.store.sessions.release(
+                self.connection.session_id, chain.lease_ids, chain.pool_slots
+            )
             engine.post(Flushed(key))
         for lookup in output.lookups:
             suspects = lookup.suspects
@@ -149,6 +165,51 @@ class StoreRunner:
         full = min(found.cached_tokens, len(tokens) - 1) // self.layout.chunk_tokens
         self.chains[key] = _Chain(salt, chunks[full - 1].key if full else b"", [found.lease_id])
         return Match(self.connection, found.cached_tokens, chunks, found.lease_id)
+
+    def _serve_pool(self, engine: Engine, key: SequenceKey, job: Job) -> None:
+        chain, tensors = self.chains[key], self.connection.tensors
+        layout = self.layout
+        match job:
+            case PoolStart():
+                try:
+                    granted = self._reserve(chain, job.slot_count)
+                except ResourceExhausted:
+                    engine.post(PoolStarted(key, None))
+                    return
+                tensors.check_current(job.chunks)
+                move_rows(tensors, job.sources, [slot for slot, _ in granted])
+                chunks = [StoredChunk.granted(*each, layout.chunk_tokens) for each in granted]
+                engine.post(PoolStarted(key, tuple(chunks)))
+            case PoolWrite():
+                chunk, targets = None, job.targets
+                if targets is None:
+                    ((slot, generation),) = self._reserve(chain, 1)
+                    chunk = StoredChunk.granted(slot, generation, layout.chunk_tokens)
+                    rows = rows_of_slot(slot, layout.kv_head_count, layout.chunk_tokens)
+                    targets = [rows] * layout.layer_count
+                write_rows(engine.cache, tensors, job.page, targets)
+                engine.post(PoolWritten(key, chunk))
+            case PoolRelease():
+                left, chain.lease_ids = chain.lease_ids, []
+                if job.shared:
+                    session = self.connection.session_id
+                    found = self.store.match(session, job.salt, job.shared_tokens)
+                    chain.lease_ids.append(found.lease_id)
+                    tensors.check_current(job.shared)
+                used = [(each.slot, each.generation) for each in job.used]
+                self.store.sessions.release(self.connection.session_id, left, [], used)
+            case _:
+                raise AssertionError(f"{job} is of no pool")
+
+    def _reserve(self, chain: _Chain, count: int) -> list[tuple[int, int]]:
+        runs = self.store.reserve(self.connection.session_id, count, chain.salt)
+        granted = [
+            (run.first_slot + offset, generation)
+            for run in runs
+            for offset, generation in enumerate(run.generations)
+        ]
+        chain.pool_slots += granted
+        return granted
 
     def _write(
         self, engine: Engine, key: SequenceKey, jobs: Sequence[WriteJob], *, is_exact: bool
@@ -191,6 +252,11 @@ class StoreRunner:
         if len(jobs[-1].token_ids) == self.layout.chunk_tokens:
             chain.parent_key = stored[-1].key
         engine.post(ChunksStored(key, jobs[0].chunk_index, stored))
+
+
+def _exactness(job: Job) -> bool | None:
+    """Return whether a chunk is exact; None for what a pool wants."""
+    return job.is_exact if isinstance(job, WriteJob) else None
 
 
 @contextmanager

@@ -61,7 +61,14 @@ from worker_service.pipeline.two_ends import TwoEnds
 from worker_service.retrieval.selector import ScreensOf, ScreenSource, Selector
 from worker_service.store.client import Match
 from worker_service.store.verifier import Verifier
-from worker_service.store.write_back import ChunksStored, Flushed, StoreLimitReached, WriteFailed
+from worker_service.store.write_back import (
+    ChunksStored,
+    Flushed,
+    PoolStarted,
+    PoolWritten,
+    StoreLimitReached,
+    WriteFailed,
+)
 from worker_service.structured.masks import MaskTotals
 from worker_service.structured.matcher import GrammarMatcher
 
@@ -303,6 +310,10 @@ class Engine:
                 owner = self.queues.find(key)
                 if owner is not None:
                     self.page_manager.chunks_stored(owner, command)
+            case PoolStarted():
+                self.queues.pool_started(command)
+            case PoolWritten():
+                self.queues.pool_written(command)
             case WriteFailed(key, error):
                 self.queues.write_failed(key, error)
             case StoreLimitReached(key):

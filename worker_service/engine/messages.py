@@ -18,10 +18,12 @@ from worker_service.store.client import Match
 from worker_service.store.write_back import (
     ChunksStored,
     Flushed,
+    Job,
+    PoolStarted,
+    PoolWritten,
     SequenceKey,
     StoreLimitReached,
     WriteFailed,
-    WriteJob,
 )
 
 # -- commands, besides those of write-back -------------------------------------
@@ -77,6 +79,8 @@ Command = (
     | Wake
     | Stop
     | ChunksStored
+    | PoolStarted
+    | PoolWritten
     | WriteFailed
     | StoreLimitReached
     | Flushed
@@ -244,7 +248,7 @@ class StepOutput:
     selections: list[SelectionEvent] = field(default_factory=list)
     finishes: list[FinishEvent] = field(default_factory=list)
     restores: list[RestoreEvent] = field(default_factory=list)
-    writes: list[tuple[SequenceKey, list[WriteJob]]] = field(default_factory=list)
+    writes: list[tuple[SequenceKey, list[Job]]] = field(default_factory=list)
     flushes: list[SequenceKey] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
     profile: Profile | None = None

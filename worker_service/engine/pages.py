@@ -11,8 +11,9 @@ Bookkeeping over `DeviceCache`'s allocators.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 from typing import Protocol
 
 from splitpoint.planning.plan import Residency, SplitLine
@@ -23,11 +24,21 @@ from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.sequence import Admission, Sequence
 from worker_service.engine.shared_pages import SharedPages
+from worker_service.retrieval.bounded_pool import BoundedPool
 from worker_service.retrieval.selector import EXACT, SelectionPlan
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.quantization import ChunkCodec
-from worker_service.store.write_back import ChunksStored, WriteJob
+from worker_service.store.write_back import (
+    ChunksStored,
+    Job,
+    PoolRelease,
+    PoolStart,
+    PoolStarted,
+    PoolWrite,
+    PoolWritten,
+    WriteJob,
+)
 
 
 class Selects(Protocol):
@@ -114,7 +125,9 @@ class PageManager:
             return False
         self._claims.promise(sequence.claim, count, uses_room=sequence.is_streamed)
         sequence.kept_chunks = self.kept_chunks(admission)
-        sequence.window_chunks = self._cache.plan.window_page_count if sequence.is_streamed else 0
+        # A window is for drafts; what joins a pool is to be written over others at once.
+        has_window = sequence.is_streamed and admission.selection.pool is None
+        sequence.window_chunks = self._cache.plan.window_page_count if has_window else 0
         sequence.kept_inputs = self.kept_inputs(admission)
         return True
 
@@ -159,6 +172,9 @@ class PageManager:
         The granted front goes first, from its end, then the window, from its oldest chunk, and
         the sinks last. Return False if it keeps nothing that is sealed, or only X.
         """
+        pool = None if sequence.reads is None else sequence.reads.pool
+        if pool is not None and not pool.is_whole:
+            return False  # the store need not have its chunks any more
         last = sequence.kept_chunks - 1
         if last >= self._cache.plan.sink_page_count or not sequence.window_chunks:
             if last < 0 or last >= len(sequence.stored):
@@ -364,6 +380,95 @@ class PageManager:
         if sequence.is_streamed and page is not None:
             for plane in (*self._cache.keys, *self._cache.values):
                 self._codec.round(plane[page])
+
+    # -- bounded pools ----------------------------------------------------------------------
+
+    def jobs(
+        self, sequence: Sequence, others: Callable[[], Collection[StoredChunk]], *, tail: bool
+    ) -> list[Job]:
+        """Return what write-back is to do; `tail` as in `full_chunks`.
+
+        `others`: returns the chunks that other sequences on the device use.
+        """
+        pool = None if sequence.reads is None else sequence.reads.pool
+        if sequence.reads is None or pool is None or (tail and pool.is_whole):
+            return [*self.full_chunks(sequence, tail=tail)]
+        if pool.is_whole:
+            start = self._pool_start(sequence, sequence.reads, pool, others)
+            return [*self.full_chunks(sequence, tail=False)] if start is None else [start]
+        if tail or not pool.is_bound:
+            return []  # what it ends with is no prefix, or waits for what stays
+        return [*self._pool_writes(sequence, sequence.reads, pool)]
+
+    def _pool_start(
+        self,
+        sequence: Sequence,
+        reads: SequenceReads,
+        pool: BoundedPool,
+        others: Callable[[], Collection[StoredChunk]],
+    ) -> PoolStart | None:
+        """Return what lets a pool start; None if nothing leaves it, or chunks are on their way."""
+        count = len(reads.chunks)
+        if not reads.is_built or len(sequence.stored) < sequence.written_chunks:
+            return None
+        if not pool.is_due(count):
+            return None
+        used = others()
+        shared = next((at for at, each in enumerate(reads.chunks) if each not in used), count)
+        moving = pool.start(shared, count, self._first_recent(sequence))
+        if moving is None:
+            return None
+        return PoolStart(reads.row_numbers(moving.places), tuple(reads.chunks), moving.chunk_count)
+
+    def pool_started(self, sequence: Sequence, command: PoolStarted) -> PoolRelease | None:
+        """Read what stays where it is now; return what tells the store; None if there is no room.
+
+        The sequence has no chunks any more that the store could find, but those it shares.
+        """
+        reads = sequence.reads
+        if reads is None or reads.pool is None or sequence.match is None:
+            raise RuntimeError("a pool without a sequence has started")
+        if command.chunks is None:
+            reads.pool.refused()
+            return None
+        used = tuple(reads.chunks[index] for index in reads.pool.used_chunks)
+        reads.pool_started(reads.pool, command.chunks)
+        shared = reads.pool.shared_chunks
+        end = sequence.stored_range.start + shared if shared else 0
+        kept, sequence.stored = tuple(sequence.stored[:end]), []
+        sequence.match = replace(sequence.match, chunks=kept)
+        tokens = tuple(sequence.tokens[: end * self._chunk_tokens])
+        return PoolRelease(sequence.salt, kept, tokens, used)
+
+    def _pool_writes(
+        self, sequence: Sequence, reads: SequenceReads, pool: BoundedPool
+    ) -> Iterator[PoolWrite]:
+        """Yield the chunks that became full, each with the rows that it is written over."""
+        end = sequence.computed // self._chunk_tokens
+        for index in range(sequence.written_chunks, end):
+            if not pool.has_room:
+                return  # the next step looks again
+            places = pool.make_room(self._first_recent(sequence))
+            rows = None if places is None else reads.row_numbers(places)
+            yield PoolWrite(sequence.page(index), rows)
+            sequence.written_chunks = index + 1
+
+    def pool_written(self, sequence: Sequence, command: PoolWritten) -> None:
+        """Free the page of the next chunk, which is in the pool now."""
+        reads, index = sequence.reads, sequence.stored_range.stop
+        if reads is None or reads.pool is None:
+            raise RuntimeError("a chunk was written into no pool")
+        page = sequence.page(index)
+        reads.pool_written(reads.pool, page, command.chunk)
+        self._claims.free(sequence.claim, page)
+        sequence.pages[index] = None
+        input_page = sequence.input_pages.pop(index, None)
+        if input_page is not None:
+            self._cache.input_pages.free(input_page)
+
+    def _first_recent(self, sequence: Sequence) -> int:
+        """Return the first position that the next query always reads."""
+        return sequence.computed + 1 - sequence.selection.recent
 
     # -- selections -------------------------------------------------------------------------
 

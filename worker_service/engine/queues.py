@@ -24,8 +24,8 @@ from worker_service.device.cache import DeviceCache
 from worker_service.engine.messages import FinishEvent, Lookup, Matched, StepOutput
 from worker_service.engine.pages import PageManager
 from worker_service.engine.sequence import Segment, Sequence, Stage, Suspects
-from worker_service.store.arena_tensors import SuspectChunks
-from worker_service.store.write_back import SequenceKey
+from worker_service.store.arena_tensors import StoredChunk, SuspectChunks
+from worker_service.store.write_back import PoolStarted, PoolWritten, SequenceKey
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +172,9 @@ class SequenceQueues:
         decodes: list[Sequence] = []
         segments: list[Segment] = []
         for sequence in list(self.running):
+            if sequence.is_lost:
+                self.look_up_again(sequence)
+                continue
             remaining = sequence.runnable_tokens
             if not remaining:
                 continue  # or it has just left
@@ -369,9 +372,28 @@ class SequenceQueues:
     def write_back(self, sequence: Sequence, *, tail: bool = False) -> None:
         """Hand over every chunk that became full; with `tail`, the partial one too."""
         if sequence.writes_back:
-            jobs = self._page_manager.full_chunks(sequence, tail=tail)
+            jobs = self._page_manager.jobs(sequence, partial(self._used, sequence), tail=tail)
             if jobs:
                 self.output.writes.append((sequence.key, jobs))
+
+    def _used(self, sequence: Sequence) -> set[StoredChunk]:
+        """Return the chunks that sequences on the device use, other than this one."""
+        others = (each for each in self.running if each is not sequence)
+        return {chunk for each in others for chunk in each.cached_chunks}
+
+    def pool_started(self, command: PoolStarted) -> None:
+        """Let a sequence read what its pool has left; the store may evict the rest."""
+        sequence = self.find(command.key)
+        if sequence is not None and sequence.is_admitted and not sequence.is_lost:
+            release = self._page_manager.pool_started(sequence, command)
+            if release is not None:
+                self.output.writes.append((command.key, [release]))
+
+    def pool_written(self, command: PoolWritten) -> None:
+        """Free the page of a chunk that has joined the pool of its sequence."""
+        sequence = self.find(command.key)
+        if sequence is not None and sequence.is_admitted and not sequence.is_lost:
+            self._page_manager.pool_written(sequence, command)
 
     def write_failed(self, key: SequenceKey, error: SplitpointError) -> None:
         """Continue a resident sequence unstored; end or restart a streamed one.

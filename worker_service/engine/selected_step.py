@@ -65,6 +65,8 @@ def usage_of(reads: SequenceReads, positions: range) -> SelectionUsage:
         fetched_row_count=counts.fetched,
         reused_row_count=counts.reused,
         link_bytes=counts.link_bytes,
+        evicted_token_count=counts.evicted,
+        pool_bytes=reads.pool_bytes,
     )
 
 
@@ -258,5 +260,7 @@ def _take(build: Build, tile: Tile, plane: torch.Tensor, taken: dict[int, torch.
 
 def _is_current(sequence: Sequence, reads: SequenceReads) -> bool:
     """Return True if the screens are of the tokens that the sequence has stored."""
+    if sequence.has_pool:
+        return True
     stored = sequence.stored_range
     return reads.chunks == sequence.stored[stored.start : stored.stop]

@@ -20,6 +20,7 @@ from worker_service.lanes.spans import RequestSpans
 from worker_service.pipeline.restore_state import Restoring
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.pipeline.two_ends import TwoEnds
+from worker_service.retrieval.bounded_pool import PoolStage
 from worker_service.retrieval.selector import EXACT, SelectionPlan
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.store.arena_tensors import StoredChunk
@@ -341,17 +342,30 @@ class Sequence:
     @property
     def ranked_pages(self) -> list[int]:
         """The device pages that its selection ranks beside the stored tokens; often none."""
-        if self.reads is None or not self.reads.is_dynamic:
+        if self.reads is None or self.reads.selection.alpha is None:
             return []
         return [self.page(index) for index in self.device_chunks]
 
     @property
     def read_chunks(self) -> list[StoredChunk]:
         """The chunks that each step reads from the store."""
+        if self.reads is not None and self.has_pool:
+            return self.reads.chunks
         stored = self.stored_range
         # Rows of a selection come from the store also where X is kept.
         start = stored.start if self.reads is not None else max(stored.start, self.kept_inputs)
         return self.stored[start : stored.stop]
+
+    @property
+    def has_pool(self) -> bool:
+        """True if a limit has left some of what it stored, in slots of its own."""
+        return self.reads is not None and self.reads.pool is not None and self.reads.pool.is_bound
+
+    @property
+    def is_lost(self) -> bool:
+        """True if it must start over: tokens have left, and with them what could go on without."""
+        pool = None if self.reads is None else self.reads.pool
+        return pool is not None and pool.stage is PoolStage.LOST
 
     @property
     def cached_chunks(self) -> tuple[StoredChunk, ...]:

@@ -267,7 +267,9 @@ class StreamedBuilder:
 
     def _stored_pages(self, sequence: Sequence, reader: int) -> list[StoredPage]:
         chunk, split = self._chunk, sequence.step_split(self._chunk)
-        pages = []
+        pages: list[StoredPage] = []
+        if sequence.has_pool:
+            return pages  # all layers read by selection, and none of it is a chunk
         for index in sequence.stored_range:
             is_kept = index < sequence.kept_inputs
             rebuilt_rows = chunk if is_kept else min(max(split - index * chunk, 0), chunk)

@@ -52,6 +52,13 @@ class RowCache:
         self.tokens = torch.cat((self.tokens, self.tokens.new_full(more, -1)), 1)
         self._used = torch.cat((self._used, self._used.new_full(more, -1)), 1)
 
+    def forget(self, tokens: torch.Tensor, stored: int) -> None:
+        """Hold none of these tokens `[n_kv, n]`, all below `stored`, any more."""
+        gone = torch.zeros((len(self.tokens), stored + 1), dtype=torch.bool, device=tokens.device)
+        gone.scatter_(1, tokens, True)
+        held = torch.where(self.tokens < 0, stored, self.tokens).long()
+        self.tokens.masked_fill_(gone.gather(1, held), -1)
+
     def place(self, tokens: torch.Tensor, is_wanted: torch.Tensor | None, stored: int) -> Placed:
         """Give each wanted token a row: its own, or that of a token unused for longest.
 

@@ -202,8 +202,11 @@ class Selector:
             split=split,
         )
         windows = self._config.windows[selection.exact_layers :]
-        if not off_reason and all(each is not None and each < final_tokens for each in windows):
+        hides = [each is not None and each < final_tokens for each in windows]
+        if not off_reason and all(hides):
             off_reason = "every layer that would select reads no more than its window"
+        if not off_reason and selection.pool is not None and any(hides):
+            off_reason = "layers with a sliding window give no token up: there is no bounded pool"
         needed = building_bytes(layout, selection, stored)
         if not off_reason and needed > (room := self._cache.plan.collected_bytes):
             off_reason = (

@@ -13,10 +13,13 @@ Knows no requests and no steps. One thread uses it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from splitpoint.checkpoint.decoder import AttentionConfig
@@ -32,6 +35,7 @@ from worker_service.lanes.work import Work
 from worker_service.model.attention import PartialAttention
 from worker_service.model.model import CarryOut, at_once
 from worker_service.pipeline.transfer import CacheTransfer, Part
+from worker_service.retrieval.bounded_pool import BoundedPool, Places
 from worker_service.retrieval.gather_rows import RowPlane, gather_rows
 from worker_service.retrieval.row_cache import RowCache
 from worker_service.selection.clusters import ClusterSums, HeldRows
@@ -40,11 +44,13 @@ from worker_service.selection.screen import (
     Guess,
     KeyScreen,
     LayerScreen,
+    PooledScreen,
     TokenRows,
 )
 from worker_service.selection.screen_factory import Screens
 from worker_service.selection.token_choice import ChosenRows, choose_near, choose_rows
 from worker_service.store.arena_tensors import StoredChunk
+from worker_service.store.pool_rows import row_numbers
 
 # The newest queries of a layer from which a screen learns its columns.
 OBSERVED_QUERIES = 32
@@ -62,6 +68,7 @@ class ReadCounts:
         wanted: rows that were chosen.
         fetched: of the wanted ones, those that crossed the link; the others were there.
         link_bytes: K and V of the fetched rows.
+        evicted: tokens that left the pool, in one layer and KV head.
     """
 
     visible: int = 0
@@ -69,6 +76,7 @@ class ReadCounts:
     wanted: int = 0
     fetched: int = 0
     link_bytes: int = 0
+    evicted: int = 0
 
     def __sub__(self, other: ReadCounts) -> ReadCounts:
         return ReadCounts(
@@ -77,6 +85,7 @@ class ReadCounts:
             self.wanted - other.wanted,
             self.fetched - other.fetched,
             self.link_bytes - other.link_bytes,
+            self.evicted - other.evicted,
         )
 
     @property
@@ -96,6 +105,8 @@ class SequenceReads:
             tokens. Empty before the screens are built.
         chunks: the stored chunks that rows are read from, in order. Each step checks at its end
             that they are current, as for tiles.
+        pool: what a limit leaves of them; None: there is no limit. Once it is bound, `chunks` are
+            those with what is left, and the rows of the last ones are in no order.
     """
 
     def __init__(
@@ -150,6 +161,10 @@ class SequenceReads:
         self._built: dict[int, LayerScreen] = {}
         self._caches: dict[int, RowCache] = {}
         self._clusters: dict[int, ClusterSums] = {}
+        self.pool: BoundedPool | None = None
+        if self.selection.pool is not None:
+            heads = cache.layout.kv_head_count
+            self.pool = BoundedPool(self.selection, heads, self._chunk, cache.device)
         # K and V `[1, n_kv, T, d]` of segments that have become whole, on their way to the device.
         self._filled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -157,7 +172,8 @@ class SequenceReads:
     def counts(self) -> ReadCounts:
         """Sums since it was made; on a GPU this waits for the device."""
         read, wanted, fetched = self._rows.tolist()
-        return ReadCounts(self._visible, read, wanted, fetched, fetched * self._row_bytes)
+        evicted = 0 if self.pool is None else self.pool.evicted_tokens
+        return ReadCounts(self._visible, read, wanted, fetched, fetched * self._row_bytes, evicted)
 
     def new_counts(self) -> ReadCounts:
         """Return `counts` since the last call."""
@@ -167,12 +183,24 @@ class SequenceReads:
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens that rows are chosen from."""
+        """Tokens that rows are chosen from, and those that have left the pool."""
+        return self._place_count + (0 if self.pool is None else self.pool.evicted_tokens)
+
+    @property
+    def _place_count(self) -> int:
+        """Rows of the chunks, each with a stored token that is or was."""
         return len(self.chunks) * self._chunk
 
     def building_bytes(self, tokens: int) -> int:
         """See `building_bytes`."""
         return building_bytes(self._cache.layout, self.selection, tokens)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Host memory of what the pool keeps in slots of its own."""
+        if self.pool is None or not self.pool.is_bound:
+            return 0
+        return self.pool.chunk_count * self._cache.layout.chunk_bytes
 
     @property
     def first_position(self) -> int:
@@ -201,7 +229,7 @@ class SequenceReads:
     @property
     def is_dynamic(self) -> bool:
         """True if each step attends other rows of its row pages, `seen`; otherwise all."""
-        return self.selection.alpha is not None
+        return self.selection.alpha is not None or self.pool is not None
 
     def tokens(self, layer: int) -> torch.Tensor:
         """Return the stored tokens in the rows that a layer attends, int64 `[n_kv, rows]`.
@@ -284,6 +312,23 @@ class SequenceReads:
             self._clusters[layer] = sums
         self._built[layer] = screen
         self._caches[layer] = RowCache(self._cache.layout.kv_head_count, self._cache.device)
+        if self.pool is not None:
+            self._begin_pool(self.pool, layer, observed)
+
+    def _begin_pool(self, pool: BoundedPool, layer: int, queries: torch.Tensor) -> None:
+        """Let a layer's pool learn what the newest queries choose, as in evaluations."""
+        stored, selection = self._place_count, self.selection
+        first = self._first_position + stored - len(queries)
+        pool.begin(layer, stored, self._first_position)
+        scores = self._built[layer].scores(Guess(queries, queries, first))
+        most = wanted_rows(selection, stored)
+        for place, of_query in enumerate(torch.split(scores, 1)):
+            if selection.alpha is not None:
+                near = choose_near(of_query, selection, len(self._heads), range(stored), most)
+                self._learn(pool, layer, near, first + place)
+            else:
+                chosen = self._choose(layer, first + place, of_query, None, most)
+                self._learn(pool, layer, chosen, first + place)
 
     def extend(self, page: int, chunk: StoredChunk) -> None:
         """Add a stored chunk behind the others; `page` still has its K, and leaves the device."""
@@ -296,6 +341,8 @@ class SequenceReads:
             keys = self._cache.keys[layer][page].transpose(0, 1)
             first_position = self._first_position + place * self._chunk
             screen.extend(TokenRows(keys[:0], keys[:0], keys, first_position))
+        if self.pool is not None:
+            self.pool.extend()
         self._grow()
 
     def _extend_by_inputs(self, layer: int, screen: LayerScreen, place: int) -> None:
@@ -321,6 +368,44 @@ class SequenceReads:
             position = self._first_position + first * self._chunk
             screen.extend(TokenRows(inputs, inputs[:0], inputs[:0], position))
 
+    # -- the pool ---------------------------------------------------------------------
+
+    def pool_started(self, pool: BoundedPool, chunks: Sequence[StoredChunk]) -> None:
+        """Read what stays from these chunks, to which it was moved, and forget the rest."""
+        for layer, places in pool.started().items():
+            self._pooled(layer).keep(places)
+            self._caches[layer] = RowCache(len(self._heads), self._cache.device)
+        self.chunks = [*self.chunks[: pool.shared_chunks], *chunks]
+        self._grow()
+
+    def pool_written(self, pool: BoundedPool, page: int, chunk: StoredChunk | None) -> None:
+        """Add a chunk that was written over others, or into one more; `page` still has its K."""
+        places = pool.written()
+        for layer in self._layers:
+            keys = self._cache.keys[layer][page].transpose(0, 1)
+            screen = self._pooled(layer)
+            if places is None:
+                first_position = self._first_position + self.stored_tokens
+                screen.extend(TokenRows(keys[:0], keys[:0], keys, first_position))
+            else:
+                screen.overwrite(places[layer], keys)
+                written = torch.from_numpy(places[layer]).to(self._cache.device)
+                self._caches[layer].forget(written, self._place_count)
+        if chunk is not None:
+            self.chunks.append(chunk)
+        self._grow()
+
+    def row_numbers(self, places: Places) -> list[npt.NDArray[np.int64]]:
+        """Return the numbers of places in planes of the store, for each layer."""
+        slots = np.array([chunk.slot for chunk in self.chunks], dtype=np.int64)
+        return [row_numbers(places[layer], slots, self._chunk) for layer in self._layers]
+
+    def _pooled(self, layer: int) -> PooledScreen:
+        screen = self._built[layer]
+        if not isinstance(screen, PooledScreen):
+            raise ValueError(f"no token leaves the screens of {self.selection}")
+        return screen
+
     def drop(self) -> None:
         """Forget screens and rows: the next step must be exact, and builds them again.
 
@@ -337,6 +422,8 @@ class SequenceReads:
         self._transfer = None
         self._built, self._caches = {}, {}
         self._clusters, self._filled = {}, {}
+        if self.pool is not None:
+            self.pool.drop()
 
     def forget_rows(self) -> None:
         """Hold no row any more: the next `begin` of each layer fetches all.
@@ -451,16 +538,25 @@ class SequenceReads:
         has_grown = rows.row_count < self.row_count
         if has_grown:
             rows.grow(self.row_count)
-        if self.is_dynamic:
-            chosen = self._choose_near(layer, guess, on_device)
-        else:
+        scores, forced = self._built[layer].scores(guess), None
+        most = wanted_rows(self.selection, stored)
+        if self.pool is not None:
+            scores, forced = self._of_pool(self.pool, layer, guess, scores)
+            most = min(most, self._place_count - self.pool.empty_places)
+        elif has_grown and not self.is_dynamic:
             # Every row is attended, so none may stay empty.
-            most = self.row_count if has_grown else wanted_rows(self.selection, stored)
-            chosen = self._choose(layer, guess, most)
-        placed = rows.place(chosen.tokens, chosen.is_wanted, stored)
+            most = self.row_count
+        if self.selection.alpha is not None:
+            chosen = self._choose_near(layer, guess, on_device, scores, forced, most)
+        else:
+            chosen = self._choose(layer, guess.first_position, scores, forced, most)
+        if self.pool is not None:
+            self._learn(self.pool, layer, chosen, guess.first_position)
+        placed = rows.place(chosen.tokens, chosen.is_wanted, self._place_count)
         self._visible += len(heads) * stored
         if chosen.is_wanted is None:
-            self._rows[0] += len(heads) * self.row_count
+            attended = chosen.tokens.numel() if self.is_dynamic else len(heads) * self.row_count
+            self._rows[0] += attended
             self._rows[1] += chosen.tokens.numel()
         else:
             self._rows[:2] += chosen.is_wanted.sum()
@@ -475,24 +571,59 @@ class SequenceReads:
             sources = sources.flatten()
         return _Moves(sources, targets)
 
-    def _choose(self, layer: int, guess: Guess, most: int) -> ChosenRows:
+    def _of_pool(
+        self, pool: BoundedPool, layer: int, guess: Guess, scores: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores with -inf where no token is left, and the places that are always read."""
+        held, positions = pool.held(layer), pool.positions(layer)
+        group = scores.shape[1] // len(held)
+        recent = positions > guess.first_position - self.selection.recent
+        forced = held & (recent | (positions < self.selection.sinks))
+        return scores.masked_fill(~held.repeat_interleave(group, 0), -math.inf), forced
+
+    def _learn(self, pool: BoundedPool, layer: int, chosen: ChosenRows, position: int) -> None:
+        """Let the pool count what a query chose."""
+        is_wanted = chosen.is_wanted
+        if is_wanted is None:
+            is_wanted = torch.ones_like(chosen.tokens, dtype=torch.bool)
+        # What is not wanted may have the number of what is.
+        read = torch.zeros_like(pool.positions(layer))
+        read.scatter_add_(1, chosen.tokens, is_wanted.long())
+        pool.read(layer, (read > 0).unsqueeze(0), position)
+
+    def _choose(
+        self,
+        layer: int,
+        position: int,
+        scores: torch.Tensor,
+        forced: torch.Tensor | None,
+        most: int,
+    ) -> ChosenRows:
         """Choose so many of the stored tokens, whatever else is on the device."""
-        screen, stored = self._built[layer], self.stored_tokens
+        stored = self._place_count
         return choose_rows(
-            screen.scores(guess),
+            scores,
             most,
             len(self._heads),
             stored,
             first=self.selection.sinks - self._first_position,
-            newest=self._first_position + stored - guess.first_position - 1 + self.selection.recent,
-            block_tokens=screen.block_tokens,
+            newest=self._first_position + stored - position - 1 + self.selection.recent,
+            block_tokens=self._built[layer].block_tokens,
+            forced=forced,
         )
 
-    def _choose_near(self, layer: int, guess: Guess, on_device: torch.Tensor | None) -> ChosenRows:
+    def _choose_near(
+        self,
+        layer: int,
+        guess: Guess,
+        on_device: torch.Tensor | None,
+        scores: torch.Tensor,
+        forced: torch.Tensor | None,
+        most: int,
+    ) -> ChosenRows:
         """Choose by alpha among all earlier tokens: those on the device take part in the rule."""
-        screen, stored, first = self._built[layer], self.stored_tokens, self._first_position
-        scores = screen.scores(guess)
-        others = guess.first_position - stored
+        screen, places, first = self._built[layer], self._place_count, self._first_position
+        others = guess.first_position - self.stored_tokens
         if others:
             if on_device is None or not isinstance(screen, KeyScreen):
                 raise ValueError(f"{self.selection} ranks tokens on the device, too")
@@ -500,9 +631,21 @@ class SequenceReads:
             keys = pages.transpose(0, 1).flatten(1, 2)[:, :others].transpose(0, 1)
             theirs = screen.scores_of(guess, keys)
             scores = torch.cat((theirs[..., :first], scores, theirs[..., first:]), -1)
-        most = wanted_rows(self.selection, stored)
+            if forced is not None:
+                at = torch.arange(others, device=forced.device)
+                at = torch.where(at < first, at, at + self.stored_tokens)
+                always = (at < self.selection.sinks) | (
+                    at > guess.first_position - self.selection.recent
+                )
+                always = always.expand(len(forced), -1)
+                forced = torch.cat((always[:, :first], forced, always[:, first:]), -1)
         return choose_near(
-            scores, self.selection, len(self._heads), range(first, first + stored), most
+            scores,
+            self.selection,
+            len(self._heads),
+            range(first, first + places),
+            most,
+            forced=forced,
         )
 
     def _numbered(self, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from splitpoint.selection import Selection, SelectionMethod
@@ -65,11 +67,21 @@ class ColumnScreen:
         for keys in in_pieces(rows.keys):
             self._kept.extend(_taken(self._skewed(keys), self._columns))
 
+    def keep(self, places: torch.Tensor) -> None:
+        self._kept.keep(places)
+
+    def overwrite(self, places: npt.NDArray[np.int64], keys: torch.Tensor) -> None:
+        self._kept.overwrite(places, _taken(self._skewed(keys), self._chosen_columns))
+
     def scores(self, guess: Guess) -> torch.Tensor:
+        queries = _taken(self._skewed(guess.queries), self._chosen_columns)
+        return to_logits(self._kept.products(queries), self._shape)
+
+    @property
+    def _chosen_columns(self) -> torch.Tensor:
         if self._columns is None:
             raise RuntimeError("a screen is asked before the prompt")
-        queries = _taken(self._skewed(guess.queries), self._columns)
-        return to_logits(self._kept.products(queries), self._shape)
+        return self._columns
 
     def scores_of(self, guess: Guess, keys: torch.Tensor) -> torch.Tensor:
         if self._columns is None:
@@ -148,8 +160,16 @@ class LowRankScreen:
 
     def extend(self, rows: TokenRows) -> None:
         for keys in in_pieces(rows.keys):
-            mapped = by_kv_head(keys.float(), self._key_maps)
-            self._kept.extend(mapped.to(keys.dtype))
+            self._kept.extend(self._mapped(keys))
+
+    def keep(self, places: torch.Tensor) -> None:
+        self._kept.keep(places)
+
+    def overwrite(self, places: npt.NDArray[np.int64], keys: torch.Tensor) -> None:
+        self._kept.overwrite(places, self._mapped(keys))
+
+    def _mapped(self, keys: torch.Tensor) -> torch.Tensor:
+        return by_kv_head(keys.float(), self._key_maps).to(keys.dtype)
 
     def scores(self, guess: Guess) -> torch.Tensor:
         queries = by_kv_head(guess.queries.float(), self._query_maps)

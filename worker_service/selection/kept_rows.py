@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from worker_service.selection.records import Records
+from worker_service.selection.records import Fields, Records
 from worker_service.selection.screen import grouped_products
 
 # Tokens whose rows `products` holds besides, in fp32 where they are kept in int8.
@@ -30,11 +32,21 @@ class KeptRows:
 
     def extend(self, rows: torch.Tensor) -> None:
         """Append rows `[T, n_kv, r]`."""
-        if self._int8:
-            quantized, scales = to_int8(rows)
-            self._records.append(scales, quantized)
-        else:
-            self._records.append(rows)
+        self._records.append(*self._fields(rows))
+
+    def keep(self, places: torch.Tensor) -> None:
+        """Leave out all rows but these `[n_kv, n]`: each head keeps its own."""
+        self._records.keep(places)
+
+    def overwrite(self, places: npt.NDArray[np.int64], rows: torch.Tensor) -> None:
+        """Write rows `[T, n_kv, r]` over those in places `[n_kv, T]`."""
+        self._records.overwrite(places, *self._fields(rows))
+
+    def _fields(self, rows: torch.Tensor) -> Fields:
+        if not self._int8:
+            return (rows,)
+        quantized, scales = to_int8(rows)
+        return scales, quantized
 
     def products(self, queries: torch.Tensor) -> torch.Tensor:
         """Multiply queries `[T, n_q, r]` by their KV heads' rows: fp32 `[T, n_q, S]`.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from splitpoint.errors import ResourceExhausted
@@ -73,6 +75,35 @@ class Records:
             for index in range(first // size, -(-last // size))
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def keep(self, places: torch.Tensor) -> None:
+        """Leave out all records but these, of fields `[T, n_kv, ...]`; order and number change.
+
+        Args:
+            places: int64 `[n_kv, n]`: each head keeps its own parts of records.
+        """
+        fields = []
+        for number in range(len(self._blocks[0])):
+            field = self.field(number)
+            index = places.t().view(*reversed(places.shape), *(1,) * (field.dim() - 2))
+            fields.append(field.gather(0, index.expand(-1, -1, *field.shape[2:])))
+        self._blocks, self._count = [], 0
+        self.append(*fields)
+
+    def overwrite(self, places: npt.NDArray[np.int64], *fields: torch.Tensor) -> None:
+        """Write the parts of record t, of fields `[T, n_kv, ...]`, over others.
+
+        Args:
+            places: `[n_kv, T]`: the record whose part each head's goes to.
+        """
+        size = len(self._blocks[0][0])
+        for number, block in enumerate(self._blocks):
+            heads, sources = np.nonzero(places // size == number)
+            targets = places[heads, sources] % size
+            index = [torch.from_numpy(each) for each in (targets, heads, sources)]
+            target, head, source = (each.to(block[0].device) for each in index)
+            for kept, field in zip(block, fields, strict=True):
+                kept[target, head] = field[source, head]
 
     def _place(self, like: Fields) -> tuple[Fields, int]:
         """Return a block with room, and its first free record."""

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from splitpoint.checkpoint.decoder import AttentionConfig
@@ -114,6 +116,17 @@ class KeyScreen(LayerScreen, Protocol):
 
         They are those of `scores`, without the rounding of kept rows. `keys`: `[S, n_kv, d]`.
         """
+
+
+@runtime_checkable
+class PooledScreen(LayerScreen, Protocol):
+    """A screen whose tokens can leave, and give their places to others, each head its own."""
+
+    def keep(self, places: torch.Tensor) -> None:
+        """Leave out all tokens but those in places `[n_kv, n]`, which become 0, 1, ..."""
+
+    def overwrite(self, places: npt.NDArray[np.int64], keys: torch.Tensor) -> None:
+        """Put tokens with keys `[T, n_kv, d]` in the places `[n_kv, T]` of others."""
 
 
 # Returns a layer's tensor of the artefacts by its name; raises InvalidArgument if there is none.

@@ -106,6 +106,7 @@ def choose_rows(
     first: int = 0,
     newest: int = 0,
     block_tokens: int = 1,
+    forced: torch.Tensor | None = None,
 ) -> ChosenRows:
     """Return the `most` tokens that each KV head reads for one query that sees all of them.
 
@@ -116,15 +117,24 @@ def choose_rows(
         scores: fp32 `[1, n_q, blocks]`, as for `choose`.
         tokens: S, the cached tokens that may be read; at least `most`.
         first, newest: this many tokens at either end come before all others; may be negative.
+        forced: which do instead, bool `[n_kv, S]`, where tokens are not in order.
     """
     weights = _joined(scores, kv_heads, Union.SUM)[0]
     if block_tokens > 1:
         weights = weights.repeat_interleave(block_tokens, -1)[:, :tokens]
-    return ChosenRows(_forced(weights, first, newest).topk(most, dim=-1).indices)
+    if forced is None:
+        forced = _ends(weights, first, newest)
+    return ChosenRows(weights.masked_fill(forced, math.inf).topk(most, dim=-1).indices)
 
 
 def choose_near(
-    scores: torch.Tensor, selection: Selection, kv_heads: int, stored: range, most: int
+    scores: torch.Tensor,
+    selection: Selection,
+    kv_heads: int,
+    stored: range,
+    most: int,
+    *,
+    forced: torch.Tensor | None = None,
 ) -> ChosenRows:
     """Return the stored tokens that each KV head reads for one query by alpha (InfiniGen).
 
@@ -137,12 +147,17 @@ def choose_near(
         selection: has an alpha.
         stored: which of them are in the store.
         most: stored tokens that each KV head reads at most.
+        forced: which tokens come before all others, bool `[n_kv, S]`; None: the first and the
+            newest, since tokens are in order.
     """
     if selection.alpha is None:
         raise ValueError(f"{selection} has no alpha")
     earlier = scores.shape[-1]
     first, newest = min(selection.sinks, earlier), min(selection.recent - 1, earlier)
-    weights = _forced(_joined(scores, kv_heads, Union.SUM)[0], first, newest)
+    weights = _joined(scores, kv_heads, Union.SUM)[0]
+    if forced is None:
+        forced = _ends(weights, first, newest)
+    weights = weights.masked_fill(forced, math.inf)
     # Behind the query's own token, which `choose` counts.
     least = min(first + newest, earlier)
     cap = max(least, math.ceil((earlier + 1) * selection.cap - 1e-6) - 1)
@@ -156,17 +171,11 @@ def choose_near(
     return ChosenRows((best - stored.start).clamp(0, len(stored) - 1), is_wanted)
 
 
-def _forced(weights: torch.Tensor, first: int, newest: int) -> torch.Tensor:
-    """Return weights `[n_kv, S]` with so many at either end above all others."""
+def _ends(weights: torch.Tensor, first: int, newest: int) -> torch.Tensor:
+    """Return which of S tokens are the first and the newest ones, bool `[S]`."""
     tokens = weights.shape[1]
-    first, newest = max(0, min(first, tokens)), max(0, min(newest, tokens))
-    if not first and not newest:
-        return weights
-    # With one query head each, weights are the scores themselves.
-    weights = weights.clone()
-    weights[:, :first] = math.inf
-    weights[:, tokens - newest :] = math.inf
-    return weights
+    order = torch.arange(tokens, device=weights.device)
+    return (order < first) | (order >= tokens - newest)
 
 
 def _always_read(visible: torch.Tensor, selection: Selection) -> torch.Tensor:

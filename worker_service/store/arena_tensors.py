@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from splitpoint.arena.mapping import Arena
+from splitpoint.arena.records import SlotState
 from splitpoint.errors import ChunkLost
 from splitpoint.v1 import types_pb2
 from worker_service.device.populating import PagedMemory
@@ -16,13 +17,23 @@ from worker_service.store.quantization import ChunkCodec
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """The handle of a sealed chunk. `checksum`: XXH3-64 of the payload, from the store."""
+    """The handle of a sealed chunk. `checksum`: XXH3-64 of the payload, from the store.
+
+    `is_sealed`: False for a slot that was granted to the session and whose rows change: it has
+    neither a key nor a checksum (`granted`).
+    """
 
     slot: int
     generation: int
     token_count: int
     key: bytes
     checksum: int
+    is_sealed: bool = True
+
+    @classmethod
+    def granted(cls, slot: int, generation: int, token_count: int) -> StoredChunk:
+        """Return the handle of a slot that is never sealed."""
+        return cls(slot, generation, token_count, b"", 0, is_sealed=False)
 
     @classmethod
     def from_proto(cls, handle: types_pb2.SlotHandle, key: bytes) -> StoredChunk:
@@ -86,13 +97,21 @@ class ArenaTensors:
     def check_current(self, chunks: Sequence[StoredChunk]) -> None:
         """Raise SuspectChunks unless every chunk is still sealed under its generation.
 
-        Readers call it after the last byte was copied. Generations only grow, so a chunk that
-        is current then did not change during the copy.
+        Or still granted, if it is never sealed. Readers call it after the last byte was copied.
+        Generations only grow, so a sealed chunk that is current then did not change during the
+        copy.
         """
-        slots = [chunk.slot for chunk in chunks]
-        if self.arena.is_current(slots, [chunk.generation for chunk in chunks]):
+        if self._are_current(chunks):
             return
-        changed = [
-            chunk for chunk in chunks if not self.arena.is_current([chunk.slot], [chunk.generation])
-        ]
+        changed = [chunk for chunk in chunks if not self._are_current([chunk])]
         raise SuspectChunks("cached chunks changed while they were being read", changed)
+
+    def _are_current(self, chunks: Sequence[StoredChunk]) -> bool:
+        return all(
+            self.arena.is_current(
+                [chunk.slot for chunk in chunks if chunk.is_sealed == is_sealed],
+                [chunk.generation for chunk in chunks if chunk.is_sealed == is_sealed],
+                state=SlotState.SEALED if is_sealed else SlotState.WRITING,
+            )
+            for is_sealed in {chunk.is_sealed for chunk in chunks} or {True}
+        )

@@ -269,8 +269,11 @@ class StoreClient:
         *,
         lease_ids: Sequence[int] = (),
         slots: Sequence[tuple[int, int]] = (),
+        used: Sequence[StoredChunk] = (),
     ) -> None:
         """Give up leases and unwritten slots of this connection's session.
+
+        `used`: chunks of the leases that were read more often than the others.
 
         Raises Unavailable if the answer is late. The store is told all the same.
         """
@@ -283,6 +286,9 @@ class StoreClient:
             lease_ids=lease_ids,
             slots=[
                 types_pb2.SlotHandle(slot=slot, generation=generation) for slot, generation in slots
+            ],
+            used_chunks=[
+                types_pb2.SlotHandle(slot=chunk.slot, generation=chunk.generation) for chunk in used
             ],
         )
         await self._cleanups.obtain(

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -42,10 +43,13 @@ from worker_service.lanes.timeline import Span, Trace
 from worker_service.lanes.work import Work
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.client import Match, StoreClient, written_chunks
+from worker_service.store.pool_rows import RowNumbers, move_rows, rows_of_slot, write_rows
 from worker_service.store.quantization import ChunkCodec
 from worker_service.store.session import Connection
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Chunks per Reserve and Seal: enough to amortise the calls, few enough that the first chunks of
 # a long prefill are sealed while its last ones are computed.
@@ -76,6 +80,45 @@ class WriteJob:
     is_exact: bool = True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolStart:
+    """What stays of a sequence whose pool starts: it moves into slots that are never sealed.
+
+    Attributes:
+        sources: rows of each layer `[n_kv, slot_count * C]`, in the order of their new places.
+        chunks: that they are read from.
+    """
+
+    sources: RowNumbers
+    chunks: tuple[StoredChunk, ...]
+    slot_count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolWrite:
+    """One chunk that is complete on the device, and joins a pool.
+
+    `targets`: the rows `[n_kv, C]` of each layer that it is written over; None: it gets a slot.
+    """
+
+    page: int
+    targets: RowNumbers | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRelease:
+    """Nothing reads the chunks behind the first ones any more, since the pool has started.
+
+    `shared_tokens`: those of the first chunks, which stay leased; `salt`: of their keys. `used`:
+    chunks of which more stays than of others.
+    """
+
+    salt: bytes
+    shared: tuple[StoredChunk, ...]
+    shared_tokens: tuple[int, ...]
+    used: tuple[StoredChunk, ...]
+
+
 class WriteResult(enum.StrEnum):
     """What became of a chunk that was submitted to write-back."""
 
@@ -103,6 +146,22 @@ class ChunksStored:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolStarted:
+    """Command to the engine: what stays is in these slots; None: the store has no room for it."""
+
+    key: SequenceKey
+    chunks: tuple[StoredChunk, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWritten:
+    """Command to the engine: the next chunk is in its pool. `chunk`: its slot if it got one."""
+
+    key: SequenceKey
+    chunk: StoredChunk | None
+
+
+@dataclass(frozen=True, slots=True)
 class WriteFailed:
     """Command to the engine: nothing more of this sequence will be stored."""
 
@@ -124,6 +183,9 @@ class Flushed:
     key: SequenceKey
 
 
+Job = WriteJob | PoolStart | PoolWrite | PoolRelease
+Result = ChunksStored | PoolStarted | PoolWritten | WriteFailed | StoreLimitReached | Flushed
+
 CopyChunks = Callable[
     [DeviceCache, ArenaTensors, Sequence[WriteJob], Sequence[int]],
     list[int],
@@ -143,7 +205,7 @@ class _Chain:
     first_unwanted_chunk: int | None
     # See `WriteBack.open`; None, too, once it was called.
     make_way: Callable[[], Awaitable[bool]] | None = None
-    jobs: deque[WriteJob] = field(default_factory=deque)
+    jobs: deque[Job] = field(default_factory=deque)
     writer: asyncio.Task[None] | None = None
     # The result of all further chunks, if the chain failed or reached the store's limit.
     ended: WriteResult | None = None
@@ -151,15 +213,21 @@ class _Chain:
     spans: WriteBackSpans | None = None
     # Its chunks from here on are its own: no other sequence finds them.
     is_private: bool = False
+    # Slots of its pool, with their generations: granted, and never sealed.
+    pool_slots: list[tuple[int, int]] = field(default_factory=list)
 
-    def pop_jobs(self, most: int) -> list[WriteJob]:
+    def pop_jobs(self, first: WriteJob, most: int) -> list[WriteJob]:
         """Return the next jobs, at most this many: all are exact, or none is."""
-        if not self.jobs[0].is_exact and not self.is_private:
+        if not first.is_exact and not self.is_private:
             self.salt = private_salt(self.salt, *self.key, self.parent_key)
             self.parent_key, self.is_private = b"", True
         jobs: list[WriteJob] = []
-        while self.jobs and len(jobs) < most and self.jobs[0].is_exact != self.is_private:
-            jobs.append(self.jobs.popleft())
+        while self.jobs and len(jobs) < most:
+            job = self.jobs[0]
+            if not isinstance(job, WriteJob) or job.is_exact == self.is_private:
+                break
+            jobs.append(job)
+            self.jobs.popleft()
         return jobs
 
 
@@ -177,7 +245,7 @@ class WriteBack:
         self,
         store: StoreClient,
         cache: DeviceCache,
-        post: Callable[[ChunksStored | WriteFailed | StoreLimitReached | Flushed], None],
+        post: Callable[[Result], None],
         lanes: Lanes,
         totals: WriteTotals | None = None,
     ) -> None:
@@ -224,7 +292,7 @@ class WriteBack:
             spans=spans,
         )
 
-    def submit(self, key: SequenceKey, jobs: Sequence[WriteJob]) -> None:
+    def submit(self, key: SequenceKey, jobs: Sequence[Job]) -> None:
         """Queue chunks, in sequence order. A chain that ended only counts them."""
         chain = self._chains[key]
         if chain.ended is not None:
@@ -269,7 +337,9 @@ class WriteBack:
             if chain is not None:
                 if chain.writer is not None:
                     await chain.writer
-                await self._store.release(chain.connection, lease_ids=chain.lease_ids)
+                await self._store.release(
+                    chain.connection, lease_ids=chain.lease_ids, slots=chain.pool_slots
+                )
         except SplitpointError as error:
             # The session is gone, and its leases with it.
             log.warning("releasing its leases failed: %s", error.message)
@@ -281,46 +351,128 @@ class WriteBack:
 
     async def _write(self, chain: _Chain) -> None:
         while chain.jobs:
-            wanted = self._wanted(chain)
+            first = chain.jobs[0]
+            if not isinstance(first, WriteJob):
+                if not await self._serve_pool(chain, first):
+                    return
+                continue
+            wanted = self._wanted(chain, first)
             if not wanted:
                 self._end(chain, WriteResult.UNWANTED, len(chain.jobs))
                 self._post(StoreLimitReached(chain.key))
                 return
-            jobs = chain.pop_jobs(min(BATCH_CHUNKS, wanted))
+            jobs = chain.pop_jobs(first, min(BATCH_CHUNKS, wanted))
             try:
                 span = NO_SPAN if chain.spans is None else chain.spans.batch(len(jobs))
                 with span.current():
                     stored = await self._store_chunks(chain, jobs)
-            except SplitpointError as error:
-                log.warning(
-                    "chunks from %d on are not stored: %s", jobs[0].chunk_index, error.message
-                )
-                self._fail(chain, jobs, error)
-                return
-            except Exception:
-                # A bug or a broken device: the request must still be told.
-                log.exception("write-back failed")
-                failure = Internal("write-back failed", reason="WRITE_BACK_FAILED")
-                self._fail(chain, jobs, failure)
+            except Exception as error:
+                self._fail(chain, len(jobs), f"chunks from {jobs[0].chunk_index} on", error)
                 return
             self.totals.chunks[WriteResult.STORED] += len(jobs)
             self._post(ChunksStored(chain.key, jobs[0].chunk_index, stored))
 
-    def _wanted(self, chain: _Chain) -> int:
+    def _wanted(self, chain: _Chain, first: WriteJob) -> int:
         """Count the queued chunks that the store accepts; they are consecutive."""
         if chain.first_unwanted_chunk is None:
             return len(chain.jobs)
-        wanted = chain.first_unwanted_chunk - chain.jobs[0].chunk_index
+        wanted = chain.first_unwanted_chunk - first.chunk_index
         return max(0, min(wanted, len(chain.jobs)))
 
-    def _fail(self, chain: _Chain, jobs: Sequence[WriteJob], error: SplitpointError) -> None:
-        self._end(chain, WriteResult.FAILED, len(jobs) + len(chain.jobs))
+    def _fail(self, chain: _Chain, chunk_count: int, what: str, error: Exception) -> None:
+        """End a chain of which `what` is not stored, `chunk_count` chunks and all that follow."""
+        if isinstance(error, SplitpointError):
+            log.warning("%s are not stored: %s", what, error.message)
+        else:
+            # A bug or a broken device: the request must still be told.
+            log.exception("write-back failed")
+            error = Internal("write-back failed", reason="WRITE_BACK_FAILED")
+        self._end(chain, WriteResult.FAILED, chunk_count + len(chain.jobs))
         self._post(WriteFailed(chain.key, error))
 
     def _end(self, chain: _Chain, result: WriteResult, chunk_count: int) -> None:
         chain.ended = result
         chain.jobs.clear()
         self.totals.chunks[result] += chunk_count
+
+    # -- pools ------------------------------------------------------------------------------
+
+    async def _serve_pool(self, chain: _Chain, job: PoolStart | PoolWrite | PoolRelease) -> bool:
+        """Do what a pool wants of the store; return False if that ended the chain."""
+        chain.jobs.popleft()
+        try:
+            match job:
+                case PoolStart():
+                    self._post(PoolStarted(chain.key, await self._start_pool(chain, job)))
+                case PoolWrite():
+                    self._post(PoolWritten(chain.key, await self._write_pool(chain, job)))
+                    self.totals.chunks[WriteResult.STORED] += 1
+                case PoolRelease():
+                    await self._release_chunks(chain, job)
+        except Exception as error:
+            self._fail(chain, isinstance(job, PoolWrite), "tokens of a bounded pool", error)
+            return False
+        return True
+
+    async def _start_pool(self, chain: _Chain, job: PoolStart) -> tuple[StoredChunk, ...] | None:
+        """Move what stays into slots of its own; return them, None if there are too few."""
+        try:
+            granted = await self._store.reserve(chain.connection, chain.salt, job.slot_count)
+        except ResourceExhausted as error:
+            log.info("a bounded pool does not start: %s", error.message)
+            return None
+        chain.pool_slots += granted
+        self._check_session(chain)
+        tensors = chain.connection.tensors
+        slots = [slot for slot, _ in granted]
+        await self._copied(lambda: move_rows(tensors, job.sources, slots))
+        tensors.check_current(job.chunks)
+        return self._granted_chunks(granted)
+
+    async def _write_pool(self, chain: _Chain, job: PoolWrite) -> StoredChunk | None:
+        """Write a chunk over rows that have left the pool, or into a slot more."""
+        granted: list[tuple[int, int]] = []
+        targets, layout = job.targets, self._cache.layout
+        if targets is None:
+            granted = await self._reserve(chain, 1)
+            chain.pool_slots += granted
+            rows = rows_of_slot(granted[0][0], layout.kv_head_count, layout.chunk_tokens)
+            targets = [rows] * layout.layer_count
+        self._check_session(chain)
+        tensors = chain.connection.tensors
+
+        def call() -> None:
+            with _copy_stream(self._cache.device):
+                write_rows(self._cache, tensors, job.page, targets)
+
+        size = layout.chunk_bytes
+        work = Work("store K,V,X", call, size, size, tokens=layout.chunk_tokens)
+        span = await self._copied(lambda: self._lanes.run_in_this_thread(Lane.LINK_OUT, work))
+        self.totals.bytes += int(span.amount)
+        self.totals.seconds += span.seconds
+        if self.trace is not None:
+            self.trace.extend([span])
+        return next(iter(self._granted_chunks(granted)), None)
+
+    async def _release_chunks(self, chain: _Chain, job: PoolRelease) -> None:
+        """End the leases on what a pool has left, so that the store can evict it."""
+        left, chain.lease_ids = chain.lease_ids, []
+        if job.shared:
+            # A lease ends as a whole: the chunks that stay get one of their own before.
+            match = await self._store.match(job.salt, job.shared_tokens)
+            chain.lease_ids.append(match.lease_id)
+            chain.connection.tensors.check_current(job.shared)
+        await self._store.release(chain.connection, lease_ids=left, used=job.used)
+
+    def _granted_chunks(self, granted: Sequence[tuple[int, int]]) -> tuple[StoredChunk, ...]:
+        chunk = self._cache.layout.chunk_tokens
+        return tuple(StoredChunk.granted(slot, generation, chunk) for slot, generation in granted)
+
+    async def _copied(self, call: Callable[[], T]) -> T:
+        """Return what a copy returns, which runs on the copier's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._copier, call)
+
+    # -- chunks -----------------------------------------------------------------------------
 
     async def _store_chunks(
         self, chain: _Chain, jobs: Sequence[WriteJob]

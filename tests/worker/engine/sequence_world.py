@@ -77,6 +77,9 @@ class Reads:
         log: how often one was built, extended and dropped.
     """
 
+    pool = None
+    pool_bytes = 0
+
     def __init__(self, cache: DeviceCache, pages: list[int], log: Counter[str]) -> None:
         self.pages = pages
         self.chunks: list[StoredChunk] = []
@@ -349,7 +352,7 @@ class World:
         self.losses += output.loss_count
         self.peak_running = max(self.peak_running, len(self.queues.running))
         for key, jobs in output.writes:
-            self._chains[key].jobs.extend(jobs)
+            self._chains[key].jobs.extend(each for each in jobs if isinstance(each, WriteJob))
         for key in output.flushes:
             self._chains[key].flush = True
         self._lookups.extend(output.lookups)

@@ -143,3 +143,57 @@ def test_blocks_of_evicted_tokens_score_nothing(block_tokens: int) -> None:
         wanted = [bool(part.any()) for part in torch.split(left, block_tokens)]
         assert not all(wanted)
         assert (masked[:, head] == 0).tolist() == [wanted] * 3
+
+
+@pytest.mark.parametrize("policy", PoolPolicy)
+def test_each_eviction_is_of_another_token(policy: PoolPolicy) -> None:
+    """Places are written over again and again; what they had never comes back."""
+    rng = torch.Generator().manual_seed(5)
+    pool = TokenPool(selection_of(policy), HEADS)
+    pool.admit(40)
+    gone = [set[int]() for _ in range(HEADS)]
+    last = [set(range(40)) for _ in range(HEADS)]
+    for step in range(40, 240, 8):
+        pool.read(torch.rand((8, HEADS, 40), generator=rng) < 0.2, step)
+        places = pool.evict_oldest(8, first_place=0, first_recent=step - RECENT)
+        tokens = pool.tokens.gather(1, places)
+        assert not pool.held.gather(1, places).any()
+        pool.overwrite(places)
+        for head in range(HEADS):
+            leaving, held = set(tokens[head].tolist()), set(pool.tokens[head].tolist())
+            assert len(leaving) == 8
+            assert gone[head].isdisjoint(leaving)
+            assert leaving <= last[head]
+            gone[head] |= leaving
+            assert held == last[head] - leaving | set(range(step, step + 8))
+            assert held >= {*range(SINKS), *range(step - RECENT, step)}
+            last[head] = held
+    assert pool.evicted == 25 * 8 * HEADS
+
+
+def test_policies_differ_in_what_leaves_first() -> None:
+    """Token 2 is read first and often, token 3 late and once; the others never."""
+    read = torch.zeros((9, 1, 12), dtype=torch.bool)
+    read[:8, 0, 2] = read[8, 0, 3] = True
+    first = {}
+    for policy in PoolPolicy:
+        pool = TokenPool(selection_of(policy), 1)
+        pool.admit(12)
+        pool.read(read, 12)
+        places = pool.evict_oldest(5, first_place=0, first_recent=7)
+        first[policy] = places[0].tolist()
+    assert first == {
+        PoolPolicy.FIFO: [2, 3, 4, 5, 6],
+        PoolPolicy.LRU: [4, 5, 6, 2, 3],
+        PoolPolicy.COUNTER: [4, 5, 6, 3, 2],
+    }
+
+
+def test_only_places_behind_the_first_ones_are_given_away() -> None:
+    pool = TokenPool(selection_of(PoolPolicy.FIFO), HEADS)
+    pool.admit(30)
+    places = pool.evict_oldest(4, first_place=10, first_recent=30)
+    assert places.tolist() == [[10, 11, 12, 13]] * HEADS
+    pool.restore()
+    assert pool.held.all()
+    assert pool.evicted == 0

@@ -35,8 +35,15 @@ from worker_service.runtime import Runtime
 from worker_service.store.arena_tensors import ArenaTensors
 from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import StoreClient, WrittenChunk
+from worker_service.store.pool_rows import row_numbers
 from worker_service.store.write_back import (
+    ChunksStored,
     Flushed,
+    PoolRelease,
+    PoolStart,
+    PoolStarted,
+    PoolWrite,
+    PoolWritten,
     StoreLimitReached,
     WriteBack,
     WriteFailed,
@@ -420,6 +427,87 @@ async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
         assert totals.bytes == 2 * LAYOUT.chunk_bytes
         await write_back.close()
         await setup.nothing_held()
+
+
+async def test_a_pool_has_slots_of_its_own_and_gives_the_others_back(setup: Setup) -> None:
+    async with setup.client() as client:
+        posted: list[Any] = []
+        pages = torch.randn((2, 2, 2, 4, 4))  # K and V of one page in each layer
+        cache: Any = SimpleNamespace(
+            layout=LAYOUT,
+            device=torch.device("cpu"),
+            keys=[page[:1] for page in pages],
+            values=[page[1:] for page in pages],
+        )
+        write_back = WriteBack(client, cache, posted.append, SerialLanes(torch.device("cpu")))
+        write_back.copy = count_rows
+        key, tokens = ("a", 0, 0), list(range(1, 17))
+
+        async def answer(kind: type[Any], *jobs: Any) -> Any:
+            posted.clear()
+            write_back.submit(key, jobs)
+            await until(lambda: any(isinstance(each, kind) for each in posted))
+            return posted[-1]
+
+        match = await client.match(SALT, tokens)
+        write_back.open(key, SALT, match, 0, must_store=True)
+        chunks = [
+            WriteJob(index, 0, 0, tuple(tokens[4 * index : 4 * index + 4])) for index in range(4)
+        ]
+        sealed = (await answer(ChunksStored, *chunks)).chunks
+        # Rows 1, 3, ... of head 0 and 0, 2, ... of head 1, in reverse; the same in both layers.
+        slots = np.array([chunk.slot for chunk in sealed])
+        places = np.array([range(15, 0, -2), range(14, -1, -2)])
+        sources = [row_numbers(places, slots, 4)] * 2
+        started = (await answer(PoolStarted, PoolStart(sources, sealed, 2))).chunks
+        assert setup.held() == (1, 2)
+        tensors = match.connection.tensors
+        tensors.check_current(started)
+        own = [chunk.slot for chunk in started]
+        for plane in (*tensors.keys, *tensors.values):
+            before = plane[slots.tolist()].transpose(0, 1).flatten(1, 2)
+            after = plane[own].transpose(0, 1).flatten(1, 2)
+            for head in range(2):
+                assert torch.equal(after[head], before[head, places[head].tolist()])
+        # The first chunk stays leased, the others can be evicted.
+        pool = setup.servicer.store.pool
+        assert pool.reclaimable_count() == 0
+        stranger = replace(sealed[3], generation=99)
+        release = PoolRelease(SALT, sealed[:1], tuple(tokens[:4]), (sealed[2], stranger))
+        write_back.submit(key, [release])
+        await until(lambda: pool.reclaimable_count() == 3)
+        # The third was read more often, and the first was looked up again.
+        uses = pool._policy._uses
+        assert [uses[chunk.slot] for chunk in sealed] == [1, 0, 1, 0]
+        assert setup.held() == (1, 2)
+        # Over rows 4, 5, 6, 7 of head 0 and 0, 1, 2, 3 of head 1; then into a slot of its own.
+        targets = [row_numbers(np.array([range(4, 8), range(4)]), np.array(own), 4)] * 2
+        assert (await answer(PoolWritten, PoolWrite(0, targets))).chunk is None
+        for layer, (keys, values) in enumerate(zip(tensors.keys, tensors.values, strict=True)):
+            for plane, page in ((keys, pages[layer][0]), (values, pages[layer][1])):
+                assert torch.equal(plane[own[1], 0], page[0])
+                assert torch.equal(plane[own[0], 1], page[1])
+        more = (await answer(PoolWritten, PoolWrite(0, None))).chunk
+        assert torch.equal(tensors.values[1][more.slot], pages[1][1])
+        assert setup.held() == (1, 3)
+        # There are 8 slots, of which this one may take 4.
+        assert (await answer(PoolStarted, PoolStart(sources, sealed[:1], 6))).chunks is None
+        assert write_back.totals.chunks[WriteResult.STORED] == 6
+        # What was moved must be what it was all the time.
+        setup.servicer.store.pool.evict_all()
+        lost = await answer(WriteFailed, PoolStart(sources, sealed, 1))
+        assert lost.error.reason == "CHUNK_LOST"
+        write_back.flush(key)
+        await setup.nothing_held()
+        await write_back.close()
+
+
+def count_rows(_: Any, tensors: ArenaTensors, jobs: Any, slots: Any) -> list[int]:
+    """Write another number into each element of what the jobs' pages have."""
+    for plane in (*tensors.keys, *tensors.values, *tensors.inputs):
+        size = plane[list(slots)].shape
+        plane[list(slots)] = torch.randn(size)
+    return [tensors.arena.checksum(slot) for slot in slots]
 
 
 # -- the engine's thread --------------------------------------------------------------
