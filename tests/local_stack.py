@@ -57,6 +57,8 @@ class StackShape:
     speculation: SpeculativeConfig | None = None
     # The workers copy and compute in turn.
     is_serial: bool = False
+    # Of an emulated link; None: none.
+    link_bytes_per_second: int | None = None
 
 
 @dataclass
@@ -218,6 +220,7 @@ async def serving_worker(
                 verify_rate=shape.verify_rate,
                 shares_prefixes=shape.shares_prefixes,
                 is_serial=shape.is_serial,
+                link_bytes_per_second=shape.link_bytes_per_second,
                 speculation=shape.speculation,
             )
         )

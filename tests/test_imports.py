@@ -40,6 +40,7 @@ TORCH_FILES = (
     "worker_service/",
     "splitpoint_cli/bench/decode_runs.py",
     "splitpoint_cli/bench/engine.py",
+    "splitpoint_cli/bench/heavy_hitters.py",
     "splitpoint_cli/bench/limits.py",
     "splitpoint_cli/bench/local_store.py",
     "splitpoint_cli/bench/offload_host.py",

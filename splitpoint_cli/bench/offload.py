@@ -16,13 +16,20 @@ from splitpoint.checkpoint.resolve import BUNDLED_MODEL, resolve_model
 from splitpoint.config import parse_rate
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
-from splitpoint.selection import FULL, Selection, check_served, check_speculation
+from splitpoint.selection import (
+    FULL,
+    Selection,
+    SelectionMethod,
+    check_served,
+    check_speculation,
+)
 from splitpoint.shapes import DataType, Encoding
 from splitpoint.speculation import ALIASES, DraftMethod, Speculation
 from splitpoint_cli.bench import harness
 from splitpoint_cli.bench.harness import Progress, check_picture, hand_over_report
 from splitpoint_cli.bench.offload_report import (
     OffloadWorkload,
+    compared_report_of,
     drafts_report_of,
     picture_of,
     report_of,
@@ -64,7 +71,8 @@ _Encodings = Annotated[
     list[str],
     typer.Option(
         "--kv-encoding",
-        help="Also the pipelined split from a store with this encoding; may be repeated.",
+        help="Also the pipelined split, or the selection of --select, from a store with this "
+        "encoding; may be repeated.",
         metavar="int8|int4",
     ),
 ]
@@ -94,10 +102,12 @@ _KvHeads = Annotated[
     ),
 ]
 _Select = Annotated[
-    str | None,
+    list[str],
     typer.Option(
+        "--select",
         help="Measure steps that read by this selection beside full load instead. SHAPE absent: "
-        "the bundled model. With --speculate self, drafts also attend what it fetches.",
+        "the bundled model. With --speculate self, drafts also attend what it fetches. May be "
+        "repeated, for one table of selections that verify or not, and of H2O from host memory.",
         metavar="METHOD:RATIO",
     ),
 ]
@@ -150,7 +160,7 @@ def offload(
     speculate: _Speculate = None,
     draft_tokens: _DraftTokens = None,
     kv_heads: _KvHeads = None,
-    select: _Select = None,
+    select: _Select = [],  # noqa: B006 - typer's way to say "none"
     length: _Lengths = [],  # noqa: B006 - typer's way to say "none"
     layers: _Layers = None,
     text: _Text = [],  # noqa: B006 - typer's way to say "none"
@@ -181,16 +191,22 @@ def offload(
         kv_heads=kv_heads,
         text=tuple(map(str, text)),
     )
-    if png_file is not None and (not sweep or speculate is not None or select is not None):
+    if png_file is not None and (not sweep or speculate is not None or select):
         raise InvalidArgument("--png draws what --sweep measures", field="png")
     check_picture(png_file)
     if speculate is not None:
         method = _method(speculate)
         workload = replace(workload, speculate=method, select=_drafting(select, method))
         report = _measured_drafts(resolve_model(shape), workload)
-    elif select is not None:
+    elif select:
         lengths = tuple(dict.fromkeys(length)) or (prompt,)
-        workload = replace(workload, select=_selection(select), lengths=lengths)
+        selections = tuple(_selection(each) for each in dict.fromkeys(select))
+        workload = replace(workload, lengths=lengths, kv_encodings=_encodings(kv_encoding))
+        if len(selections) == 1 and _is_measured_alone(selections[0]):
+            workload = replace(workload, select=selections[0])
+        else:
+            _check_comparable(selections, kv_encoding)
+            workload = replace(workload, compared=selections)
         report = _measured_selections(shape, workload)
     else:
         _check_alone(kv_heads=kv_heads, length=length, layers=layers, text=text)
@@ -234,8 +250,10 @@ def _measured_selections(name: str | None, workload: OffloadWorkload) -> dict[st
     if workload.new < LEAST_SELECTED:
         # Steps that build screens and fill rows are not counted, and two are compared.
         raise InvalidArgument(f"--select needs at least {LEAST_SELECTED} new tokens", field="new")
-    from splitpoint_cli.bench.offload_runs import run_selections
+    from splitpoint_cli.bench.offload_runs import run_compared, run_selections
 
+    if workload.compared:
+        return compared_report_of(workload, *run_compared(named, workload, Progress()))
     lengths, facts = run_selections(named, workload, Progress())
     return select_report_of(workload, lengths, facts)
 
@@ -265,22 +283,40 @@ def _encodings(names: list[str]) -> tuple[str, ...]:
 
 
 def _selection(text: str) -> Selection:
-    """Return what decode steps read. Raises InvalidArgument for what is not approximate."""
+    """Return what decode steps read. Raises InvalidArgument for what cannot be measured here."""
     selection = Selection.parsed(text)
-    check_served(selection)
-    if not selection.is_approximate or selection.method.is_calibrated:
-        raise InvalidArgument(
-            f"{selection} is not measured here: it reads every token, verifies or needs artefacts",
-            field="select",
-        )
+    if selection.reads_all:
+        raise InvalidArgument(f"{selection} reads every token: full load does", field="select")
+    if selection.method is not SelectionMethod.H2O or selection.verify:
+        check_served(selection)
     return selection
 
 
-def _drafting(text: str | None, method: DraftMethod) -> Selection:
+def _is_measured_alone(selection: Selection) -> bool:
+    """Return True if its steps read by rows that one run can watch, without factors."""
+    method = selection.method
+    return not (selection.verify or method.is_calibrated or method is SelectionMethod.H2O)
+
+
+def _check_comparable(selections: tuple[Selection, ...], kv_encoding: list[str]) -> None:
+    """Raise InvalidArgument for selections that cannot be in one table."""
+    if kv_encoding:
+        raise InvalidArgument("--kv-encoding needs one --select alone", field="kv_encoding")
+    columns: dict[SelectionMethod, int | None] = {}
+    for each in selections:
+        if each.method.is_calibrated and columns.setdefault(each.method, each.columns) != (
+            each.columns
+        ):
+            raise InvalidArgument(f"{each.method} has other columns twice", field="select")
+
+
+def _drafting(texts: list[str], method: DraftMethod) -> Selection:
     """Return what drafts attend. Raises InvalidArgument."""
-    if text is None:
+    if not texts:
         return FULL
-    selection = replace(Selection.parsed(text), verify=True)
+    if len(texts) > 1:
+        raise InvalidArgument("--speculate takes one --select", field="select")
+    selection = replace(Selection.parsed(texts[0]), verify=True)
     check_served(selection)
     check_speculation(selection, Speculation(method))
     return selection

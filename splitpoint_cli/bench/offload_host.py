@@ -51,6 +51,7 @@ from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure
+from worker_service.retrieval.selector import ScreensOf
 from worker_service.speculation.self_draft import SelfDrafter
 from worker_service.store.write_back import BATCH_CHUNKS
 
@@ -100,6 +101,8 @@ class OffloadHost:
         link: EmulatedLink | None = None,
         prompts: Prompts | None = None,
         drafts: DraftMethod = DraftMethod.OFF,
+        screens_of: ScreensOf | None = None,
+        stores_inputs: bool = False,
     ) -> None:
         """See the class.
 
@@ -108,6 +111,8 @@ class OffloadHost:
             prompts: any number of them, of the workload's length; None: a batch of random ones.
             drafts: the method of the engine's drafter; with SELF streamed sequences keep a
                 window on the device.
+            screens_of: makes the screens of selections; None: of those without factors.
+            stores_inputs: keep X, also where sending it can never pay.
         """
         _check_workload(model.shape, workload)
         self.device, self.shape, self._model = model.device, model.shape, model
@@ -115,14 +120,14 @@ class OffloadHost:
             link = EmulatedLink(workload.link_rate)
         self.link = link
         self.prompts = _drawn_prompts(self.shape, workload) if prompts is None else prompts
-        self._drafts = drafts
+        self._drafts, self._screens_of = drafts, screens_of
         self.trace = Trace({"device": str(self.device), "model": self.shape.name})
         self._workload = workload
         layout = ArenaLayout.of(
             self.shape,
             chunk_tokens=CHUNK_TOKENS,
             # The store's own choice: what can never pay is not kept.
-            has_activations=self.shape.activations_can_pay,
+            has_activations=stores_inputs or self.shape.activations_can_pay,
             encoding=encoding,
         )
         self.memory = self._divide(layout)
@@ -191,7 +196,7 @@ class OffloadHost:
         steps: list[Step] = []
         times: list[StepTimes] = []
         begun: float | None = None
-        reached = used_bytes = counted = pulls = drafted = accepted = 0
+        reached = used_bytes = counted = before = pulls = drafted = accepted = 0
         for output in outputs_until_idle(engine, self.store):
             now = time.perf_counter()
             used_bytes = max(used_bytes, output.cache_used_bytes)
@@ -213,7 +218,8 @@ class OffloadHost:
             # If a sequence had to wait for a page, the engine's next step is a part of this one.
             is_over = least > reached
             if is_over and begun is not None:
-                steps.append(_step(now - begun, times))
+                steps.append(_step(now - begun, times, counted - before))
+                before = counted
             if least and on_step is not None:
                 on_step(least)
                 now = time.perf_counter()
@@ -281,6 +287,7 @@ class OffloadHost:
             # Each run computes or reads its prompts; the engines' pages are the same.
             shares_prefixes=False,
             drafters=self._drafters(cache, lanes),
+            screens_of=self._screens_of,
         )
         engine.trace = self.trace
         return engine
@@ -363,7 +370,7 @@ def _drawn_prompts(shape: ModelShape, workload: OffloadWorkload) -> Prompts:
     return tuple(tuple(row) for row in drawn.tolist())
 
 
-def _step(seconds: float, times: Sequence[StepTimes]) -> Step:
+def _step(seconds: float, times: Sequence[StepTimes], token_count: int) -> Step:
     """Return a step of the batch: one of the engine, or more if a sequence waited."""
     predicted = [each.predicted_seconds for each in times]
     known = [each for each in predicted if each is not None]
@@ -373,4 +380,5 @@ def _step(seconds: float, times: Sequence[StepTimes]) -> Step:
         link_bytes=sum(each.link_bytes for each in times),
         link_seconds=sum(each.link_busy for each in times),
         loaded_tokens=sum(each.loaded_tokens for each in times),
+        token_count=token_count,
     )

@@ -1,7 +1,7 @@
 """The workload and the results of `bench offload`, as JSON and as a table; needs no torch.
 
-One kind of sample serves all three forms: loading in several orders, drafts (`--speculate`), and
-steps that read by a selection (`--select`). A step is one token for each sequence.
+One kind of sample serves all forms: loading in several orders, drafts (`--speculate`), steps that
+read by a selection (`--select`), and several selections. A step is one token for each sequence.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ class OffloadWorkload:
         link_rate: bytes per second of an emulated link; None: the device's own.
         repeats: rounds; with drafts each has its own prompts, the same for all contenders.
         changed_link_factor: what the rate is multiplied with in the run that follows it.
-        kv_encodings: of further stores, from which the pipelined split is decoded, too.
+        kv_encodings: of further stores, from which the pipelined split is decoded, too, or the
+            selection of `--select`.
         speculate: method of the drafts that are measured; None: none.
         draft_tokens: most drafts of a sequence in a step; None: the worker decides.
         select: what steps read, or what drafts attend besides what the device has; FULL: all, or
             nothing.
+        compared: several selections, each beside the others, H2O from host memory and full load.
         lengths: tokens of the prompts of `--select`, each measured by itself; else `prompt`.
         layers, kv_heads: of the model, in place of its own; None: its own.
         text: files that a checkpoint's prompts are cut from; empty: files that the bundled model
@@ -86,6 +88,7 @@ class OffloadWorkload:
     speculate: DraftMethod | None = None
     draft_tokens: int | None = None
     select: Selection = FULL
+    compared: tuple[Selection, ...] = ()
     lengths: tuple[int, ...] = ()
     layers: int | None = None
     kv_heads: int | None = None
@@ -97,6 +100,7 @@ class OffloadWorkload:
             "kv_encodings": list(self.kv_encodings),
             "speculate": self.speculate and self.speculate.value,
             "select": None if self.select.is_full else str(self.select),
+            "compared": [str(each) for each in self.compared],
             "lengths": list(self.lengths),
             "text": list(self.text),
         }
@@ -112,6 +116,7 @@ class Step:
         link_bytes, link_seconds: of what came towards the device. On a GPU, which alone knows how
             many selected rows were missing, rows count as if all of them had been.
         loaded_tokens: tokens that were loaded from the store as a whole, summed over layers.
+        token_count: tokens that all sequences got.
     """
 
     seconds: float
@@ -119,6 +124,7 @@ class Step:
     link_bytes: int = 0
     link_seconds: float = 0.0
     loaded_tokens: int = 0
+    token_count: int = 0
 
     @property
     def error(self) -> float | None:
@@ -502,6 +508,12 @@ def _length(results: LengthResults, link_rate: float | None) -> dict[str, Any]:
         "contenders": contenders,
         # Medians of medians.
         "speed_up": round(contenders[FULL_LOAD]["step_seconds"] / selected["step_seconds"], 3),
+        # Of a round each, so that both met the same machine.
+        "encoded_step_over_native": {
+            name.removeprefix(f"{SELECTED}, "): _over(each, results.runs[SELECTED])
+            for name, each in results.runs.items()
+            if name.startswith(f"{SELECTED}, ") and name != ANEW
+        },
         # None: see OffloadSample.
         "link_bytes_are_those_chosen": (
             None if None in expected else [run.link_bytes for run in runs] == expected
@@ -522,6 +534,12 @@ def _length(results: LengthResults, link_rate: float | None) -> dict[str, Any]:
     }
 
 
+def _over(runs: Runs, others: Runs) -> float:
+    """Return the median over the rounds of a step's time over the other's."""
+    pairs = zip(runs, others, strict=True)
+    return round(statistics.median(one.median_step / other.median_step for one, other in pairs), 4)
+
+
 def _rows(runs: Runs) -> RowSums:
     rows = NO_ROWS
     for run in runs:
@@ -531,7 +549,6 @@ def _rows(runs: Runs) -> RowSums:
 
 def _selecting(runs: Runs, full: Runs) -> dict[str, Any]:
     steps = [run.median_step for run in runs]
-    ratios = [one / other.median_step for one, other in zip(steps, full, strict=True)]
     rows = _rows(runs)
 
     def share(count: int) -> float | None:
@@ -539,7 +556,7 @@ def _selecting(runs: Runs, full: Runs) -> dict[str, Any]:
 
     return {
         "step_seconds": _rounded(statistics.median(steps)),
-        "step_over_full_load": round(statistics.median(ratios), 4),
+        "step_over_full_load": _over(runs, full),
         "step_seconds_of_runs": [_rounded(each) for each in steps],
         "link_bytes_per_step": round(
             statistics.fmean(step.link_bytes for run in runs for step in run.steps), 1
@@ -551,17 +568,62 @@ def _selecting(runs: Runs, full: Runs) -> dict[str, Any]:
     }
 
 
+# -- several selections -------------------------------------------------------------------
+
+
+def compared_report_of(
+    workload: OffloadWorkload,
+    lengths: Mapping[int, Mapping[str, Runs]],
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the JSON object of several selections, by cached tokens and contender."""
+    results = [
+        {
+            "cached": cached,
+            "contenders": {name: _compared(each, runs[FULL_LOAD]) for name, each in runs.items()},
+        }
+        for cached, runs in lengths.items()
+    ]
+    return json_report("offload", workload.json(), {**facts, "results": results})
+
+
+def _compared(runs: Runs, full: Runs) -> dict[str, Any]:
+    """Return a contender's medians; of the ratios each is of a round's runs."""
+
+    def per_second(run: OffloadSample) -> float:
+        return sum(step.token_count for step in run.steps) / run.seconds
+
+    tokens = sum(step.token_count for run in runs for step in run.steps)
+    drafted = sum(run.drafted for run in runs)
+    pairs = zip(runs, full, strict=True)
+    return {
+        "tokens_per_second": round(statistics.median(map(per_second, runs)), 3),
+        "tokens_per_second_of_runs": [round(per_second(run), 3) for run in runs],
+        "over_full_load": round(
+            statistics.median(per_second(one) / per_second(other) for one, other in pairs), 3
+        ),
+        "link_bytes_per_token": round(sum(run.link_bytes for run in runs) / tokens, 1),
+        "acceptance": round(sum(run.accepted for run in runs) / drafted, 4) if drafted else None,
+        "agreeing_token_share": _agreeing(runs, full),
+        "device_bytes": max(run.device_bytes or 0 for run in runs),
+    }
+
+
 # -- shown --------------------------------------------------------------------------------
 
 _COLUMNS = (
     Column("split", lambda each: text_of(each.get("split_tokens"), str)),
     Column("a step", lambda each: text_of(each.get("step_seconds"), seconds_text)),
     Column("of full load", lambda each: text_of(each.get("step_over_full_load"), "{:.3f}".format)),
+    Column("over full load", lambda each: text_of(each.get("over_full_load"), "{:.2f}".format)),
     Column("tokens/s", lambda each: text_of(each.get("tokens_per_second"), "{:.1f}".format)),
     # A cache on the device is not pulled over the link.
     Column(
         "tokens a pull",
-        lambda each: f"{each['tokens_per_pull']:.2f}" if each.get("link_bytes_per_token") else "",
+        lambda each: text_of(
+            each.get("tokens_per_pull") if each.get("link_bytes_per_token") else None,
+            "{:.2f}".format,
+        ),
     ),
     Column("link a token", lambda each: _size(each.get("link_bytes_per_token"))),
     Column("link a step", lambda each: _size(each.get("link_bytes_per_step"))),
@@ -573,7 +635,7 @@ _COLUMNS = (
 
 
 def table_of(report: Mapping[str, Any]) -> Table:
-    """Return the contenders of any of the three forms."""
+    """Return the contenders of any of the forms."""
     contenders = report.get("contenders")
     if contenders is None:
         contenders = {
@@ -628,13 +690,15 @@ def _title(report: Mapping[str, Any]) -> str:
 
 def _caption(report: Mapping[str, Any]) -> Iterable[str]:
     yield from ratio_lines(report.get("ratios", {}))
-    for length in report.get("results", ()):
+    for length in () if report["compared"] else report.get("results", ()):
         difference = length["fetching_differences"]
         yield (
             f"{length['cached']:,} cached: {length['speed_up']:.2f} times as fast as full load; "
             f"adjacent steps share {100 * difference['overlap']:.0f} % of the chosen rows; "
             f"fetching differences saves {100 * difference['saved_rows_share']:.0f} % of the rows"
         )
+        for encoding, ratio in length["encoded_step_over_native"].items():
+            yield f"{length['cached']:,} cached: a step from {encoding} takes {ratio:.2f} of native"
     if "prediction" in report:
         error, missing = (report["prediction"][name] for name in ("median_error", "missing"))
         yield (

@@ -1,6 +1,7 @@
-"""The runs of `bench offload`, in its three forms; contenders take turns.
+"""The runs of `bench offload`, in its forms; contenders take turns.
 
-`run_all` loads in several orders, `run_drafts` drafts, and `run_selections` reads by a selection.
+`run_all` loads in several orders, `run_drafts` drafts, `run_selections` reads by a selection, and
+`run_compared` by several, beside H2O from host memory.
 Imported, with torch, only once the benchmark starts.
 """
 
@@ -11,7 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,10 +21,19 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
 from splitpoint.planning.weight_schedule import WeightOrder
 from splitpoint.residency.selecting import predict_step
+from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
 from splitpoint.shapes import DataType, Encoding, ModelShape
-from splitpoint.speculation import PLAIN, Speculation
+from splitpoint.speculation import PLAIN, DraftMethod, Speculation
+from splitpoint_cli.bench.calibration import (
+    LENGTH,
+    LOSSES,
+    RATES,
+    TOKENS,
+    calibration_passages,
+)
 from splitpoint_cli.bench.engine import make_model, use_worker_kernels
 from splitpoint_cli.bench.harness import CHUNK_TOKENS, Progress, importing_peer
+from splitpoint_cli.bench.heavy_hitters import HeavyHitterHost, KeptTokens
 from splitpoint_cli.bench.offload_host import ON_DEVICE, STREAMED, OffloadHost, Way
 from splitpoint_cli.bench.offload_report import (
     ANEW,
@@ -49,12 +59,16 @@ from splitpoint_cli.bench.offload_report import (
     SweepPoint,
 )
 from splitpoint_cli.bench.pooled import load_pooled, pooled_shape
-from splitpoint_cli.bench.texts import Prompts, beginnings, held_back_files
+from splitpoint_cli.bench.texts import Prompts, beginnings, held_back_files, random_prompts
 from splitpoint_cli.models import NamedModel
 from worker_service.device.choice import choose_device
+from worker_service.distillation.calibrate import calibrate
+from worker_service.distillation.training import Training
 from worker_service.engine.engine import Engine
 from worker_service.model.decoder import Decoder
+from worker_service.retrieval.selector import ScreenSource
 from worker_service.retrieval.sequence_reads import SequenceReads
+from worker_service.selection.artifacts import Artifacts
 
 if TYPE_CHECKING:
     from splitpoint_cli.bench.limits import Peer
@@ -387,6 +401,26 @@ def run_selections(
     A contender more fetches all chosen rows in each step: it shows how many of them adjacent steps
     share, and what fetching differences saves.
     """
+    loaded = _load(named, workload, progress)
+    lengths = [
+        _measure(
+            loaded.model, named.folder, loaded.files, replace(workload, prompt=length), progress
+        )
+        for length in workload.lengths
+    ]
+    return lengths, loaded.facts
+
+
+class _Loaded(NamedTuple):
+    """A model, the files that its prompts are cut from, and facts of the report."""
+
+    model: Decoder
+    files: list[Path]
+    facts: dict[str, Any]
+
+
+def _load(named: NamedModel, workload: OffloadWorkload, progress: Progress) -> _Loaded:
+    """Return a checkpoint's model, or a built-in shape's with random weights."""
     torch.set_num_threads(workload.threads)
     progress.say("loading weights")
     kernels = _use_kernels(workload, named.shape)
@@ -396,11 +430,7 @@ def run_selections(
         model = model_of(shape, workload)
     else:
         model, files = _checkpoint_of(named.folder, workload)
-    lengths = [
-        _measure(model, named.folder, files, replace(workload, prompt=length), progress)
-        for length in workload.lengths
-    ]
-    return lengths, _model_facts(model.shape, shape.kv_head_count, files, kernels)
+    return _Loaded(model, files, _model_facts(model.shape, shape.kv_head_count, files, kernels))
 
 
 def _random_shape(shape: ModelShape, workload: OffloadWorkload) -> ModelShape:
@@ -427,14 +457,25 @@ def _measure(
     prompts: Prompts | None = None
     if folder is not None:
         prompts = beginnings(files, folder, workload.batch, workload.prompt)
-    with closing(OffloadHost(model, workload, prompts=prompts)) as host:
-        progress.say(f"storing prompts of {workload.prompt:,} tokens")
-        host.prefill()
+    with ExitStack() as hosts:
+        host = hosts.enter_context(closing(OffloadHost(model, workload, prompts=prompts)))
         selecting = Way(selection=workload.select)
-        ways = {FULL_LOAD: STREAMED, SELECTED: selecting, ANEW: selecting, RESIDENT: ON_DEVICE}
+        ways = {
+            FULL_LOAD: (host, STREAMED),
+            SELECTED: (host, selecting),
+            ANEW: (host, selecting),
+            RESIDENT: (host, ON_DEVICE),
+        }
+        for name in workload.kv_encodings:
+            other = OffloadHost(model, workload, Encoding(name), host.link, host.prompts)
+            ways[f"{SELECTED}, {name}"] = hosts.enter_context(closing(other)), selecting
+        progress.say(f"storing prompts of {workload.prompt:,} tokens")
+        for each in dict.fromkeys(each for each, _ in ways.values()):
+            each.prefill()
         decodes = {}
         for name in progress.track("warming up", list(ways)):
-            decode = partial(_decode, host, way=ways[name], all_anew=name == ANEW)
+            here, way = ways[name]
+            decode = partial(_decode, here, way=way, all_anew=name == ANEW)
             decode(SELECT_WARM_UP_TOKENS)
             decodes[name] = partial(decode, workload.new)
         runs = progress.in_turns("timed runs", decodes, workload.repeats)
@@ -451,7 +492,7 @@ def _decode(host: OffloadHost, new_tokens: int, *, way: Way, all_anew: bool) -> 
     steps, rows, expected = run.steps[FIRST_STEPS:], watched.rows, None
     if host.device.type == "cpu":
         loaded = sum(step.loaded_tokens for step in steps)
-        expected = rows.link_bytes + loaded * host.shape.kv_bytes_per_token_layer
+        expected = rows.link_bytes + loaded * host.store.layout.stored_kv_bytes_per_token_layer
     return replace(run, steps=steps, rows=rows, expected_bytes=expected, overlap=watched.overlap)
 
 
@@ -514,3 +555,138 @@ def _sums(reads: Iterable[SequenceReads]) -> RowSums:
             RowSums(counts.wanted, counts.fetched, counts.read, counts.visible, counts.link_bytes)
         )
     return sums
+
+
+# -- several selections -------------------------------------------------------------------
+
+
+def run_compared(
+    named: NamedModel, workload: OffloadWorkload, progress: Progress
+) -> tuple[dict[int, dict[str, Runs]], dict[str, Any]]:
+    """Measure several selections, H2O among them, each round with prompts of its own.
+
+    Factors are made first, from text that no prompt is cut from, as `splitpoint calibrate` makes
+    them; of random weights from random tokens.
+    """
+    loaded = _load(named, workload, progress)
+    source = ScreenSource(
+        loaded.model.config,
+        {
+            selection.method: _factors(loaded.model, named.folder, selection, workload, progress)
+            for selection in workload.compared
+            if selection.method.is_calibrated
+        },
+    )
+    runs = {
+        length: _compare(loaded, source, named.folder, replace(workload, prompt=length), progress)
+        for length in workload.lengths
+    }
+    return runs, loaded.facts
+
+
+def _factors(
+    model: Decoder,
+    folder: Path | None,
+    selection: Selection,
+    workload: OffloadWorkload,
+    progress: Progress,
+) -> Artifacts:
+    """Return the factors of a selection's method, by the settings of `splitpoint calibrate`.
+
+    MAPLE's second stage, which changes a model, is left out.
+    """
+    length = min(LENGTH, model.shape.context_length)
+    if folder is None:
+        count = -(-TOKENS // length)
+        passages = random_prompts(model.shape.vocabulary_size, count, length, workload.seed + 1)
+    else:
+        passages = calibration_passages(folder, None, TOKENS, length, workload.seed)
+    made, _ = calibrate(
+        model,
+        selection.method,
+        passages,
+        rank=selection.kept_columns(model.shape.head_dim),
+        training=Training(
+            rate=RATES.get(selection.method, 0.0),
+            loss=LOSSES.get(selection.method, TrainingLoss.MSE),
+            seed=workload.seed,
+        ),
+        track=progress.track,
+        say=progress.say,
+    )
+    return made
+
+
+def _compare(
+    loaded: _Loaded,
+    source: ScreenSource,
+    folder: Path | None,
+    workload: OffloadWorkload,
+    progress: Progress,
+) -> dict[str, Runs]:
+    """Return the runs of each contender with prompts of one length."""
+    model, batch = loaded.model, workload.batch
+    count = batch * workload.repeats
+    if folder is None:
+        size = model.shape.vocabulary_size
+        prompts = random_prompts(size, count, workload.prompt, workload.seed)
+    else:
+        prompts = beginnings(loaded.files, folder, count, workload.prompt)
+    make = partial(
+        OffloadHost,
+        model,
+        workload,
+        prompts=prompts,
+        screens_of=source.screens,
+        stores_inputs=any(each.method.keeps_inputs for each in workload.compared),
+    )
+    with ExitStack() as hosts:
+        plain = hosts.enter_context(closing(make()))
+        drafting = None
+        if any(each.verify for each in workload.compared):
+            drafting = hosts.enter_context(closing(make(link=plain.link, drafts=DraftMethod.SELF)))
+        progress.say(f"storing prompts of {workload.prompt:,} tokens")
+        for host in filter(None, (plain, drafting)):
+            host.prefill()
+        decodes: dict[str, Callable[..., OffloadSample]] = {
+            FULL_LOAD: partial(plain.decode, way=STREAMED)
+        }
+        for selection in workload.compared:
+            way = Way(selection=selection)
+            if selection.method is SelectionMethod.H2O:
+                kept = hosts.enter_context(closing(HeavyHitterHost(model, selection, plain.link)))
+                progress.say(f"prompts of {selection}")
+                left = {each: kept.prefill(each, workload.new) for each in prompts}
+                decodes[str(selection)] = partial(_decode_kept, kept, left)
+            elif selection.verify and drafting is not None:
+                drafts = Speculation(
+                    method=DraftMethod.SELF, num_speculative_tokens=workload.draft_tokens
+                )
+                decodes[str(selection)] = partial(drafting.decode, way=way, speculation=drafts)
+            else:
+                decodes[str(selection)] = partial(plain.decode, way=way)
+        decodes[RESIDENT] = partial(plain.decode, way=ON_DEVICE)
+        turns = {}
+        for name in progress.track("warming up", list(decodes)):
+            decodes[name](SELECT_WARM_UP_TOKENS, prompts=prompts[:batch])
+            turns[name] = _in_batches(partial(decodes[name], workload.new), prompts, batch)
+        runs = progress.in_turns("timed runs", turns, workload.repeats)
+        approximate = {str(each) for each in workload.compared if not each.verify}
+        # Steps that build screens and fill rows, or read what they left. Verified drafts have few
+        # steps, and each reads everything.
+        return {
+            name: tuple(replace(run, steps=run.steps[FIRST_STEPS:]) for run in each)
+            if name in approximate
+            else each
+            for name, each in runs.items()
+        }
+
+
+def _decode_kept(
+    host: HeavyHitterHost,
+    left: Mapping[tuple[int, ...], tuple[list[KeptTokens], int]],
+    new_tokens: int,
+    *,
+    prompts: Prompts,
+) -> OffloadSample:
+    return host.decode(new_tokens, [left[each] for each in prompts], prompts)

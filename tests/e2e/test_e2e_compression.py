@@ -1,4 +1,4 @@
-"""Stores that keep int8 and int4, with real processes: reuse, bytes, what is said about it."""
+"""Stores that keep int8 and int4, with real processes: reuse, selections, bytes, what is said."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from tiny_models import VOCABULARY, write_tiny
 from splitpoint.arena.mapping import Arena
 from splitpoint.client import Client
 from splitpoint.client.answers import Completion
+from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.planning.plan import ReasonKind, Residency
 from splitpoint.shapes import Encoding
+from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint_cli.request.observed import read_status
 from splitpoint_cli.request.status import status_json
 
@@ -98,6 +100,41 @@ async def test_a_prefix_is_reused_from_an_encoded_store(encoding: Encoding, tmp_
             # Device pages are native: 4 bytes an element.
             assert worker.engine.memory_plan.page_bytes == 3 * 16 * 2 * 64 * 4
         arena.close()
+        await stack.assert_clean()
+
+
+@pytest.mark.parametrize("encoding", [Encoding.INT8, Encoding.INT4])
+async def test_selections_read_encoded_rows(encoding: Encoding, tmp_path: Path) -> None:
+    """Over a slow link, and with a verified one in the text of plain streaming."""
+    folder = write_tiny("llama", tmp_path / "m", max_position_embeddings=1024)
+    shape = StackShape(
+        workers=1,
+        store_arguments=("--kv-encoding", encoding.value),
+        link_bytes_per_second=3_000_000,
+        speculation=SpeculativeConfig(Speculation(DraftMethod.SELF)),
+    )
+    async with local_stack(folder, tmp_path, shape) as stack:
+        # No chunk fills while the answer grows.
+        prompt = prompt_of(641, 3, VOCABULARY)
+
+        async def answer(**options: Any) -> Completion:
+            # K and V that are rebuilt from X are not the stored ones.
+            options = {"residency": Residency.STREAMED, "split": 0, **options}
+            return await generate(stack, prompt, "0", b"", **options)
+
+        await answer()
+        plain = await answer(speculate=DraftMethod.OFF)
+        selected = await answer(select="columns:0.1,full_layers=1")
+        usage = selected.usage.selection
+        assert usage.is_approximate, usage.off_reason
+        assert usage.step_count == 7
+        # By hand, for heads of 16; K and V.
+        row = {Encoding.INT8: 2 + 16, Encoding.INT4: 4 + 8}[encoding]
+        assert usage.link_bytes == usage.fetched_row_count * 2 * row > 0
+        verified = await answer(select="columns:0.2,verify", speculative_tokens=3)
+        assert verified.token_ids == plain.token_ids
+        assert not verified.usage.selection.is_approximate
+        assert verified.usage.selection.fetched_row_count > 0
         await stack.assert_clean()
 
 

@@ -29,6 +29,7 @@ from splitpoint.residency.selecting import SelectedStep
 from splitpoint.selection import Selection
 from splitpoint.shapes import DataType, ModelShape
 from splitpoint.speculation import DraftMethod
+from splitpoint_cli.bench import offload_runs
 from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.bench.limits import Peer
 from splitpoint_cli.bench.offload import offload
@@ -421,7 +422,7 @@ def test_a_small_run_of_drafts_gives_equal_texts_and_fewer_bytes(
         # By measurement there may be none on a busy machine.
         draft_tokens=4,
         kv_heads=kv_heads,
-        select=select,
+        select=[select] if select else [],
         batch=2,
         prompt=512,
         new=16,
@@ -450,7 +451,7 @@ def test_a_small_run_of_drafts_gives_equal_texts_and_fewer_bytes(
 
 def test_a_selection_needs_self_drafts() -> None:
     with pytest.raises(InvalidArgument, match="by self, not by suffix"):
-        offload(speculate="suffix", select="columns:0.1")
+        offload(speculate="suffix", select=["columns:0.1"])
 
 
 def test_a_method_without_a_measurement_is_named() -> None:
@@ -520,7 +521,7 @@ def test_a_small_run_of_a_selection_counts_what_crosses_the_link(tmp_path: Path)
         link_rate="10MB/s",
         threads=1,
         repeats=1,
-        select="columns:0.1",
+        select=["columns:0.1"],
         length=[300, 450],
         output=output,
     )
@@ -540,15 +541,85 @@ def test_a_small_run_of_a_selection_counts_what_crosses_the_link(tmp_path: Path)
         assert contenders[SELECTED]["fetched_share"] <= contenders[ANEW]["fetched_share"]
 
 
+def test_a_selection_is_measured_from_an_encoded_store_too(tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    offload(
+        shape="smollm2-135m",
+        layers=3,
+        kv_heads=3,
+        batch=1,
+        new=6,
+        # Slow enough for a selection to gain from int8.
+        link_rate="4MB/s",
+        threads=1,
+        repeats=1,
+        select=["columns:0.1"],
+        length=[300],
+        kv_encoding=["int8"],
+        output=output,
+    )
+    (length,) = json.loads(output.read_text())["results"]
+    assert length["link_bytes_are_those_chosen"]
+    # 66 bytes for 256; whole chunks and rows alike.
+    encoded, native = (length["contenders"][name] for name in (f"{SELECTED}, int8", SELECTED))
+    share = encoded["link_bytes_per_step"] / native["link_bytes_per_step"]
+    assert share == pytest.approx(66 / 256, rel=0.05)
+    assert list(length["encoded_step_over_native"]) == ["int8"]
+
+
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(4, marks=pytest.mark.chaos)])
+def test_selections_and_heavy_hitters_are_in_one_table(
+    kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer loads what it keeps, once per token."""
+    # Factors of little text.
+    monkeypatch.setattr(offload_runs, "LENGTH", 128)
+    monkeypatch.setattr(offload_runs, "TOKENS", 256)
+    output = tmp_path / "report.json"
+    compared = ["h2o:0.1", "columns:0.1,int8", "columns:0.15,int8,verify", "lowrank:0.1,columns=8"]
+    offload(
+        shape=str(resolve_model(None)),
+        kv_heads=kv_heads,
+        batch=1,
+        new=10,
+        link_rate="20MB/s",
+        threads=1,
+        repeats=1,
+        select=compared,
+        length=[400],
+        output=output,
+    )
+    report = json.loads(output.read_text())
+    assert report["compared"] == [str(Selection.parsed(each)) for each in compared]
+    (length,) = report["results"]
+    found = length["contenders"]
+    assert list(found) == [FULL_LOAD, *report["compared"], RESIDENT]
+    for name, facts in found.items():
+        assert facts["tokens_per_second"] > 0
+        assert facts["device_bytes"] > 0
+        assert (facts["link_bytes_per_token"] > 0) == (name != RESIDENT)
+    # Two of eight layers keep everything, the others a tenth of it.
+    token_bytes = report["kv_bytes_per_token"] / 8
+    kept = 2 * 404 + 6 * 41
+    assert found["h2o:0.1"]["link_bytes_per_token"] == pytest.approx(kept * token_bytes, rel=0.03)
+    # Near ties may fall differently.
+    assert found["columns:0.15,int8,verify"]["agreeing_token_share"] > 0.6
+
+
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="at least 6") as raised:
-        offload(select="columns:0.1", new=4)
+        offload(select=["columns:0.1"], new=4)
     assert raised.value.field == "new"
-    for text in ("columns:1", "columns:0.1,verify", "infinigen:0.1"):
-        with pytest.raises(InvalidArgument, match="is not measured here"):
-            offload(select=text)
+    with pytest.raises(InvalidArgument, match="reads every token"):
+        offload(select=["columns:1"])
+    with pytest.raises(InvalidArgument, match="h2o is measured"):
+        offload(select=["h2o:0.1,verify"])
+    with pytest.raises(InvalidArgument, match="other columns twice"):
+        offload(select=["ranked:0.1", "ranked:0.1,columns=8"])
+    with pytest.raises(InvalidArgument, match="needs one --select"):
+        offload(select=["columns:0.1", "quest:0.1"], kv_encoding=["int8"])
     with pytest.raises(InvalidArgument, match="has its own layers"):
-        offload(select="columns:0.1", layers=16)
+        offload(select=["columns:0.1"], layers=16)
     with pytest.raises(FailedPrecondition, match="nothing was selected: rows and screens take"):
         offload(
             shape="smollm2-135m",
@@ -556,7 +627,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
             batch=1,
             prompt=70,
             new=8,
-            select="columns:0.5",
+            select=["columns:0.5"],
             link_rate="20MB/s",
             threads=1,
             repeats=1,

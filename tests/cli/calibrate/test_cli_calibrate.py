@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 
 from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.selection import Selection, SelectionMethod
-from splitpoint_cli.calibrate import HELD_OUT, calibration_passages, table_of
+from splitpoint_cli.bench.calibration import HELD_OUT, calibration_passages
+from splitpoint_cli.calibrate import table_of
 from splitpoint_cli.main import app
 from splitpoint_cli.output import print_table
 from worker_service.selection.screen_factory import Screens
