@@ -128,7 +128,8 @@ class Selection:
         alpha: read tokens whose guessed logit is above the row's largest minus this (InfiniGen).
             Infinity with `cap` 1 is exact.
         budget_tokens: tokens that a query chooses at most. Served steps also read what else is on
-            the device: the window, the tail, and all rows of the pages that hold chosen ones.
+            the device: the window, the tail, and, as with a ratio, all rows of the pages that hold
+            chosen ones.
         cap: with alpha, the largest fraction of the visible tokens.
         columns: dimensions that a screen keeps of each key head; None: 30 % of them, or those
             of the artefacts if they are trained (MAPLE, RANKED).
@@ -336,6 +337,11 @@ class SelectionUsage:
         """Tokens read over visible ones, in the layers and steps that selected; 1 without any."""
         visible = self.visible_token_count
         return self.read_token_count / visible if visible else 1.0
+
+    @property
+    def mean_read_tokens(self) -> float:
+        """Tokens that a step read in a layer that selects, on average; 0 without a step."""
+        return self.read_token_count / self.step_count if self.step_count else 0.0
 
     @property
     def skipped_token_count(self) -> int:

@@ -13,8 +13,8 @@ n rows instead, and score what the screens keep; the e exact ones read by the sp
 
 A and R are seconds of the link and of rebuilding in an exact layer, N those of the link for n
 rows, W those for weights on the host, D the step's compute; F is A, or N without exact layers:
-nothing computes before the first layer has arrived. n is what a step wants at most: rows that are
-on the device already make the gain larger.
+nothing computes before the first layer has arrived. n is what a step is expected to want: rows that
+are on the device already make the gain larger.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ SCALE_BYTES = 2
 CLUSTER_TOKENS = 32
 SEGMENT_TOKENS = 256
 _FLOAT_BYTES = 4
+# Share of the tokens that alpha is expected to read: InfiniGen's alphas of 4 and 5 read less than
+# this on average (section 5.1), and `splitpoint eval` 7 and 12 % with them.
+ALPHA_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,18 @@ def pool_chunks(selection: Selection, chunks: int, chunk_tokens: int) -> int:
     share = 1.0 if selection.pool is None else selection.pool
     # As in `wanted_rows`: 80 % of 5 chunks are 4 despite binary fractions.
     return min(chunks, max(least, math.floor(chunks * share + 1e-6)))
+
+
+def expected_rows(selection: Selection, stored_tokens: int) -> int:
+    """Return how many of the stored tokens a decode step is expected to want in each KV head.
+
+    By alpha it varies, and `wanted_rows` is its bound, for which there is room.
+    """
+    most = wanted_rows(selection, stored_tokens)
+    if selection.alpha is None or math.isinf(selection.alpha):
+        return most
+    least = min(selection.sinks + selection.recent, stored_tokens)
+    return min(most, max(least, math.ceil(ALPHA_SHARE * stored_tokens)))
 
 
 def selection_pages(
@@ -205,7 +220,7 @@ def predict_step(
     caches = replace(costs, kv_weights=0.0)
     of_all = caches.link_seconds(rebuilt, pulled, tile, sends=sends) / layers
     rebuilding = costs.rebuild_seconds(rebuilt, tile) / layers
-    of_rows = costs.copy_overhead + wanted_rows(selection, pulled) * costs.load
+    of_rows = costs.copy_overhead + expected_rows(selection, pulled) * costs.load
     exact = min(selection.exact_layers, layers)
     selecting, compute = layers - exact, profile.step_compute_seconds
     linked = profile.weight_seconds + exact * of_all + selecting * of_rows
@@ -275,7 +290,7 @@ def _screen_seconds(
     if selection.estimate:
         clusters = cluster_count(stored_tokens)
         # All sums are read, and the rows that are taken out of them.
-        rows = wanted_rows(selection, stored_tokens)
+        rows = expected_rows(selection, stored_tokens)
         read_bytes += clusters * cluster_bytes(shape) + rows * shape.kv_bytes_per_token_layer
         flops += 4 * shape.query_head_count * shape.head_dim * clusters
         operations += 1

@@ -541,8 +541,9 @@ class _Watched:
             before = self._chosen.get((key, layer))
             if before is not None and chosen.numel():
                 for head, other in zip(chosen, before, strict=True):
-                    self._shared += int(torch.isin(head, other).sum())
-                self._adjacent += chosen.numel()
+                    attended = head[head >= 0]
+                    self._shared += int(torch.isin(attended, other).sum())
+                    self._adjacent += attended.numel()
             if chosen.numel():
                 self._chosen[key, layer] = chosen.clone()
 

@@ -106,8 +106,9 @@ def approximation(completion: Completion) -> str | None:
     if usage.is_approximate:
         steps = counted(usage.step_count, "step")
         return (
-            f"approximate: {steps} read {usage.read_ratio:.1%} of the tokens and skipped "
-            f"{usage.skipped_token_count // usage.step_count:,} each"
+            f"approximate: {steps} read {usage.read_ratio:.1%} of the tokens, "
+            f"{usage.mean_read_tokens:,.0f} each, and skipped "
+            f"{usage.skipped_token_count // usage.step_count:,}"
         )
     if usage.off_reason and not usage.step_count:
         return f"the selection was not used: {usage.off_reason}"

@@ -265,7 +265,9 @@ def test_generate_asks_for_a_selection_and_says_what_it_came_to(script: Script) 
         is_approximate=True,
     )
     done = splitpoint(*asked)
-    assert done.stderr == "approximate: 2 steps read 10.0% of the tokens and skipped 900 each\n"
+    assert (
+        done.stderr == "approximate: 2 steps read 10.0% of the tokens, 100 each, and skipped 900\n"
+    )
     sent = script.requests[-1].selection
     assert (sent.method, sent.ratio) == (types_pb2.SELECTION_METHOD_COLUMNS, 0.1)
     assert not sent.verify

@@ -281,5 +281,7 @@ def test_usage_is_summed_and_keeps_the_newest_reason() -> None:
     assert (total.step_count, total.link_bytes) == (2, 80 * 128)
     assert total.read_ratio == 0.1
     assert total.skipped_token_count == 1800
+    assert total.mean_read_tokens == 100
+    assert UNUSED.mean_read_tokens == 0
     assert UNUSED.read_ratio == 1
     assert selection_usage_from_proto(selection_usage_to_proto(total)) == total

@@ -54,8 +54,10 @@ class ColumnScreen:
         self._count = columns
         self._skew = skew
         self._kept = KeptRows(int8=int8, records=records)
-        # Numbers of the columns `[n_kv, r]`, from the prompt.
+        # From the prompt: numbers of the columns, `[n_kv, r]`; with a skew also these columns of A,
+        # `[n_kv, d, r]`, so that no other is ever computed.
         self._columns: torch.Tensor | None = None
+        self._kept_skew: torch.Tensor | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -65,38 +67,53 @@ class ColumnScreen:
         if self._columns is None:
             self._columns = self._largest(self._skewed(rows.queries), rows.keys)
         for keys in in_pieces(rows.keys):
-            self._kept.extend(_taken(self._skewed(keys), self._columns))
+            self._kept.extend(self._partial(keys))
 
     def keep(self, places: torch.Tensor) -> None:
         self._kept.keep(places)
 
     def overwrite(self, places: npt.NDArray[np.int64], keys: torch.Tensor) -> None:
-        self._kept.overwrite(places, _taken(self._skewed(keys), self._chosen_columns))
+        self._kept.overwrite(places, self._partial(keys))
 
     def scores(self, guess: Guess) -> torch.Tensor:
-        queries = _taken(self._skewed(guess.queries), self._chosen_columns)
-        return to_logits(self._kept.products(queries), self._shape)
-
-    @property
-    def _chosen_columns(self) -> torch.Tensor:
-        if self._columns is None:
-            raise RuntimeError("a screen is asked before the prompt")
-        return self._columns
+        return to_logits(self._kept.products(self._partial(guess.queries)), self._shape)
 
     def scores_of(self, guess: Guess, keys: torch.Tensor) -> torch.Tensor:
-        if self._columns is None:
-            raise RuntimeError("a screen is asked before the prompt")
-        skewed = self._skewed(guess.queries)
-        index = _of_heads(self._columns, skewed)
-        queries = torch.zeros_like(skewed).scatter(-1, index, skewed.gather(-1, index))
-        if self._skew is not None:
-            # The columns of k A are k times those of A.
-            queries = by_kv_head(queries, self._skew.transpose(-1, -2))
+        # q A_c . k A_c = (q A_c A_c^T) . k, so that not every key has to be rotated.
+        queries = guess.queries
+        if self._skew is None:
+            index = self._index(queries)
+            queries = torch.zeros_like(queries).scatter(-1, index, queries.gather(-1, index))
+        else:
+            kept = self._of_skew(self._skew)
+            queries = by_kv_head(by_kv_head(queries, kept), kept.transpose(-1, -2))
         return to_logits(grouped_products(queries, keys), self._shape)
 
     def _skewed(self, heads: torch.Tensor) -> torch.Tensor:
         """Rotate `[T, heads, d]` by the A of each head's KV head."""
         return heads if self._skew is None else by_kv_head(heads, self._skew)
+
+    def _partial(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return the kept columns of `[T, heads, d]`, of each head's KV head, `[T, heads, r]`."""
+        if self._skew is None:
+            return heads.gather(-1, self._index(heads))
+        return by_kv_head(heads, self._of_skew(self._skew))
+
+    def _index(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of the kept columns of each of `[T, heads, d]`, `[T, heads, r]`."""
+        if self._columns is None:
+            raise RuntimeError("a screen is asked before the prompt")
+        group = heads.shape[1] // len(self._columns)
+        return self._columns.repeat_interleave(group, 0).expand(len(heads), -1, -1)
+
+    def _of_skew(self, skew: torch.Tensor) -> torch.Tensor:
+        """Return the kept columns of A, `[n_kv, d, r]`."""
+        if self._columns is None:
+            raise RuntimeError("a screen is asked before the prompt")
+        if self._kept_skew is None:
+            index = self._columns.unsqueeze(1).expand(-1, skew.shape[1], -1)
+            self._kept_skew = skew.gather(-1, index)
+        return self._kept_skew
 
     def _largest(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the numbers of the columns to keep, ascending, `[n_kv, r]`.
@@ -119,17 +136,6 @@ def by_kv_head(heads: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
     folded = heads.view(count, kv_heads, head_count // kv_heads, width)
     mapped = torch.einsum("tkgd,kdr->tkgr", folded, maps.to(heads.dtype))
     return mapped.reshape(count, head_count, -1)
-
-
-def _taken(heads: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return the columns `[n_kv, r]` of `[T, heads, d]`, those of each head's KV head."""
-    return heads.gather(-1, _of_heads(columns, heads))
-
-
-def _of_heads(columns: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-    """Return `[n_kv, r]` for each of `[T, heads, d]`, as `[T, heads, r]`."""
-    group = heads.shape[1] // len(columns)
-    return columns.repeat_interleave(group, 0).expand(len(heads), -1, -1)
 
 
 class LowRankScreen:

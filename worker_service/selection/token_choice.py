@@ -63,14 +63,16 @@ def choose(
     visible = visible_tokens(first_position, len(scores), tokens, window, scores.device)
     visible_blocks = _any_of_block(visible, block_tokens).unsqueeze(1)
     masked = scores.masked_fill(~visible_blocks, -math.inf)
-    queries = torch.arange(len(scores), device=scores.device)
     if block_tokens == 1:
-        masked[queries, :, first_position + queries] = -math.inf
-    weights = _joined(masked, kv_heads, union)
-    if block_tokens == 1:
+        positions = torch.arange(first_position, first_position + len(scores), device=scores.device)
+        keys = torch.arange(visible.shape[-1], device=scores.device)
+        own = (keys == positions.unsqueeze(1)).unsqueeze(1)
+        masked.masked_fill_(own, -math.inf)
         # A query that sees its own token alone has no weights.
-        weights = weights.nan_to_num(-math.inf, neginf=-math.inf)
-        weights[queries, :, first_position + queries] = math.inf
+        weights = _joined(masked, kv_heads, union).nan_to_num(-math.inf, neginf=-math.inf)
+        weights.masked_fill_(own, math.inf)
+    else:
+        weights = _joined(masked, kv_heads, union)
     forced = _always_read(visible, selection)
     forced_blocks = _any_of_block(forced, block_tokens).unsqueeze(1) & (weights > -math.inf)
     seen = visible.sum(-1)

@@ -16,6 +16,7 @@ from splitpoint.residency.selecting import (
     StepSplit,
     cluster_bytes,
     cluster_count,
+    expected_rows,
     kept_record,
     pages_at_last,
     predict_step,
@@ -64,6 +65,23 @@ def test_those_that_are_always_read_have_rows() -> None:
         assert wanted_rows(Selection.parsed(f"columns:{rule}"), 400) == 4 + 16
         assert wanted_rows(Selection.parsed(f"columns:{rule}"), 12) == 12
         assert wanted_rows(Selection.parsed(f"columns:{rule},sinks=0,recent=7"), 400) == 7
+
+
+def test_alpha_is_expected_to_read_less_than_it_has_room_for() -> None:
+    for text, rows in (
+        ("columns:0.15", 60),
+        ("columns:alpha=4", 40),
+        ("columns:alpha=4,cap=0.06", 24),
+        ("columns:alpha=4,sinks=30,recent=20", 50),
+        ("columns:alpha=inf,cap=0.9", 360),
+    ):
+        assert expected_rows(Selection.parsed(text), 400) == rows
+    steps = [
+        predict_step(SHAPE, PROFILE, Selection.parsed(text), 6400)
+        for text in ("columns:0.1", "columns:alpha=4", "columns:0.2")
+    ]
+    assert steps[0] == steps[1]
+    assert steps[1].selected_seconds < steps[2].selected_seconds
 
 
 def test_a_short_prompt_says_that_it_never_leaves_the_device() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -230,6 +231,29 @@ def test_alpha_attends_the_rows_that_choose_would_read_and_no_other(
             budgets.add(len(wanted))
     assert len(budgets) > 2
     lanes.close()
+
+
+@torch.inference_mode()
+def test_a_larger_alpha_reads_more_and_bytes_follow(prefix: StoredPrefix) -> None:
+    """Nothing but the budget differs: of `cap` alone is what has room."""
+    row_bytes = 2 * prefix.model.shape.head_dim * 4
+    read: list[int] = []
+    for alpha in (0.1, 0.3, 1, 3):
+        cache, lanes = cache_of(prefix, PAGES), SerialLanes(CPU)
+        text = f"columns:alpha={alpha},cap=0.9,sinks=0,recent=1,full_layers=0"
+        reads = reads_of(prefix, text, cache, lanes)
+        for position in range(STORED - 20, STORED):
+            reads.forget_rows()
+            for layer in reads.layers:
+                guess = replace(guess_at(prefix, layer, position), first_position=STORED)
+                lanes.wait_event(reads.begin(layer, guess))
+        counts = reads.counts
+        assert counts.read == counts.wanted == counts.fetched
+        assert counts.link_bytes == counts.read * row_bytes
+        spans = [span for span in lanes.finish() if span.lane is Lane.LINK_IN]
+        assert sum(span.amount for span in spans) == counts.link_bytes
+        read.append(counts.read)
+    assert all(more > 1.2 * less for less, more in pairwise(read))
 
 
 @torch.inference_mode()

@@ -37,6 +37,7 @@ from worker_service.selection.records import Records
 from worker_service.selection.screen import (
     AttentionShape,
     Guess,
+    KeyScreen,
     LayerScreen,
     TokenRows,
     grouped_products,
@@ -200,6 +201,26 @@ def test_screens_in_given_blocks_equal_those_in_memory_of_their_own(
         asked = guess_from(rows, last - 1)
         assert torch.equal(own.scores(asked), given.scores(asked))
     assert own.device_bytes == given.device_bytes
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("method", ["columns", "infinigen", "lowrank"])
+def test_tokens_on_the_device_are_scored_as_if_they_were_kept(
+    shape: AttentionShape, method: str
+) -> None:
+    """By their keys, of which the screen has none."""
+    rows = random_rows(60, shape)
+    both, first = (
+        SCREENS[SelectionMethod(method)](shape, Selection.parsed(f"{method}:0.1")) for _ in (0, 1)
+    )
+    for screen in (both, first):
+        screen.extend(part(rows, 0, 40))
+    both.extend(part(rows, 40, 60))
+    guess = guess_from(rows, 50)
+    assert isinstance(first, KeyScreen)
+    torch.testing.assert_close(
+        first.scores_of(guess, rows.keys[40:]), both.scores(guess)[..., 40:], atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("method", ["columns", "infinigen", "lowrank", "int8"])
