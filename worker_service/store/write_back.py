@@ -425,6 +425,7 @@ class WriteBack:
         self._check_session(chain)
         tensors = chain.connection.tensors
         slots = [slot for slot, _ in granted]
+        tensors.note_use(slots)
         await self._copied(lambda: move_rows(tensors, job.sources, slots))
         tensors.check_current(job.chunks)
         return self._granted_chunks(granted)
@@ -440,13 +441,14 @@ class WriteBack:
             targets = [rows] * layout.layer_count
         self._check_session(chain)
         tensors = chain.connection.tensors
+        tensors.note_use(slot for slot, _ in granted)
 
         def call() -> None:
             with _copy_stream(self._cache.device):
                 write_rows(self._cache, tensors, job.page, targets)
 
-        size = layout.chunk_bytes
-        work = Work("store K,V,X", call, size, size, tokens=layout.chunk_tokens)
+        size = sum(plane[0].nbytes for plane in (*tensors.keys, *tensors.values))
+        work = Work("store K,V", call, size, size, tokens=layout.chunk_tokens)
         span = await self._copied(lambda: self._lanes.run_in_this_thread(Lane.LINK_OUT, work))
         self.totals.bytes += int(span.amount)
         self.totals.seconds += span.seconds
@@ -456,13 +458,14 @@ class WriteBack:
 
     async def _release_chunks(self, chain: _Chain, job: PoolRelease) -> None:
         """End the leases on what a pool has left, so that the store can evict it."""
-        left, chain.lease_ids = chain.lease_ids, []
+        left = list(chain.lease_ids)
         if job.shared:
             # A lease ends as a whole: the chunks that stay get one of their own before.
             match = await self._store.match(job.salt, job.shared_tokens)
             chain.lease_ids.append(match.lease_id)
             chain.connection.tensors.check_current(job.shared)
         await self._store.release(chain.connection, lease_ids=left, used=job.used)
+        del chain.lease_ids[: len(left)]
 
     def _granted_chunks(self, granted: Sequence[tuple[int, int]]) -> tuple[StoredChunk, ...]:
         chunk = self._cache.layout.chunk_tokens

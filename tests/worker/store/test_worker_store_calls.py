@@ -429,7 +429,10 @@ async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
         await setup.nothing_held()
 
 
-async def test_a_pool_has_slots_of_its_own_and_gives_the_others_back(setup: Setup) -> None:
+@pytest.mark.parametrize("lost_while", ["moving", "releasing"])
+async def test_a_pool_has_slots_of_its_own_and_gives_the_others_back(
+    setup: Setup, lost_while: str
+) -> None:
     async with setup.client() as client:
         posted: list[Any] = []
         pages = torch.randn((2, 2, 2, 4, 4))  # K and V of one page in each layer
@@ -495,7 +498,10 @@ async def test_a_pool_has_slots_of_its_own_and_gives_the_others_back(setup: Setu
         assert write_back.totals.chunks[WriteResult.STORED] == 6
         # What was moved must be what it was all the time.
         setup.servicer.store.pool.evict_all()
-        lost = await answer(WriteFailed, PoolStart(sources, sealed, 1))
+        last: Any = PoolRelease(SALT, (stranger,), tuple(tokens[:4]), ())
+        if lost_while == "moving":
+            last = PoolStart(sources, sealed, 1)
+        lost = await answer(WriteFailed, last)
         assert lost.error.reason == "CHUNK_LOST"
         write_back.flush(key)
         await setup.nothing_held()
