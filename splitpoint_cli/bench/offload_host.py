@@ -189,7 +189,7 @@ class OffloadHost:
         """Decode stored prompts together; None: all of them.
 
         What `on_step` takes is no part of a step. Raises FailedPrecondition if a selection that
-        reads less was not used.
+        reads less, or drafts, was not used.
         """
         engine, names = self._admit(prompts or self.prompts, new_tokens, way, speculation)
         tokens: dict[str, list[int]] = {name: [] for name in names}
@@ -201,7 +201,7 @@ class OffloadHost:
             now = time.perf_counter()
             used_bytes = max(used_bytes, output.cache_used_bytes)
             for finish in output.finishes:
-                if finish.selection_off_reason and way.selection.is_approximate:
+                if finish.selection_off_reason and not way.selection.reads_all:
                     raise FailedPrecondition(
                         f"nothing was selected: {finish.selection_off_reason}", reason="NO_GAIN"
                     )

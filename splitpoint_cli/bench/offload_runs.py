@@ -570,14 +570,13 @@ def run_compared(
     them; of random weights from random tokens.
     """
     loaded = _load(named, workload, progress)
-    source = ScreenSource(
-        loaded.model.config,
-        {
-            selection.method: _factors(loaded.model, named.folder, selection, workload, progress)
-            for selection in workload.compared
-            if selection.method.is_calibrated
-        },
-    )
+    # One of each method, whose columns are alike.
+    by_method = {each.method: each for each in workload.compared if each.method.is_calibrated}
+    factors = {
+        method: _factors(loaded.model, named.folder, each, workload, progress)
+        for method, each in by_method.items()
+    }
+    source = ScreenSource(loaded.model.config, factors)
     runs = {
         length: _compare(loaded, source, named.folder, replace(workload, prompt=length), progress)
         for length in workload.lengths
