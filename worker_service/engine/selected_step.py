@@ -26,11 +26,8 @@ from worker_service.pipeline.executor import Attend
 from worker_service.pipeline.tiles import Tile
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.retrieval.ahead import RowReader, RowsAhead, estimates_of
-from worker_service.retrieval.sequence_reads import (
-    OBSERVED_QUERIES,
-    SequenceReads,
-    collected_planes,
-)
+from worker_service.retrieval.sequence_reads import SequenceReads, collected_planes
+from worker_service.selection.screen import OBSERVED_QUERIES
 from worker_service.store.arena_tensors import StoredChunk
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ queries, fp32 `[BLOCK, n_q, S]` each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -27,8 +27,10 @@ from worker_service.selection.clusters import Centroids
 from worker_service.selection.guess import GuessFrom, GuessNorm, guess_of
 from worker_service.selection.pool import PROMPT_QUERIES, TokenPool
 from worker_service.selection.screen import (
+    OBSERVED_QUERIES,
     AttentionShape,
     Guess,
+    KeyScreen,
     LayerScreen,
     TokenRows,
     grouped_products,
@@ -133,7 +135,7 @@ class TeacherForced:
                 torch.cat((prompt.values, values)),
                 first=self._first,
             )
-            choosing = self._choosing(index, screens, rule.union)
+            choosing = self._choosing(index, screens, rule)
             if choosing is None:
                 attended = attention.of_all(LayerCounts(counts))
             else:
@@ -147,20 +149,24 @@ class TeacherForced:
             hidden = layer.finish(hidden, attended)
         return self._reading(hidden, counts)
 
-    def _choosing(self, index: int, screens: Screens, union: Union) -> _Choosing | None:
+    def _choosing(self, index: int, screens: Screens, rule: GuessRule) -> _Choosing | None:
         """Return how a layer chooses, its screen with the prompt; None if it reads everything."""
         screen, centroids = screens.layer(index), screens.centroids(index)
         if screen is None:
             return None
         prompt = self._prompt[index]
-        screen.extend(prompt.rows)
+        learnt = prompt.rows
+        if rule.source is GuessFrom.PREVIOUS and isinstance(screen, KeyScreen):
+            # As in serving, which decides what columns a screen keeps.
+            learnt = replace(learnt, queries=learnt.queries[-OBSERVED_QUERIES:])
+        screen.extend(learnt)
         if centroids is not None:
             centroids.extend(prompt.rows.keys, prompt.values)
         shape = self._shapes[index]
         pool = None
         if screens.selection.pool is not None:
             pool = TokenPool(screens.selection, shape.kv_heads, shape.window)
-        choosing = _Choosing(shape, screen, centroids, pool, screens.selection, union)
+        choosing = _Choosing(shape, screen, centroids, pool, screens.selection, rule.union)
         choosing.start_pool(prompt.rows)
         return choosing
 

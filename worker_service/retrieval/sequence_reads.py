@@ -40,6 +40,7 @@ from worker_service.retrieval.gather_rows import RowPlane, gather_rows
 from worker_service.retrieval.row_cache import RowCache
 from worker_service.selection.clusters import ClusterSums, HeldRows
 from worker_service.selection.screen import (
+    OBSERVED_QUERIES,
     AttentionShape,
     Guess,
     KeyScreen,
@@ -52,8 +53,6 @@ from worker_service.selection.token_choice import ChosenRows, choose_near, choos
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.pool_rows import row_numbers
 
-# The newest queries of a layer from which a screen learns its columns.
-OBSERVED_QUERIES = 32
 # Tokens whose X is on the device at once while a screen is made from it.
 INPUT_TOKENS = 1024
 

@@ -20,6 +20,9 @@ from worker_service.selection.records import Records
 
 # Tokens that a screen maps, widens or encodes at once: the keys of a long context are many.
 PIECE_TOKENS = 1024
+# The newest queries of a prompt, from which a served screen learns: older ones are not computed if
+# the prompt was in the store.
+OBSERVED_QUERIES = 32
 
 
 @dataclass(frozen=True, slots=True)
