@@ -305,7 +305,7 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=base._Formatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=base.HelpFormatter)
     parser.add_argument("--teacher", type=Path, default=Path("models/stdlib-llama"))
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--student", type=Path, help="train this one further")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 BOS, EOS = "<s>", "</s>"
 # Never trained on: what is measured must be unseen.
@@ -235,7 +235,7 @@ def perplexity(model: LlamaForCausalLM, stream: torch.Tensor, settings: Settings
 # -- result -----------------------------------------------------------------------
 
 
-def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a folder that transformers' Auto classes and Splitpoint load; weights in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     module: torch.nn.Module = model
@@ -251,7 +251,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: seconds, and no use")
     parser.add_argument("--tokens", type=int, help="train on this many tokens")
@@ -301,7 +301,7 @@ def main() -> int:
     return 0
 
 
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     pass
 
 
