@@ -49,6 +49,7 @@ def make_engine(
     has_activations: bool = False,
     encoding: Encoding = Encoding.NATIVE,
     staging_pages: int = STAGING_PAGES,
+    room_pages: int | None = None,
     has_store: bool = True,
     lanes: Lanes | None = None,
     verifier: Verifier | None = None,
@@ -86,6 +87,8 @@ def make_engine(
     plan = plan_for(device_memory_bytes)
     if cache_pages is not None:
         plan = replace(plan, page_count=cache_pages)
+    if room_pages is not None:
+        plan = replace(plan, room_page_count=room_pages)
     cache = DeviceCache(layout, plan, device)
     windows = [layer.window for layer in model.layers]
     return Engine(

@@ -7,6 +7,7 @@ verified and sealed, chains end with a flush, and lost prefixes are looked up ag
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -72,12 +73,17 @@ class StoreRunner:
 
     Attributes:
         after_step: called after each step, before its chunks are stored.
+        pool_steps: so many steps later the store does what a pool wants of it.
     """
 
     store: KvStore
     connection: Connection
     chains: dict[SequenceKey, _Chain] = field(default_factory=dict)
     after_step: Callable[[StepOutput], None] = lambda _: None
+    pool_steps: int = 0
+    _steps: int = 0
+    # What pools want, with the steps after which it is done; ordered by these.
+    _late: deque[tuple[int, SequenceKey, Job]] = field(default_factory=deque)
 
     @property
     def layout(self) -> ArenaLayout:
@@ -116,16 +122,24 @@ class StoreRunner:
 
     def serve(self, engine: Engine, output: StepOutput) -> None:
         """Do what a step asks of the store."""
+        self._steps += 1
         for key, jobs in output.writes:
             for is_exact, same in groupby(jobs, key=_exactness):
                 chunks = list(same)
                 if is_exact is None:
-                    for each in chunks:
-                        self._serve_pool(engine, key, each)
+                    due = self._steps + self.pool_steps
+                    self._late.extend((due, key, each) for each in chunks)
                 else:
                     written = [each for each in chunks if isinstance(each, WriteJob)]
                     self._write(engine, key, written, is_exact=is_exact)
+        while self._late and self._late[0][0] <= self._steps:
+            _, key, job = self._late.popleft()
+            self._serve_pool(engine, key, job)
         for key in output.flushes:
+            queued = [job for _, owner, job in self._late if owner == key]
+            self._late = deque(each for each in self._late if each[1] != key)
+            for job in queued:
+                self._serve_pool(engine, key, job)
             chain = self.chains.pop(key)
             self.store.sessions.release(
                 self.connection.session_id, chain.lease_ids, chain.pool_slots

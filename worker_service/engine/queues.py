@@ -388,12 +388,15 @@ class SequenceQueues:
             release = self._page_manager.pool_started(sequence, command)
             if release is not None:
                 self.output.writes.append((command.key, [release]))
+            # It may have no page to go on with before what waited for this is written.
+            self.write_back(sequence)
 
     def pool_written(self, command: PoolWritten) -> None:
         """Free the page of a chunk that has joined the pool of its sequence."""
         sequence = self.find(command.key)
         if sequence is not None and sequence.is_admitted and not sequence.is_lost:
             self._page_manager.pool_written(sequence, command)
+            self.write_back(sequence)
 
     def write_failed(self, key: SequenceKey, error: SplitpointError) -> None:
         """Continue a resident sequence unstored; end or restart a streamed one.

@@ -220,13 +220,15 @@ class BoundedPool:
                 .numpy()
                 for layer, pool in self._layers.items()
             }
-            self.evicted_tokens += self._chunk
         self._writing.append(places)
         return places
 
     def written(self) -> Places | None:
         """Note that the first chunk on its way has arrived; return what `make_room` did."""
         places = self._writing.popleft()
+        if places is not None:
+            # Not before: until now the newer tokens were none of the stored ones.
+            self.evicted_tokens += self._chunk
         for layer, pool in self._layers.items():
             if places is None:
                 pool.admit(self._chunk)

@@ -545,6 +545,9 @@ class SequenceReads:
         elif has_grown and not self.is_dynamic:
             # Every row is attended, so none may stay empty.
             most = self.row_count
+        if most > self.row_count:
+            # Some would be written over others that are wanted, too.
+            raise RuntimeError(f"{most} rows are wanted in row pages of {self.row_count}")
         if self.selection.alpha is not None:
             chosen = self._choose_near(layer, guess, on_device, scores, forced, most)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,13 @@ def pooled(fraction: float, policy: PoolPolicy = PoolPolicy.COUNTER) -> Selectio
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     yield from make_case("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def slow_pools(llama: Case) -> Iterator[Callable[[int], None]]:
+    """Let the store do what pools want some steps later."""
+    yield partial(setattr, llama.runner, "pool_steps")
+    llama.runner.pool_steps = 0
 
 
 def held_slots(case: Case) -> int:
@@ -230,12 +238,16 @@ def test_a_slot_that_was_taken_away_costs_a_new_start(llama: Case) -> None:
     assert sum(losses) == 1
 
 
-def test_a_store_without_room_for_a_pool_keeps_the_chunks(llama: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [0, 3 * CHUNK])
+def test_a_store_without_room_for_a_pool_keeps_the_chunks(
+    llama: Case, steps: int, tmp_path: Path
+) -> None:
     """Of 12 slots it takes 8 for its prompt: what stays of them would want 6 more."""
     layout = ArenaLayout.of(llama.model.shape, chunk_tokens=CHUNK, has_activations=True)
     with store_runner(layout, tmp_path, 12) as runner:
         case = Case(llama.model, runner, llama.prompts, llama.wanted)
-        engine = case.engine(SerialLanes(CPU))
+        runner.pool_steps = steps
+        engine = case.engine(SerialLanes(CPU), room_pages=1)
         notes = Notes(case, engine)
         request = streamed("2", case.prompts[2], LONG, selection=pooled(0.8))
         transcript = case.runner.run(engine, [request])
@@ -244,6 +256,30 @@ def test_a_store_without_room_for_a_pool_keeps_the_chunks(llama: Case, tmp_path:
         assert (usage.evicted_token_count, usage.pool_bytes) == (0, 0)
         assert usage.step_count > 2 * CHUNK
         check_left(engine)
+
+
+@pytest.mark.parametrize("steps", [1, 3 * CHUNK])
+@pytest.mark.parametrize("rule", ["0.1", "alpha=3,cap=0.1"])
+def test_a_request_goes_on_while_its_pool_is_on_its_way(
+    llama: Case, steps: int, rule: str, slow_pools: Callable[[int], None]
+) -> None:
+    """Chunks pile up on the device meanwhile, until it has no page to go on with."""
+    slow_pools(steps)
+    engine = llama.engine(SerialLanes(CPU), room_pages=1)
+    notes = Notes(llama, engine)
+    selection = Selection.parsed(f"columns:{rule},full_layers=0,sinks=2,recent=4,pool=0.4")
+    salt = f"{steps} {rule}".encode()
+    request = streamed("2", llama.prompts[2], LONG, salt=salt, selection=selection)
+    transcript = llama.runner.run(engine, [request])
+    assert transcript.finishes["2"].error is None
+    assert len(transcript.tokens["2"]) == LONG.max_tokens
+    whole = private_slots(llama, transcript, "2")
+    usage = notes.sums("2")
+    # Its last chunks may still be on their way.
+    late = 1 if steps == 1 else 3
+    assert whole - late <= usage.evicted_token_count // CHUNK + int(0.4 * whole) <= whole
+    assert held_slots(llama) == 0
+    check_left(engine)
 
 
 @pytest.mark.chaos

@@ -53,13 +53,21 @@ class Case:
     prompts: list[list[int]]
     wanted: list[list[int]]
 
-    def engine(self, lanes: Lanes, *, tile_pages: int = 3, staging_pages: int = 48) -> Engine:
+    def engine(
+        self,
+        lanes: Lanes,
+        *,
+        tile_pages: int = 3,
+        staging_pages: int = 48,
+        room_pages: int | None = None,
+    ) -> Engine:
         engine = make_engine(
             self.model,
             has_activations=True,
             encoding=self.runner.layout.encoding,
             lanes=lanes,
             staging_pages=staging_pages,
+            room_pages=room_pages,
             cache_pages=80,
         )
         engine.tile_pages = tile_pages

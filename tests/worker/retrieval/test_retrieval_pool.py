@@ -208,7 +208,10 @@ def test_no_chunk_is_written_over_what_is_on_its_way(
     gone.append(pool.make_room(9 * CHUNK - 3))
     assert not pool.has_room
     assert pool.empty_places == CHUNK
+    # The chunk itself is none of the stored ones yet, nor does it count as evicted for them.
+    assert reads.stored_tokens == PROMPT * CHUNK
     assert pool.written() is gone[0]
+    assert reads.stored_tokens == 9 * CHUNK
     assert pool.has_room
 
 
