@@ -197,7 +197,11 @@ class StoreRunner:
             case PoolWrite():
                 chunk, targets = None, job.targets
                 if targets is None:
-                    ((slot, generation),) = self._reserve(chain, 1)
+                    try:
+                        ((slot, generation),) = self._reserve(chain, 1)
+                    except ResourceExhausted:
+                        engine.post(PoolWritten(key, None, is_refused=True))
+                        return
                     chunk = StoredChunk.granted(slot, generation, layout.chunk_tokens)
                     rows = rows_of_slot(slot, layout.kv_head_count, layout.chunk_tokens)
                     targets = [rows] * layout.layer_count

@@ -454,10 +454,17 @@ class PageManager:
             sequence.written_chunks = index + 1
 
     def pool_written(self, sequence: Sequence, command: PoolWritten) -> None:
-        """Free the page of the next chunk, which is in the pool now."""
+        """Free the page of the next chunk, which is in the pool now.
+
+        If the store had no slot for it, it is the next to be written, over others.
+        """
         reads, index = sequence.reads, sequence.stored_range.stop
         if reads is None or reads.pool is None:
             raise RuntimeError("a chunk was written into no pool")
+        if command.is_refused:
+            reads.pool.growth_refused()
+            sequence.written_chunks = index
+            return
         page = sequence.page(index)
         reads.pool_written(reads.pool, page, command.chunk)
         self._claims.free(sequence.claim, page)

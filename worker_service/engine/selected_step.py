@@ -74,6 +74,7 @@ class Build:
     Attributes:
         number: its place among the decoding sequences.
         chunks: all that it has in the store, in order, the first one's first token at `start`.
+        position: of its newest token, which is computed in this step.
     """
 
     number: int
@@ -81,6 +82,7 @@ class Build:
     transfer: CacheTransfer
     chunks: list[StoredChunk]
     start: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ class SelectedStep:
                 if stored and sequence.transfer is not None and has_room:
                     chunks = sequence.stored[stored.start : stored.stop]
                     start = stored.start * chunk
-                    builds.append(Build(number, reads, sequence.transfer, chunks, start))
+                    position = sequence.computed
+                    builds.append(Build(number, reads, sequence.transfer, chunks, start, position))
             row = end
         for segment in segments:
             reads, end = segment.sequence.reads, row + segment.count
@@ -240,6 +243,7 @@ class LayerBuilds:
                 build.chunks,
                 build.start,
                 None if values is None else values.flatten(0, 1),
+                position=build.position,
             )
 
 

@@ -60,7 +60,8 @@ class BoundedPool:
         stage: see `PoolStage`.
         shared_chunks: chunks in front that are not written over, once it starts.
         chunk_count: slots of its own, once it starts.
-        evicted_tokens: tokens that have left each layer and KV head; the same number everywhere.
+        evicted_tokens: stored tokens that have left each layer and KV head, as many everywhere;
+            not those whose successors are on their way.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class BoundedPool:
         # Chunks behind the shared ones that have left the device, or are about to.
         self._own_chunks = 0
         self._moving: Moving | None = None
-        # Chunks at the last attempt to start.
-        self._tried = 0
+        # Chunks at the next attempt to start, and the limit at the last one to grow that failed.
+        self._next_try = 0
+        self._refused_limit = 0
         # For each chunk on its way: the places that it is written over; None: a slot more.
         self._writing: deque[Places | None] = deque()
 
@@ -131,17 +133,21 @@ class BoundedPool:
     # -- the limit ----------------------------------------------------------------------
 
     def is_due(self, chunk_count: int) -> bool:
-        """Return True once for each number of chunks, if the limit is below them."""
-        if chunk_count <= self._tried:
+        """Return True once for each number of chunks, if the limit is below them.
+
+        After a refusal not before there are twice as many: the store would count every attempt.
+        """
+        if chunk_count < self._next_try:
             return False
-        self._tried = chunk_count
+        self._next_try = chunk_count + 1
         return pool_chunks(self._selection, chunk_count, self._chunk) < chunk_count
 
     def start(self, shared_chunks: int, chunk_count: int, first_recent: int) -> Moving | None:
         """Choose what stays of the chunks so far, of which the first are shared.
 
         Return None, and change nothing, while all of it may stay. Tokens from position
-        `first_recent` on stay in any case. Reading goes on as before until `started`.
+        `first_recent` on stay in any case. What does not stay is read no more from now on, unless
+        it is `refused`.
         """
         own = chunk_count - shared_chunks
         kept = pool_chunks(self._selection, own, self._chunk)
@@ -193,13 +199,18 @@ class BoundedPool:
         """Go on with everything: there is no room to move what stays."""
         for pool in self._layers.values():
             pool.restore()
+        self._next_try = 2 * (self.shared_chunks + self._own_chunks)
         self._moving, self.stage = None, PoolStage.WHOLE
 
     @property
     def has_room(self) -> bool:
-        """False while so much is on its way that another chunk would have to be written over it."""
-        growing = sum(each is None for each in self._writing)
-        held = (self.chunk_count - growing) * self._chunk - self.empty_places
+        """False while another chunk would have to be written over what is on its way.
+
+        Or while one is on its way into a slot more, which the store may refuse.
+        """
+        if None in self._writing:
+            return False
+        held = self.chunk_count * self._chunk - self.empty_places
         return held - self._selection.sinks - self._selection.recent >= self._chunk
 
     def make_room(self, first_recent: int) -> Places | None:
@@ -210,7 +221,7 @@ class BoundedPool:
         self._own_chunks += 1
         limit = pool_chunks(self._selection, self._own_chunks, self._chunk)
         places: Places | None = None
-        if limit > self.chunk_count:
+        if limit > max(self.chunk_count, self._refused_limit):
             self.chunk_count += 1
         else:
             first = self.shared_chunks * self._chunk
@@ -235,6 +246,17 @@ class BoundedPool:
             else:
                 pool.overwrite(torch.from_numpy(places[layer]).to(self._device))
         return places
+
+    def growth_refused(self) -> None:
+        """Take the chunk back that was to get a slot more: the next one is written over others.
+
+        It tries to grow again once its limit does.
+        """
+        if self._writing.popleft() is not None or self._writing:
+            raise RuntimeError("a chunk that needs no slot was refused one")
+        self._refused_limit = pool_chunks(self._selection, self._own_chunks, self._chunk)
+        self._own_chunks -= 1
+        self.chunk_count -= 1
 
     def drop(self) -> None:
         """Forget all tokens: a pool that had started is lost."""

@@ -49,7 +49,7 @@ from worker_service.selection.screen import (
     TokenRows,
 )
 from worker_service.selection.screen_factory import Screens
-from worker_service.selection.token_choice import ChosenRows, choose_near, choose_rows
+from worker_service.selection.token_choice import ChosenRows, choose, choose_near, choose_rows
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.pool_rows import row_numbers
 
@@ -274,6 +274,8 @@ class SequenceReads:
         chunks: Sequence[StoredChunk],
         first_position: int,
         values: torch.Tensor | None = None,
+        *,
+        position: int | None = None,
     ) -> None:
         """Make a layer's screen of all stored tokens; call it once for each in `layers`.
 
@@ -285,6 +287,7 @@ class SequenceReads:
             transfer, chunks: where the same S tokens lie; the same in all calls.
             first_position: of the first of them.
             values: V like K, for a selection that estimates; others need none.
+            position: of the newest query that was observed; None: of the last of these tokens.
         """
         screen = self._screens.layer(layer, self._blocks(layer, self._screen_pages))
         if screen is None:
@@ -312,22 +315,27 @@ class SequenceReads:
         self._built[layer] = screen
         self._caches[layer] = RowCache(self._cache.layout.kv_head_count, self._cache.device)
         if self.pool is not None:
-            self._begin_pool(self.pool, layer, observed)
+            if position is None:
+                position = first_position + self._place_count - 1
+            self._begin_pool(self.pool, layer, observed, position)
 
-    def _begin_pool(self, pool: BoundedPool, layer: int, queries: torch.Tensor) -> None:
-        """Let a layer's pool learn what the newest queries choose, as in evaluations."""
-        stored, selection = self._place_count, self.selection
-        first = self._first_position + stored - len(queries)
-        pool.begin(layer, stored, self._first_position)
-        scores = self._built[layer].scores(Guess(queries, queries, first))
-        most = wanted_rows(selection, stored)
-        for place, of_query in enumerate(torch.split(scores, 1)):
-            if selection.alpha is not None:
-                near = choose_near(of_query, selection, len(self._heads), range(stored), most)
-                self._learn(pool, layer, near, first + place)
-            else:
-                chosen = self._choose(layer, first + place, of_query, None, most)
-                self._learn(pool, layer, chosen, first + place)
+    def _begin_pool(
+        self, pool: BoundedPool, layer: int, queries: torch.Tensor, position: int
+    ) -> None:
+        """Let a layer's pool learn what queries up to this position choose, as in evaluations.
+
+        One by one: the scores of all would take as much as many layers of the cache.
+        """
+        pool.begin(layer, self._place_count, self._first_position)
+        for at, query in enumerate(torch.split(queries, 1), position + 1 - len(queries)):
+            chosen = choose(
+                self._built[layer].scores(Guess(query, query, at)),
+                self.selection,
+                first_position=at - self._first_position,
+                tokens=self._place_count,
+                kv_heads=len(self._heads),
+            )
+            pool.read(layer, chosen, at)
 
     def extend(self, page: int, chunk: StoredChunk) -> None:
         """Add a stored chunk behind the others; `page` still has its K, and leaves the device."""

@@ -26,6 +26,7 @@ from splitpoint.errors import (
     Internal,
     ResourceExhausted,
     SplitpointError,
+    Unavailable,
 )
 from splitpoint.keys import private_salt
 from splitpoint.observe.logs import for_request, log_failure
@@ -155,10 +156,14 @@ class PoolStarted:
 
 @dataclass(frozen=True, slots=True)
 class PoolWritten:
-    """Command to the engine: the next chunk is in its pool. `chunk`: its slot if it got one."""
+    """Command to the engine: the next chunk is in its pool.
+
+    `chunk`: its slot if it got one. `is_refused`: the store has no slot more, so it is not there.
+    """
 
     key: SequenceKey
     chunk: StoredChunk | None
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,8 +410,7 @@ class WriteBack:
                 case PoolStart():
                     self._post(PoolStarted(chain.key, await self._start_pool(chain, job)))
                 case PoolWrite():
-                    self._post(PoolWritten(chain.key, await self._write_pool(chain, job)))
-                    self.totals.chunks[WriteResult.STORED] += 1
+                    await self._write_or_refuse(chain, job)
                 case PoolRelease():
                     await self._release_chunks(chain, job)
         except Exception as error:
@@ -430,12 +434,25 @@ class WriteBack:
         tensors.check_current(job.chunks)
         return self._granted_chunks(granted)
 
+    async def _write_or_refuse(self, chain: _Chain, job: PoolWrite) -> None:
+        try:
+            chunk = await self._write_pool(chain, job)
+        except ResourceExhausted as error:
+            log.info("a bounded pool does not grow: %s", error.message)
+            self._post(PoolWritten(chain.key, None, is_refused=True))
+        else:
+            self.totals.chunks[WriteResult.STORED] += 1
+            self._post(PoolWritten(chain.key, chunk))
+
     async def _write_pool(self, chain: _Chain, job: PoolWrite) -> StoredChunk | None:
-        """Write a chunk over rows that have left the pool, or into a slot more."""
+        """Write a chunk over rows that have left the pool, or into a slot more.
+
+        Raises ResourceExhausted if there is no such slot; the chunk can be written over others.
+        """
         granted: list[tuple[int, int]] = []
         targets, layout = job.targets, self._cache.layout
         if targets is None:
-            granted = await self._reserve(chain, 1)
+            granted = await self._store.reserve(chain.connection, chain.salt, 1)
             chain.pool_slots += granted
             rows = rows_of_slot(granted[0][0], layout.kv_head_count, layout.chunk_tokens)
             targets = [rows] * layout.layer_count
@@ -462,10 +479,24 @@ class WriteBack:
         if job.shared:
             # A lease ends as a whole: the chunks that stay get one of their own before.
             match = await self._store.match(job.salt, job.shared_tokens)
+            if match.connection is not chain.connection:
+                await self._release(match.connection, [match.lease_id])
+                raise FailedPrecondition("the KV store session changed", reason="STORE_LOST")
             chain.lease_ids.append(match.lease_id)
             chain.connection.tensors.check_current(job.shared)
-        await self._store.release(chain.connection, lease_ids=left, used=job.used)
+        await self._release(chain.connection, left, job.used)
         del chain.lease_ids[: len(left)]
+
+    async def _release(
+        self, connection: Connection, lease_ids: Sequence[int], used: Sequence[StoredChunk] = ()
+    ) -> None:
+        """End leases; a late answer changes nothing, since the store is told all the same."""
+        try:
+            await self._store.release(connection, lease_ids=lease_ids, used=used)
+        except Unavailable as error:
+            if error.reason != "STORE_SILENT":
+                raise
+            log.warning("the answer to the release of leases is late: %s", error.message)
 
     def _granted_chunks(self, granted: Sequence[tuple[int, int]]) -> tuple[StoredChunk, ...]:
         chunk = self._cache.layout.chunk_tokens

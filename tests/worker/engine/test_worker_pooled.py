@@ -258,6 +258,36 @@ def test_a_store_without_room_for_a_pool_keeps_the_chunks(
         check_left(engine)
 
 
+def test_a_store_without_a_slot_more_has_the_pool_written_over(llama: Case) -> None:
+    """A full store stops its growth, and nothing else."""
+    engine = llama.engine(SerialLanes(CPU))
+    notes, pool = Notes(llama, engine), llama.runner.store.pool
+    note, session = llama.runner.after_step, llama.runner.connection.session_id
+    taken: list[tuple[int, int]] = []
+
+    def take(output: StepOutput) -> None:
+        note(output)
+        count = pool.free_count + pool.reclaimable_count()
+        if count and any(each.has_pool for each in engine.queues.running):
+            for run in llama.runner.store.reserve(session, count):
+                taken.extend((run.first_slot + at, each) for at, each in enumerate(run.generations))
+
+    llama.runner.after_step = take
+    request = streamed("2", llama.prompts[2], LONG, salt=b"full", selection=pooled(0.6))
+    transcript = llama.runner.run(engine, [request])
+    llama.runner.store.sessions.release(session, [], taken)
+    llama.runner.after_step = note
+    llama.warm()
+    assert transcript.finishes["2"].error is None
+    assert len(transcript.tokens["2"]) == LONG.max_tokens
+    usage, first = notes.sums("2"), int(0.6 * 8)
+    assert usage.pool_bytes == first * llama.runner.layout.chunk_bytes
+    whole = private_slots(llama, transcript, "2")
+    assert usage.evicted_token_count == (whole - first) * CHUNK
+    assert held_slots(llama) == 0
+    check_left(engine)
+
+
 @pytest.mark.parametrize("steps", [1, 3 * CHUNK])
 @pytest.mark.parametrize("rule", ["0.1", "alpha=3,cap=0.1"])
 def test_a_request_goes_on_while_its_pool_is_on_its_way(

@@ -17,7 +17,7 @@ from worker_service.lanes.lanes import SerialLanes
 from worker_service.retrieval.bounded_pool import BoundedPool, PoolStage
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.selection.columns import ColumnScreen
-from worker_service.selection.screen import AttentionShape, TokenRows
+from worker_service.selection.screen import OBSERVED_QUERIES, AttentionShape, TokenRows
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.pool_rows import move_rows, rows_of_slot, write_rows
 
@@ -227,6 +227,8 @@ def test_a_pool_that_finds_no_room_leaves_everything(prefix: StoredPrefix) -> No
     pool.refused()
     assert (pool.stage, pool.empty_places) == (PoolStage.WHOLE, 0)
     check(prefix, cache, reads, PROMPT * CHUNK)
+    # The store counts each attempt as a reservation that it refused.
+    assert [count for count in range(PROMPT, 20) if pool.is_due(count)] == [16, 17, 18, 19]
 
 
 @torch.inference_mode()
@@ -257,3 +259,28 @@ def test_what_steps_read_stays(
         assert sum(before.get((head, place), 0) >= often for place in stay) > CHUNK
         if policy is PoolPolicy.LRU:
             assert often == 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rule", ["0.3", "alpha=3,cap=0.4"])
+def test_no_query_of_the_prompt_counts_for_a_later_token(prefix: StoredPrefix, rule: str) -> None:
+    """The newest one is behind the stored tokens: it is that of the step that builds screens."""
+    cache = cache_of(prefix, PAGES)
+    text = f"columns:{rule},columns=9,full_layers=0,sinks=2,recent=4,pool=0.45"
+    reads = reads_of(prefix, text, cache, SerialLanes(CPU), PROMPT)
+    reads.drop()
+    stored = PROMPT * CHUNK
+    newest = stored + 5
+    queries = range(newest + 1 - OBSERVED_QUERIES, newest + 1)
+    for layer in reads.layers:
+        asked = torch.cat([guess_at(prefix, layer, position).queries for position in queries])
+        reads.observe(layer, asked)
+        keys = prefix.computed.keys[layer][:stored]
+        chunks = prefix.chunks[:PROMPT]
+        reads.build(layer, keys, prefix.transfer(), chunks, 0, position=newest)
+        counters = pool_of(reads)._layers[layer]._rank
+        for place in range(queries[0], stored):
+            # Those behind it, and its own.
+            assert (counters[:, place] <= newest + 1 - place).all(), place
+        assert (counters[:, :2] == OBSERVED_QUERIES).all()
+        assert (counters[:, queries[0] : stored] >= 4).all()

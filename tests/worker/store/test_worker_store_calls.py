@@ -431,17 +431,12 @@ async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
 
 @pytest.mark.parametrize("lost_while", ["moving", "releasing"])
 async def test_a_pool_has_slots_of_its_own_and_gives_the_others_back(
-    setup: Setup, lost_while: str
+    setup: Setup, lost_while: str, chunks_cache: Any
 ) -> None:
+    cache = chunks_cache
+    pages = [torch.cat(planes) for planes in zip(cache.keys, cache.values, strict=True)]
     async with setup.client() as client:
         posted: list[Any] = []
-        pages = torch.randn((2, 2, 2, 4, 4))  # K and V of one page in each layer
-        cache: Any = SimpleNamespace(
-            layout=LAYOUT,
-            device=torch.device("cpu"),
-            keys=[page[:1] for page in pages],
-            values=[page[1:] for page in pages],
-        )
         write_back = WriteBack(client, cache, posted.append, SerialLanes(torch.device("cpu")))
         write_back.copy = count_rows
         key, tokens = ("a", 0, 0), list(range(1, 17))
@@ -503,6 +498,72 @@ async def test_a_pool_has_slots_of_its_own_and_gives_the_others_back(
             last = PoolStart(sources, sealed, 1)
         lost = await answer(WriteFailed, last)
         assert lost.error.reason == "CHUNK_LOST"
+        write_back.flush(key)
+        await setup.nothing_held()
+        await write_back.close()
+
+
+@pytest.fixture
+def chunks_cache() -> Any:
+    """A cache of one page, with random K and V."""
+    pages = torch.randn((2, 2, 2, 4, 4))
+    return SimpleNamespace(
+        layout=LAYOUT,
+        device=torch.device("cpu"),
+        keys=[page[:1] for page in pages],
+        values=[page[1:] for page in pages],
+    )
+
+
+async def test_a_pool_whose_session_changed_leaves_no_lease(
+    setup: Setup, chunks_cache: Any
+) -> None:
+    """Its chunks are looked up under the new session, and leased by it."""
+    async with setup.client() as client:
+        await store_one(client)
+        posted: list[Any] = []
+        lanes = SerialLanes(torch.device("cpu"))
+        write_back = WriteBack(client, chunks_cache, posted.append, lanes)
+        match = await client.match(SALT, FIRST)
+        former = replace(match, connection=replace(match.connection))
+        key = ("a", 0, 0)
+        write_back.open(key, SALT, former, 4, must_store=True)
+        write_back.submit(key, [PoolRelease(SALT, match.chunks, FIRST, ())])
+        await until(lambda: bool(posted))
+        assert posted[0].error.reason == "STORE_LOST"
+        assert setup.held() == (1, 0)
+        write_back.flush(key)
+        await setup.nothing_held()
+        await write_back.close()
+
+
+async def test_a_pool_goes_on_without_a_slot_and_without_a_late_answer(
+    setup: Setup, chunks_cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_service.store.client.ANSWER_SECONDS", 0.2)
+    async with setup.client() as client:
+        assert client.connection is not None
+        await store_one(client)
+        posted: list[Any] = []
+        lanes = SerialLanes(torch.device("cpu"))
+        write_back = WriteBack(client, chunks_cache, posted.append, lanes)
+        key, match = ("a", 0, 0), await client.match(SALT, FIRST)
+        write_back.open(key, SALT, match, 4, must_store=True)
+        setup.servicer.held.add("release")
+        release = PoolRelease(SALT, match.chunks, FIRST, ())
+        write_back.submit(key, [release, PoolWrite(0, None)])
+        await until(lambda: bool(posted))
+        assert isinstance(posted[0], PoolWritten)
+        assert posted[0].chunk is not None
+        setup.servicer.let_go.set()
+        # Another one takes the other slots; the chunk can still be written over others.
+        rest = await client.reserve(client.connection, SALT, SLOTS - 2)
+        targets = [row_numbers(np.array([range(4)] * 2), np.array([posted[0].chunk.slot]), 4)] * 2
+        write_back.submit(key, [PoolWrite(0, None), PoolWrite(0, targets)])
+        await until(lambda: len(posted) == 3)
+        assert [each.is_refused for each in posted] == [False, True, False]
+        assert write_back.totals.chunks[WriteResult.STORED] == 2
+        await client.release(client.connection, slots=rest)
         write_back.flush(key)
         await setup.nothing_held()
         await write_back.close()
