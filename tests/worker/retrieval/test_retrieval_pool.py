@@ -11,13 +11,14 @@ from selecting import cache_of
 from stored_prefix import CPU, StoredPrefix, tiny_prefix
 from test_retrieval_sequence_reads import CHUNK, PAGES, guess_at, reads_of
 
-from splitpoint.selection import PoolPolicy
+from splitpoint.selection import PoolPolicy, SelectionMethod
+from splitpoint.shapes import Encoding
 from worker_service.device.cache import DeviceCache
 from worker_service.lanes.lanes import SerialLanes
 from worker_service.retrieval.bounded_pool import BoundedPool, PoolStage
 from worker_service.retrieval.sequence_reads import SequenceReads
-from worker_service.selection.columns import ColumnScreen
-from worker_service.selection.screen import OBSERVED_QUERIES, AttentionShape, TokenRows
+from worker_service.selection.artifacts import Artifacts
+from worker_service.selection.screen import OBSERVED_QUERIES, Guess, KeyScreen, TokenRows
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.pool_rows import move_rows, rows_of_slot, write_rows
 
@@ -27,10 +28,43 @@ PROMPT = 8
 PAGE = 2
 
 
+# Encoding of the store, policy, method, and rule.
+CASES = [
+    *((Encoding.NATIVE, each, "columns", "0.3") for each in PoolPolicy),
+    *((Encoding.NATIVE, each, "columns", "alpha=3,cap=0.4") for each in PoolPolicy),
+    *(
+        (Encoding.NATIVE, PoolPolicy.COUNTER, each, "0.3")
+        for each in ("infinigen", "lowrank", "ranked")
+    ),
+    (Encoding.NATIVE, PoolPolicy.COUNTER, "infinigen", "alpha=3,cap=0.4"),
+    (Encoding.INT8, PoolPolicy.COUNTER, "columns", "0.3"),
+    (Encoding.INT4, PoolPolicy.COUNTER, "infinigen", "0.3"),
+]
+
+
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredPrefix]:
+def prefix(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StoredPrefix]:
+    encoding = getattr(request, "param", Encoding.NATIVE)
     with torch.inference_mode():
-        yield from tiny_prefix("llama", tmp_path_factory, STORED)
+        yield from tiny_prefix("llama", tmp_path_factory, STORED, encoding)
+
+
+def artifacts_of(prefix: StoredPrefix, method: str) -> Artifacts | None:
+    """Return maps of no use to ranking; None if the method needs none."""
+    if method == "columns":
+        return None
+    shape, random = prefix.model.shape, torch.Generator().manual_seed(3)
+    names = ["skew"] if method == "infinigen" else ["query_map", "key_map"]
+    rank = 9 if method == "ranked" else shape.head_dim
+    size = (shape.kv_head_count, shape.head_dim, rank)
+    tensors = {
+        f"layers.{layer}.{name}": torch.randn(size, generator=random) / shape.head_dim**0.5
+        for layer in range(shape.layer_count)
+        for name in names
+    }
+    return Artifacts(SelectionMethod(method), tensors, {})
 
 
 @pytest.fixture
@@ -104,12 +138,14 @@ def check(prefix: StoredPrefix, cache: DeviceCache, reads: SequenceReads, tokens
     for layer in reads.layers:
         positions = pool.positions(layer)
         assert pool.held(layer).all()
-        screen = ColumnScreen(AttentionShape.of(prefix.model.config, layer), 9, int8=False)
+        screen = reads._screens.layer(layer)
+        assert screen is not None
         keys, guess = prefix.computed.keys[layer], guess_at(prefix, layer, position)
         first = guess_at(prefix, layer, PROMPT * CHUNK - 1).queries
         # Its columns are those of the prompt, as the pool's were.
         for part in (keys[: PROMPT * CHUNK], keys[PROMPT * CHUNK : tokens]):
-            screen.extend(TokenRows(inputs=first, queries=first, keys=part))
+            if len(part):
+                screen.extend(TokenRows(inputs=first, queries=first, keys=part))
         truth, found = screen.scores(guess)[0], reads._built[layer].scores(guess)[0]
         for head, held in enumerate(positions):
             assert len(set(held.tolist())) == len(held) == len(slots) * CHUNK
@@ -119,7 +155,9 @@ def check(prefix: StoredPrefix, cache: DeviceCache, reads: SequenceReads, tokens
                 (prefix.tensors.values, prefix.computed.values),
             ):
                 stored = planes[layer][slots, head].flatten(0, 1)
-                assert torch.equal(stored, rows[layer][held, head])
+                native = torch.empty_like(rows[layer][held, head])
+                prefix.tensors.codec.decode(stored, native)
+                assert torch.equal(native, rows[layer][held, head])
             group = len(found) // len(positions)
             for query in range(head * group, (head + 1) * group):
                 assert torch.allclose(found[query], truth[query, held], atol=1e-5)
@@ -143,14 +181,14 @@ def check(prefix: StoredPrefix, cache: DeviceCache, reads: SequenceReads, tokens
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("policy", PoolPolicy)
-@pytest.mark.parametrize("rule", ["0.3", "alpha=3,cap=0.4"])
+@pytest.mark.parametrize(("prefix", "policy", "method", "rule"), CASES, indirect=["prefix"])
 def test_what_is_left_is_where_it_is_said_to_be(
-    prefix: StoredPrefix, slots: list[StoredChunk], policy: PoolPolicy, rule: str
+    prefix: StoredPrefix, slots: list[StoredChunk], policy: PoolPolicy, method: str, rule: str
 ) -> None:
     cache = cache_of(prefix, PAGES)
-    text = f"columns:{rule},columns=9,full_layers=0,sinks=2,recent=4,pool=0.45,policy={policy}"
-    reads = reads_of(prefix, text, cache, SerialLanes(CPU), PROMPT)
+    text = f"{method}:{rule},columns=9,full_layers=0,sinks=2,recent=4,pool=0.45,policy={policy}"
+    artifacts = artifacts_of(prefix, method)
+    reads = reads_of(prefix, text, cache, SerialLanes(CPU), PROMPT, artifacts)
     pool = pool_of(reads)
     assert pool.is_due(PROMPT)
     assert not pool.is_due(PROMPT)
@@ -284,3 +322,56 @@ def test_no_query_of_the_prompt_counts_for_a_later_token(prefix: StoredPrefix, r
             assert (counters[:, place] <= newest + 1 - place).all(), place
         assert (counters[:, :2] == OBSERVED_QUERIES).all()
         assert (counters[:, queries[0] : stored] >= 4).all()
+
+
+@torch.inference_mode()
+def test_alpha_ranks_a_chunk_that_is_on_its_way(
+    prefix: StoredPrefix, slots: list[StoredChunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are on the device until it has been written, before the newest ones."""
+    cache = cache_of(prefix, PAGES)
+    text = "columns:alpha=3,cap=0.4,columns=9,full_layers=0,sinks=2,recent=4,pool=0.3"
+    reads = reads_of(prefix, text, cache, SerialLanes(CPU), PROMPT)
+    start(prefix, reads, slots)
+    position = (PROMPT + 1) * CHUNK + 3
+    screen, pages = reads._built[0], torch.tensor([PAGE, PAGE + 2])
+    assert isinstance(screen, KeyScreen)
+    for page, first in ((PAGE, PROMPT), (PAGE + 2, PROMPT + 1)):
+        rows = prefix.computed.keys[0][first * CHUNK : (first + 1) * CHUNK]
+        cache.keys[0][page] = rows.transpose(0, 1)
+    asked: list[torch.Tensor] = []
+    scores_of = screen.scores_of
+
+    def noted(guess: Guess, keys: torch.Tensor) -> torch.Tensor:
+        asked.append(keys.clone())
+        return scores_of(guess, keys)
+
+    monkeypatch.setattr(screen, "scores_of", noted)
+    assert pool_of(reads).make_room(position - 3) is not None
+    guess = replace(guess_at(prefix, 0, position), first_position=position)
+    reads.begin(0, guess, on_device=pages)
+    assert torch.equal(asked[0], prefix.computed.keys[0][PROMPT * CHUNK : position])
+
+
+@torch.inference_mode()
+def test_a_pool_that_is_refused_a_slot_is_written_over(
+    prefix: StoredPrefix, slots: list[StoredChunk]
+) -> None:
+    cache = cache_of(prefix, PAGES)
+    text = "columns:0.3,columns=9,full_layers=0,sinks=2,recent=4,pool=0.45"
+    reads = reads_of(prefix, text, cache, SerialLanes(CPU), PROMPT)
+    start(prefix, reads, slots)
+    pool = pool_of(reads)
+    assert pool.make_room(9 * CHUNK - 3) is None
+    # Nothing may be behind it that would have to wait for what it becomes.
+    assert not pool.has_room
+    pool.growth_refused()
+    assert pool.has_room
+    for index in (8, 9, 10):
+        write(prefix, cache, reads, slots, index)
+        assert pool.chunk_count == len(reads.chunks) == 3
+        check(prefix, cache, reads, (index + 1) * CHUNK)
+    # Of 12 chunks five may stay, and it asks for one more.
+    write(prefix, cache, reads, slots, 11)
+    assert pool.chunk_count == len(reads.chunks) == 4
+    check(prefix, cache, reads, STORED)
