@@ -305,7 +305,8 @@ class SelectionUsage:
             layer and KV head.
         reused_row_count: rows that were wanted and on the device from steps before.
         link_bytes: of the rows that crossed.
-        evicted_token_count: tokens that left a bounded pool, in each layer and KV head.
+        evicted_token_count: tokens that left a bounded pool, in each layer and KV head; the sum
+            over all attempts.
         pool_bytes: the most host memory that a bounded pool took.
         off_reason: why steps read everything although a selection was asked for; empty: none.
         is_approximate: the text may differ from the exact one.

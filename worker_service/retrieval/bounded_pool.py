@@ -59,7 +59,7 @@ class BoundedPool:
     Attributes:
         stage: see `PoolStage`.
         shared_chunks: chunks in front that are not written over, once it starts.
-        chunk_count: slots of its own, once it starts.
+        chunk_count: slots of its own, once it starts; with one that is asked for.
         evicted_tokens: stored tokens that have left each layer and KV head, as many everywhere;
             not those whose successors are on their way.
     """

@@ -199,7 +199,8 @@ class SequenceReads:
         """Host memory of what the pool keeps in slots of its own."""
         if self.pool is None or not self.pool.is_bound:
             return 0
-        return self.pool.chunk_count * self._cache.layout.chunk_bytes
+        own = len(self.chunks) - self.pool.shared_chunks
+        return own * self._cache.layout.chunk_bytes
 
     @property
     def first_position(self) -> int:
@@ -324,7 +325,7 @@ class SequenceReads:
     ) -> None:
         """Let a layer's pool learn what queries up to this position choose, as in evaluations.
 
-        One by one: the scores of all would take as much as many layers of the cache.
+        One by one: fp32 scores of all 32 take 410 MB for 32 heads and 100,000 tokens.
         """
         pool.begin(layer, self._place_count, self._first_position)
         for at, query in enumerate(torch.split(queries, 1), position + 1 - len(queries)):

@@ -363,6 +363,7 @@ def test_a_pool_that_is_refused_a_slot_is_written_over(
     start(prefix, reads, slots)
     pool = pool_of(reads)
     assert pool.make_room(9 * CHUNK - 3) is None
+    assert reads.pool_bytes == 3 * prefix.layout.chunk_bytes
     # Nothing may be behind it that would have to wait for what it becomes.
     assert not pool.has_room
     pool.growth_refused()
