@@ -258,9 +258,13 @@ def test_a_store_without_room_for_a_pool_keeps_the_chunks(
         check_left(engine)
 
 
-def test_a_store_without_a_slot_more_has_the_pool_written_over(llama: Case) -> None:
-    """A full store stops its growth, and nothing else."""
-    engine = llama.engine(SerialLanes(CPU))
+@pytest.mark.parametrize("steps", [0, 3 * CHUNK])
+def test_a_store_without_a_slot_more_has_the_pool_written_over(
+    llama: Case, steps: int, slow_pools: Callable[[int], None]
+) -> None:
+    """A full store stops its growth, and nothing else: not a request that waits for a page."""
+    slow_pools(steps)
+    engine = llama.engine(SerialLanes(CPU), room_pages=1)
     notes, pool = Notes(llama, engine), llama.runner.store.pool
     note, session = llama.runner.after_step, llama.runner.connection.session_id
     taken: list[tuple[int, int]] = []
@@ -273,17 +277,21 @@ def test_a_store_without_a_slot_more_has_the_pool_written_over(llama: Case) -> N
                 taken.extend((run.first_slot + at, each) for at, each in enumerate(run.generations))
 
     llama.runner.after_step = take
-    request = streamed("2", llama.prompts[2], LONG, salt=b"full", selection=pooled(0.6))
+    request = streamed("2", llama.prompts[2], LONG, salt=bytes([steps]), selection=pooled(0.6))
     transcript = llama.runner.run(engine, [request])
     llama.runner.store.sessions.release(session, [], taken)
     llama.runner.after_step = note
     llama.warm()
     assert transcript.finishes["2"].error is None
     assert len(transcript.tokens["2"]) == LONG.max_tokens
-    usage, first = notes.sums("2"), int(0.6 * 8)
-    assert usage.pool_bytes == first * llama.runner.layout.chunk_bytes
+    usage = notes.sums("2")
+    slots = usage.pool_bytes // llama.runner.layout.chunk_bytes
+    # If late, it asks for one more right behind the release of those that it had.
+    assert slots == int(0.6 * 8) + (1 if steps else 0)
     whole = private_slots(llama, transcript, "2")
-    assert usage.evicted_token_count == (whole - first) * CHUNK
+    # Its last chunks may still be on their way.
+    late = 3 if steps else 0
+    assert whole - late <= slots + usage.evicted_token_count // CHUNK <= whole
     assert held_slots(llama) == 0
     check_left(engine)
 
