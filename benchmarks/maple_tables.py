@@ -27,7 +27,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TableRow:
     """One method for one model.
 
     Attributes:
@@ -53,21 +53,21 @@ class Way:
         return PROFILE.link_bytes_per_second
 
 
-def ways_of(shape: ModelShape, paper: Sequence[tuple[str, str]]) -> Iterator[Way]:
+def rows_of(shape: ModelShape, paper: Sequence[tuple[str, str]]) -> Iterator[TableRow]:
     """Yield the paper's three methods, and ours at the default and the paper's width."""
     dense = float(TOKENS * shape.kv_bytes_per_token)
     read = wanted_rows(Selection.parsed(f"maple:{READ}"), TOKENS) / TOKENS * dense
     sparq = dense / 2 * SPARQ_SHARE
-    yield Way("dense", dense, dense, paper=paper[0])
-    yield Way("SparQ", 1.5 * dense, read + sparq, sparq, paper=paper[1])
+    yield TableRow("dense", dense, dense, paper=paper[0])
+    yield TableRow("SparQ", 1.5 * dense, read + sparq, sparq, paper=paper[1])
     # A quarter of the hidden size in int8, for all heads together.
     kept = float(TOKENS * shape.layer_count * shape.hidden_size // 4)
-    yield Way("MAPLE", dense + kept, read, kept, True, 2.0, paper[2])
+    yield TableRow("MAPLE", dense + kept, read, kept, True, 2.0, paper[2])
     for text in ("maple:0.25,columns=32", "maple:0.25"):
         size, tokens = kept_record(shape, Selection.parsed(text))
         kept = float(TOKENS // tokens * shape.layer_count * size)
         # Scales are read, too, and multiplied once a row.
-        yield Way(f"ours, `{text}`", dense + kept, read, kept, True, 2.0)
+        yield TableRow(f"ours, `{text}`", dense + kept, read, kept, True, 2.0)
 
 
 def rows() -> Iterator[tuple[str, ...]]:
@@ -79,7 +79,7 @@ def rows() -> Iterator[tuple[str, ...]]:
     for name, paper in papers.items():
         shape = BUILT_IN_SHAPES[name]
         dense = TOKENS * shape.kv_bytes_per_token
-        for way in ways_of(shape, paper):
+        for way in rows_of(shape, paper):
             footprint, load = (
                 f"{size / _GIB:,.1f}" + (f" ({printed})" if printed else "")
                 for size, printed in zip((way.footprint, way.load), way.paper, strict=True)

@@ -125,8 +125,9 @@ class Selection:
 
     Attributes:
         ratio: fraction of the visible tokens that a query reads, in (0, 1]; 1 is exact.
-        alpha: read tokens whose guessed logit is above the row's largest minus this (InfiniGen).
-            Infinity with `cap` 1 is exact.
+        alpha: heads count the tokens whose guessed logit is above their largest minus this; each
+            KV head reads as many of its best as the counts are in the mean (InfiniGen, section
+            4.3). Infinity with `cap` 1 is exact.
         budget_tokens: tokens that a query chooses at most. Served steps also read what else is on
             the device: the window, the tail, and, as with a ratio, all rows of the pages that hold
             chosen ones.
@@ -363,8 +364,7 @@ def check_served(selection: Selection) -> None:
     if not selection.is_full and selection.method not in SERVED_METHODS:
         raise _wrong(
             "method",
-            f"{selection.method} is measured by `splitpoint eval` only; served are "
-            f"{', '.join(SERVED_METHODS)}",
+            f"{selection.method} is measured, not served; served are {', '.join(SERVED_METHODS)}",
         )
     if selection.pool is not None:
         _check_served_pool(selection)

@@ -206,8 +206,11 @@ def calibrate(
     started, progress = time.monotonic(), Progress()
     passages = calibration_passages(folder, text, tokens, length, seed)
     tuning = None
-    if method is SelectionMethod.MAPLE and ratio:
-        tuning = FineTuning(Selection(method=method, ratio=ratio, columns=rank), alpha)
+    if method is SelectionMethod.MAPLE and ratio and epochs:
+        selection = Selection(method=method, ratio=ratio, columns=rank)
+        # A model whose layers all read everything has nothing to tune.
+        if selection.exact_layers < shape.layer_count:
+            tuning = FineTuning(selection, alpha)
     with plain_weights() if tuning else nullcontext():
         decoder = Decoder.load(folder, choose_device(device), TORCH_TYPES[shape.data_type])
     made, layers = calibrated(

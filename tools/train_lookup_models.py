@@ -400,18 +400,27 @@ def right_answers(
 # -- result -----------------------------------------------------------------------
 
 
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=base.HelpFormatter)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: seconds, and no use")
-    parser.add_argument("--minutes", type=float, help="end the schedule after this time")
-    parser.add_argument("--tokens", type=int, help="train on this many tokens")
+    parser.add_argument("--minutes", type=_above_zero, help="end the schedule after this time")
+    parser.add_argument("--tokens", type=int, help="train on this many tokens; default: 16 M")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="torch threads")
     options = parser.parse_args()
 
-    changed = {"seed": options.seed, **({"tokens": options.tokens} if options.tokens else {})}
+    changed = {"seed": options.seed}
+    if options.tokens is not None:
+        changed["tokens"] = options.tokens
     settings = Settings(options.family, **{**(_SMOKE if options.smoke else {}), **changed})
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -40,8 +40,8 @@ SCALE_BYTES = 2
 CLUSTER_TOKENS = 32
 SEGMENT_TOKENS = 256
 _FLOAT_BYTES = 4
-# Share of the tokens that alpha is expected to read: InfiniGen's alphas of 4 and 5 read less than
-# this on average (section 5.1), and `splitpoint eval` 7 and 12 % with them.
+# Share of the tokens that alpha is expected to read, whatever it is: `splitpoint eval` reads 7 %
+# with 4 and 12 % with 5, InfiniGen's own values (section 5.1).
 ALPHA_SHARE = 0.1
 
 

@@ -187,7 +187,8 @@ class HeavyHitterHost:
             moved = sum(int(span.amount) for span in spans if span.lane is Lane.LINK_IN)
             seconds = time.perf_counter() - began
             steps.append(Step(seconds, link_bytes=moved, token_count=len(texts)))
-        sums = sum(layer.received.nbytes for layers in kept for layer in layers)
+        tables = [(layer.received, layer.positions) for layers in kept for layer in layers]
+        sums = sum(table.nbytes for pair in tables for table in pair)
         return OffloadSample(
             steps=tuple(steps),
             tokens=tuple(map(tuple, texts)),

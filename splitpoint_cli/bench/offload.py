@@ -287,6 +287,10 @@ def _selection(text: str) -> Selection:
     selection = Selection.parsed(text)
     if selection.reads_all:
         raise InvalidArgument(f"{selection} reads every token: full load does", field="select")
+    if selection.pool is not None:
+        raise InvalidArgument("bounded pools are not measured here", field="select")
+    if selection.method is SelectionMethod.H2O and selection.estimate:
+        raise InvalidArgument("h2o keeps nothing of what it evicts: no estimate", field="select")
     if selection.method is not SelectionMethod.H2O or selection.verify:
         check_served(selection)
     return selection
@@ -301,13 +305,18 @@ def _is_measured_alone(selection: Selection) -> bool:
 def _check_comparable(selections: tuple[Selection, ...], kv_encoding: list[str]) -> None:
     """Raise InvalidArgument for selections that cannot be in one table."""
     if kv_encoding:
-        raise InvalidArgument("--kv-encoding needs one --select alone", field="kv_encoding")
+        raise InvalidArgument(
+            "--kv-encoding takes one --select, without verify, of a method without factors",
+            field="kv_encoding",
+        )
     columns: dict[SelectionMethod, int | None] = {}
     for each in selections:
         if each.method.is_calibrated and columns.setdefault(each.method, each.columns) != (
             each.columns
         ):
-            raise InvalidArgument(f"{each.method} has other columns twice", field="select")
+            raise InvalidArgument(
+                f"{each.method} needs the same columns in every --select", field="select"
+            )
 
 
 def _drafting(texts: list[str], method: DraftMethod) -> Selection:

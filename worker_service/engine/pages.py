@@ -351,8 +351,9 @@ class PageManager:
             is_full = chunk.token_count == self._chunk_tokens
             if is_full:
                 sequence.stored.append(chunk)
-                self._move_window(sequence)
+                # Screens learn from what leaves the window, as the store has it.
                 self._round_kept(sequence, index)
+                self._move_window(sequence)
             if input_page is None:
                 continue
             if is_full and index < sequence.kept_inputs:
