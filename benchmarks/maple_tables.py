@@ -1,6 +1,6 @@
 """MAPLE's Table 1 and roofline beside ours, computed: docs/papers/maple.md holds them.
 
-    python -m benchmarks.maple_tables
+    python -m benchmarks.maple_tables [--json] [--output FILE]
 
 128 sequences of 8,192 tokens, of which a step reads a quarter. SparQ keeps K twice and reads 2 of
 128 columns of one copy over the link to rank all tokens, as the paper's figures imply. Low-rank
@@ -9,10 +9,12 @@ keys lie on the device. The device is the built-in A100: rates assumed from data
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from benchmarks.harness import finish, parser_of
 from benchmarks.kvpr_tables import table
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.residency.selecting import kept_record, wanted_rows
@@ -99,13 +101,17 @@ def rows() -> Iterator[tuple[str, ...]]:
             )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args(arguments)
+def show(result: Mapping[str, Any]) -> None:
+    print("\n".join(table(result["head"], result["rows"])))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser_of(__doc__).parse_args(arguments)
     head = ("model", "method", "footprint, GiB", "overhead", "load a step, GiB", "reduction")
-    print("\n".join(table((*head, "TFLOP/s of ranking, at most", "ranking, ms"), rows())))
+    ranking = ("TFLOP/s of ranking, at most", "ranking, ms")
+    finish(options, {"head": [*head, *ranking], "rows": [*rows()]}, show)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

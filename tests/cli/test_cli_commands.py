@@ -187,6 +187,8 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
                 "is_approximate": False,
                 "read_ratio": 1.0,
                 "skipped_token_count": 0,
+                "evicted_token_count": 0,
+                "pool_bytes": 0,
             },
         },
         "logprobs": None,
