@@ -195,13 +195,13 @@ def test_what_a_newer_peer_lists_is_left_out_if_it_is_unknown() -> None:
     assert list(known_draft_methods([newest, types_pb2.DRAFT_METHOD_SELF])) == [DraftMethod.SELF]
 
 
-def test_what_only_eval_measures_is_not_served() -> None:
+def test_what_is_only_measured_is_not_served() -> None:
     for text, field in (("oracle:0.1", "method"), ("h2o:0.1", "method"), ("maple:0.1", "")):
         selection = Selection.parsed(text)
         if not field:
             check_served(selection)
             continue
-        with pytest.raises(InvalidArgument, match="splitpoint eval") as caught:
+        with pytest.raises(InvalidArgument, match="is measured, not served; served are") as caught:
             check_served(selection)
         assert caught.value.field == f"selection.{field}"
     check_served(Selection.parsed("columns:0.1,estimate"))

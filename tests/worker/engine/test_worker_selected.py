@@ -376,7 +376,7 @@ def test_what_a_selection_computed_is_no_other_requests_prefix(llama: Case, lane
 def test_keys_of_chunks_that_leave_later_are_made_of_stored_layer_inputs(
     llama: Case, lanes: Lanes, more: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading all tokens, also those, is exact; X of each comes over the link once."""
+    """Reading all tokens, also those, is exact; their X comes over the link."""
     source = ScreenSource(llama.model.config, drawn_artifacts(llama))
     monkeypatch.setattr(engine_module, "ScreenSource", lambda *_: source)
     long, prompt = Sampling(max_tokens=3 * CHUNK, ignore_eos=True), llama.prompts[2]
@@ -391,8 +391,8 @@ def test_keys_of_chunks_that_leave_later_are_made_of_stored_layer_inputs(
     assert tokens[0] == tokens[1]
     final = len(prompt) + 3 * CHUNK
     layers = llama.model.shape.layer_count
-    stored = final // CHUNK * CHUNK
-    assert layers * (stored - 2 * CHUNK) <= sent[1] - sent[0] <= layers * stored
+    # Exact steps send X, too, as much as their splits say.
+    assert sent[1] - sent[0] >= layers * (final // CHUNK - 2) * CHUNK
 
 
 def test_layers_whose_weights_are_on_the_host_choose_when_they_begin(
