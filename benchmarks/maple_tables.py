@@ -81,23 +81,23 @@ def rows() -> Iterator[tuple[str, ...]]:
     for name, paper in papers.items():
         shape = BUILT_IN_SHAPES[name]
         dense = TOKENS * shape.kv_bytes_per_token
-        for way in rows_of(shape, paper):
+        for row in rows_of(shape, paper):
             footprint, load = (
                 f"{size / _GIB:,.1f}" + (f" ({printed})" if printed else "")
-                for size, printed in zip((way.footprint, way.load), way.paper, strict=True)
+                for size, printed in zip((row.footprint, row.load), row.paper, strict=True)
             )
             ranked = ("-", "-")
-            if way.screened:
+            if row.screened:
                 attainable = min(
-                    PROFILE.rebuild_flops_per_second, way.flop_per_byte * way.bandwidth
+                    PROFILE.rebuild_flops_per_second, row.flop_per_byte * row.bandwidth
                 )
                 ranked = (
                     f"{attainable / 1e12:.3g}",
-                    f"{1e3 * way.screened / way.bandwidth:,.0f}",
+                    f"{1e3 * row.screened / row.bandwidth:,.0f}",
                 )
             yield (
-                *(shape.name, way.name, footprint, f"+{100 * (way.footprint / dense - 1):.1f} %"),
-                *(load, f"−{100 * (1 - way.load / dense):.1f} %", *ranked),
+                *(shape.name, row.name, footprint, f"+{100 * (row.footprint / dense - 1):.1f} %"),
+                *(load, f"−{100 * (1 - row.load / dense):.1f} %", *ranked),
             )
 
 

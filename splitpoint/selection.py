@@ -360,7 +360,7 @@ UNUSED = SelectionUsage()
 
 
 def check_served(selection: Selection) -> None:
-    """Raise InvalidArgument for what only `splitpoint eval` can do."""
+    """Raise InvalidArgument for what no worker can serve."""
     if not selection.is_full and selection.method not in SERVED_METHODS:
         raise _wrong(
             "method",

@@ -25,6 +25,7 @@ import torch
 from splitpoint.shapes import Encoding
 from worker_service.device.copies import are_pinned
 from worker_service.device.pinning import piece_slots
+from worker_service.store.arena_tensors import as_rows
 from worker_service.store.quantization import decode
 
 log = logging.getLogger(__name__)
@@ -145,7 +146,7 @@ def _gather_here(
     plane: RowPlane, origins: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
 ) -> None:
     """Copy rows between planes of the host, in this thread alone."""
-    source, target = _as_rows(plane.source), _as_rows(plane.target)
+    source, target = as_rows(plane.source), as_rows(plane.target)
     if plane.encoding is Encoding.NATIVE:
         target[places] = source.take(origins)
         return
@@ -157,7 +158,7 @@ def _gather_here(
         rows = torch.from_numpy(stored.view(np.uint8).reshape(len(stored), -1))
         decoded = torch.empty((len(stored), width), dtype=plane.target.dtype)
         decode(rows, plane.encoding, decoded)
-        target[places[first : first + step]] = _as_rows(decoded)
+        target[places[first : first + step]] = as_rows(decoded)
 
 
 def _through_pinned(
@@ -170,18 +171,12 @@ def _through_pinned(
         source, target = plane.source, plane.target.view(-1, plane.target.shape[-1])
         # torch keeps the pinned memory until the copy is done.
         pinned = torch.empty((len(rows), source.shape[-1]), dtype=source.dtype, pin_memory=True)
-        _as_rows(source).take(rows, out=_as_rows(pinned), mode="clip")
+        as_rows(source).take(rows, out=as_rows(pinned), mode="clip")
         sent = pinned.to(target.device, non_blocking=True)
         if plane.encoding is not Encoding.NATIVE:
             stored, sent = sent, target.new_empty((len(rows), target.shape[1]))
             decode(stored, plane.encoding, sent)
         target.index_copy_(0, places, sent)
-
-
-def _as_rows(plane: torch.Tensor) -> npt.NDArray[np.void]:
-    """Return host memory `[..., d]` as an array of rows, each one opaque element."""
-    data = plane.view(torch.uint8).numpy()
-    return data.view(np.dtype((np.void, data.shape[-1]))).reshape(-1)
 
 
 def _word_of(row_bytes: int) -> torch.dtype:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from splitpoint.arena.mapping import Arena
@@ -115,3 +117,9 @@ class ArenaTensors:
             )
             for is_sealed in {chunk.is_sealed for chunk in chunks} or {True}
         )
+
+
+def as_rows(plane: torch.Tensor) -> npt.NDArray[np.void]:
+    """Return host memory `[..., d]` as an array of rows, each one opaque element."""
+    data = plane.view(torch.uint8).numpy()
+    return data.view(np.dtype((np.void, data.shape[-1]))).reshape(-1)

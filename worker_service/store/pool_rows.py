@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from worker_service.device.cache import DeviceCache
-from worker_service.store.arena_tensors import ArenaTensors
+from worker_service.store.arena_tensors import ArenaTensors, as_rows
 
 # int64 `[n_kv, n]` for each layer: numbers of rows in a plane `[slots, n_kv, C, d]`.
 RowNumbers = Sequence[npt.NDArray[np.int64]]
@@ -39,7 +38,7 @@ def move_rows(tensors: ArenaTensors, sources: RowNumbers, slots: Sequence[int]) 
     chunk = tensors.layout.chunk_tokens
     for layer, of_layer in enumerate(sources):
         for plane in (tensors.keys[layer], tensors.values[layer]):
-            rows = _as_rows(plane)
+            rows = as_rows(plane)
             for place, slot in enumerate(slots):
                 moved = of_layer[:, place * chunk : (place + 1) * chunk]
                 rows[rows_of_slot(slot, len(of_layer), chunk)] = rows[moved]
@@ -54,10 +53,4 @@ def write_rows(cache: DeviceCache, tensors: ArenaTensors, page: int, targets: Ro
         ):
             native = pages[page : page + 1]
             stored = native if tensors.codec.is_native else tensors.codec.encode(native)
-            _as_rows(plane)[of_layer] = _as_rows(stored[0].cpu()).reshape(of_layer.shape)
-
-
-def _as_rows(plane: torch.Tensor) -> npt.NDArray[np.void]:
-    """Return host memory `[..., n]` as an array of rows, each one opaque element."""
-    data = plane.contiguous().view(torch.uint8).numpy()
-    return data.view(np.dtype((np.void, data.shape[-1]))).reshape(-1)
+            as_rows(plane)[of_layer] = as_rows(stored[0].cpu()).reshape(of_layer.shape)

@@ -510,22 +510,27 @@ def test_a_report_of_selections_compares_steps_and_says_what_differences_save() 
     assert found["link_bytes_are_those_chosen"] is None
 
 
-def test_a_small_run_of_a_selection_counts_what_crosses_the_link(tmp_path: Path) -> None:
-    output = tmp_path / "report.json"
+def small_run_of_a_selection(folder: Path, **options: Any) -> dict[str, Any]:
+    """Return the report of three layers with random weights, a tenth of whose tokens are read."""
+    output = folder / "report.json"
     offload(
         shape="smollm2-135m",
         layers=3,
         kv_heads=3,
         batch=1,
         new=6,
-        link_rate="10MB/s",
         threads=1,
         repeats=1,
         select=["columns:0.1"],
-        length=[300, 450],
         output=output,
+        **options,
     )
-    report = json.loads(output.read_text())
+    report: dict[str, Any] = json.loads(output.read_text())
+    return report
+
+
+def test_a_small_run_of_a_selection_counts_what_crosses_the_link(tmp_path: Path) -> None:
+    report = small_run_of_a_selection(tmp_path, link_rate="10MB/s", length=[300, 450])
     assert report["weights"] == "random"
     assert [each["cached"] for each in report["results"]] == [300, 450]
     for length in report["results"]:
@@ -542,23 +547,10 @@ def test_a_small_run_of_a_selection_counts_what_crosses_the_link(tmp_path: Path)
 
 
 def test_a_selection_is_measured_from_an_encoded_store_too(tmp_path: Path) -> None:
-    output = tmp_path / "report.json"
-    offload(
-        shape="smollm2-135m",
-        layers=3,
-        kv_heads=3,
-        batch=1,
-        new=6,
-        # Slow enough for a selection to gain from int8.
-        link_rate="4MB/s",
-        threads=1,
-        repeats=1,
-        select=["columns:0.1"],
-        length=[300],
-        kv_encoding=["int8"],
-        output=output,
-    )
-    (length,) = json.loads(output.read_text())["results"]
+    # Slow enough for a selection to gain from int8.
+    rate, encodings = "4MB/s", ["int8"]
+    report = small_run_of_a_selection(tmp_path, link_rate=rate, length=[300], kv_encoding=encodings)
+    (length,) = report["results"]
     assert length["link_bytes_are_those_chosen"]
     # 66 bytes for 256; whole chunks and rows alike.
     encoded, native = (length["contenders"][name] for name in (f"{SELECTED}, int8", SELECTED))
