@@ -67,13 +67,14 @@ proto: setup $(VENV)/.proto  ## Generate the gRPC stubs from proto/
 demo: proto  ## Two CPU workers on one store: cold and warm, then everything stops
 	@$(BIN)/python -m splitpoint_cli.demo
 
-# What is shipped beside the services: `.ci/run` tests it, and so does whoever changes it.
-SHIPPED_TESTS := tests/deploy tests/monitoring tests/packaging tests/gateway/test_page.py tests/gateway/test_page_files.py
+# What is beside the services: `.ci/run` tests it, and so does whoever changes it.
+SHIPPED_TESTS := tests/deploy tests/monitoring tests/packaging tests/benchmarks \
+	$(wildcard tests/gateway/test_page*.py tests/tools/test_tools_train*.py)
 
 test: proto  ## Run the tests of the services; `make test-shipped` has the rest
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(SHIPPED_TESTS)) $(ARGS)
 
-test-shipped: proto  ## Test the chart, the packages, the dashboards, and the page in a browser
+test-shipped: proto  ## Test the chart, packages, dashboards, the page in a browser, benchmarks, and training
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(SHIPPED_TESTS) $(ARGS)
 
 package-test: proto  ## Install the wheel with each extra into a clean environment
