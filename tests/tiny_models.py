@@ -131,17 +131,16 @@ _BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
         )
     ),
     # Norms on q and k, head_dim is not hidden / heads.
-    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**_sizes(head_dim=24, **more))),
+    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**_sizes(**{"head_dim": 24, **more}))),
     # Every other layer with a window, soft caps, norms before and behind, odd score scale.
     "gemma2": lambda **more: Gemma2ForCausalLM(
         Gemma2Config(
             **_sizes(
-                head_dim=32,
                 sliding_window=24,
                 query_pre_attn_scalar=20,
                 attn_logit_softcapping=2.0,
                 final_logit_softcapping=10.0,
-                **{"num_hidden_layers": 4, **more},
+                **{"num_hidden_layers": 4, "head_dim": 32, **more},
             )
         )
     ),

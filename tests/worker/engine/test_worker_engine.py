@@ -19,8 +19,12 @@ from worker_service.engine.sampling import Sampling
 GREEDY_64 = Sampling(max_tokens=64, ignore_eos=True)
 # Below, at and above chunk (16) and step budget (64) borders.
 LENGTHS = (1, 15, 16, 17, 64, 65, 130, 200)
+# Grouped queries, shards, tied; windows below full layers. Borders are the engine's, and the same
+# for all: other checkpoints have a short prompt, one of two steps, and one beyond their windows.
+AT_ALL_LENGTHS = CASES if scaled(0, chaos=1) else ("llama-3", "gemma3")
+SOME_LENGTHS = (1, 17, 130)
 # As many as in tests/e2e/test_e2e_parity.py: references are shared.
-NEW_TOKENS = scaled(24, chaos=64)
+NEW_TOKENS = scaled(18, chaos=64)
 GREEDY = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
@@ -39,14 +43,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_greedy_tokens_equal_transformers_alone_and_together(case: str, tmp_path: Path) -> None:
     folder = write_tiny(case, tmp_path)
     reference = build_tiny(case)
-    prompts, wanted = zip(*(clear_prompt(reference, n, NEW_TOKENS) for n in LENGTHS), strict=True)
+    lengths = LENGTHS if case in AT_ALL_LENGTHS else SOME_LENGTHS
+    prompts, wanted = zip(*(clear_prompt(reference, n, NEW_TOKENS) for n in lengths), strict=True)
     engine = make_engine(folder)
     together = run_all(
         engine,
         [admission(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)],
     )
     assert [together.tokens[str(i)] for i in range(len(prompts))] == list(wanted)
-    for i in (0, 3, 6):
+    for i in (0, 3, 6) if case in AT_ALL_LENGTHS else (2,):
         alone = run_all(engine, [admission("alone", prompts[i], GREEDY)])
         assert alone.tokens["alone"] == wanted[i]
     assert engine.cache.pages.used_count == 0

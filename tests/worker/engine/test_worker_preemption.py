@@ -31,7 +31,7 @@ from worker_service.model.decoder import Decoder
 
 CHUNK = 16
 CHAOS = pytest.mark.chaos
-HISTORIES = scaled(100, chaos=1000)
+HISTORIES = scaled(60, chaos=1000)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

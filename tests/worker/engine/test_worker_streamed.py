@@ -151,7 +151,7 @@ def make_case(name: str, folder: Path, encoding: Encoding = Encoding.NATIVE) -> 
 
 
 # GQA; learned positions; windows everywhere; windows above; norms on keys.
-CASES = ("llama-3", "opt", "mistral", "qwen2-windows", "qwen3", "llama", "gemma2", "gemma3")
+CASES = ("llama-3", "opt", "mistral", "qwen2-windows", "qwen3", "gemma2", "gemma3")
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -173,22 +173,26 @@ def lanes() -> Iterator[ThreadLanes]:
     opened.close()
 
 
-def each_in_one(splits: Sequence[int], others: Sequence[int]) -> pytest.MarkDecorator:
-    """All splits in the first family, and these in the others; the rest in `make chaos`."""
+def each_in_one(
+    splits: Sequence[int], other: int, families: Sequence[str] = CASES
+) -> pytest.MarkDecorator:
+    """All splits in the first family, and one in these others; the rest in `make chaos`."""
+
+    def is_essential(case: str, split: int) -> bool:
+        return case == CASES[0] or (case in families and split == other)
+
     return pytest.mark.parametrize(
         ("case", "split"),
         [
-            pytest.param(
-                *each, marks=[] if each[0] == CASES[0] or each[1] in others else pytest.mark.chaos
-            )
+            pytest.param(*each, marks=[] if is_essential(*each) else pytest.mark.chaos)
             for each in itertools.product(CASES, splits)
         ],
         indirect=["case"],
     )
 
 
-# In the middle of a chunk, and everything.
-@each_in_one(SPLITS, others=(56, 1000))
+# In the middle of a chunk: some is rebuilt, and some loaded.
+@each_in_one(SPLITS, 56)
 def test_tokens_are_those_of_transformers(case: Case, split: int, lanes: ThreadLanes) -> None:
     """Batch several streamed sequences with a resident one, from a warm store."""
     case.run(case.engine(lanes, tile_pages=(1, 3, 16)[split % 3]), split, residents=[1])
@@ -210,7 +214,7 @@ def test_the_serial_twin_computes_the_same_bits(
     assert overlapped == serial
 
 
-@each_in_one([0, 24, 1000], others=[24])
+@each_in_one([0, 24, 1000], 24, ("opt", "gemma3"))
 def test_a_long_prompt_is_prefilled_behind_a_prefix_in_the_store(
     case: Case, split: int, lanes: ThreadLanes
 ) -> None:

@@ -84,14 +84,10 @@ def test_keys_and_values_rebuilt_from_activations(case: str, folders: dict[str, 
                 keys, values = layer.project_kv(
                     inputs[first:last], model.rotary(torch.arange(first, last))
                 )
-                for row in range(first, last):
-                    for pool, rebuilt in ((runner.keys, keys), (runner.values, values)):
-                        torch.testing.assert_close(
-                            rebuilt[row - first],
-                            pool[index][pages[row // 8], :, row % 8],
-                            atol=2e-6,
-                            rtol=1e-5,
-                        )
+                rows = torch.arange(first, last)
+                at = torch.tensor(pages)[rows // 8], slice(None), rows % 8
+                for pool, rebuilt in ((runner.keys, keys), (runner.values, values)):
+                    torch.testing.assert_close(rebuilt, pool[index][at], atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -18,7 +18,7 @@ from local_stack import StackShape, serving_worker, start_store, stop_process
 from long_runs import scaled
 from stored_prefix import CPU, StoredPrefix, stored_prefix, tiny_prefix, token_ids
 from stream_double import StreamDouble
-from tiny_models import FAMILY_CASES, build_tiny, clear_prompt, write_tiny
+from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import ChunkLost
 from splitpoint.planning.bidirectional import LEAST_BLOCK_TOKENS
@@ -41,8 +41,9 @@ CHUNK = 16
 TOKENS = 470  # the last chunk is partial
 PAGES = 32
 BLOCK = 128
-# Grouped and plain heads, windows in all layers, in some, and norms after the sums.
-CASES = (*FAMILY_CASES, "qwen2-windows", "opt-post-norm")
+# Plain and grouped heads, of another width and in another number of layers: nothing is computed
+# here but rows that are as stored, so no more of a family matters.
+CASES = ("opt", "llama-3", "gemma3")
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -197,11 +198,11 @@ def restore_and_compare(
         """Write what a prefill would compute."""
 
         def call() -> None:
-            for position in range(first, last):
-                page, row = pages[position // CHUNK], position % CHUNK
-                for layer, computed in enumerate(stored.computed.keys):
-                    keys[layer][page, :, row] = computed[position]
-                    values[layer][page, :, row] = stored.computed.values[layer][position]
+            positions = torch.arange(first, last)
+            at = torch.tensor(pages)[positions // CHUNK], slice(None), positions % CHUNK
+            for layer, computed in enumerate(stored.computed.keys):
+                keys[layer][at] = computed[first:last]
+                values[layer][at] = stored.computed.values[layer][first:last]
 
         return Work("prefill", call, tokens=last - first)
 
