@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import AsyncIterator
@@ -23,6 +24,7 @@ NEW_TOKENS = 12
 # Nothing but what a worker reads and reports is ever read back.
 SHAPE = StackShape(workers=1, verify_rate=0.0, store_arguments=("--scrub-seconds", "0"))
 SCRUB_SECONDS = 0.3
+RESIDENCIES = (Residency.RESIDENT, Residency.STREAMED)
 # A reader has no use for the record and the token row: only the store compares them.
 READERS_SEE = [where for where in WHERE if where not in ("record", "token row")]
 
@@ -92,14 +94,13 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("residency", [Residency.RESIDENT, Residency.STREAMED])
 async def test_damage_before_the_first_read_is_never_served(
-    folder: Path, tmp_path: Path, cases: list[Case], residency: Residency
+    folder: Path, tmp_path: Path, cases: list[Case]
 ) -> None:
     """A flipped bit in a chunk, full or partial, that the worker has not read yet."""
-    case = cases[0]
+    case, tries = cases[0], list(itertools.product(RESIDENCIES, READERS_SEE))
     async with damaged_stack(folder, tmp_path, SHAPE) as (stack, arena):
-        for number, where in enumerate(READERS_SEE):
+        for number, (residency, where) in enumerate(tries):
             await stack.store.Evict(kvstore_pb2.EvictRequest())
             await check(stack, case)
             await stack.assert_clean()
@@ -114,20 +115,19 @@ async def test_damage_before_the_first_read_is_never_served(
             again = await check(stack, case, residency)
             assert again.usage.cached_tokens > answer.usage.cached_tokens, where
         await stack.assert_clean()
-        assert (await stack.store_stats()).damaged_chunk_count == len(READERS_SEE)
-        words = READERS_SEE.count("commit word")
-        assert verified(stack)[1] == len(READERS_SEE) - words
-        assert stack.workers[0].runtime.counters.chunk_losses == len(READERS_SEE)
+        assert (await stack.store_stats()).damaged_chunk_count == len(tries)
+        words = sum(where == "commit word" for _, where in tries)
+        assert verified(stack)[1] == len(tries) - words
+        assert stack.workers[0].runtime.counters.chunk_losses == len(tries)
 
 
-@pytest.mark.parametrize("residency", [Residency.RESIDENT, Residency.STREAMED])
 async def test_what_shows_by_itself_is_healed_without_a_checksum(
-    folder: Path, tmp_path: Path, cases: list[Case], residency: Residency
+    folder: Path, tmp_path: Path, cases: list[Case]
 ) -> None:
     """NaN and commit words, in a chunk that the worker compared before."""
-    case = cases[1]
+    case, tries = cases[1], itertools.product(RESIDENCIES, ("NaN in K", "NaN in V", "commit word"))
     async with damaged_stack(folder, tmp_path, SHAPE) as (stack, arena):
-        for number, where in enumerate(("NaN in K", "NaN in V", "commit word")):
+        for number, (residency, where) in enumerate(tries):
             await check(stack, case)
             await check(stack, case, residency)
             before = verified(stack)
@@ -160,7 +160,7 @@ async def test_sampling_finds_what_the_first_read_could_not(
 ) -> None:
     case = cases[1]
     async with damaged_stack(folder, tmp_path, replace(SHAPE, verify_rate=1.0)) as (stack, arena):
-        for residency in (Residency.RESIDENT, Residency.STREAMED):
+        for residency in RESIDENCIES:
             await check(stack, case)
             await check(stack, case, residency)
             arena.damage("V row", arena.sealed()[1].slot)
@@ -254,7 +254,7 @@ async def test_flipped_bits_under_load(
             nonlocal checked, early, early_wrong, strict
             while not over.is_set():
                 case = rng.choice(cases)
-                residency = rng.choice([Residency.RESIDENT, Residency.STREAMED])
+                residency = rng.choice(RESIDENCIES)
                 is_strict = must_be_right.is_set()
                 strict += is_strict
                 answer = await ask(stack, case, residency)

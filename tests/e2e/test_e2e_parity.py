@@ -21,7 +21,8 @@ from splitpoint.client.answers import Completion
 from splitpoint.planning.plan import Residency
 
 LENGTHS = (1, 15, 16, 17, 47, 64, 65, 130)
-NEW_TOKENS = scaled(24, chaos=64)
+# Each answer crosses a border of chunks of 16.
+NEW_TOKENS = scaled(18, chaos=64)
 
 pytestmark = pytest.mark.scaled
 
@@ -106,7 +107,7 @@ ALL_PAIRS = ("llama-3", "gemma3")
 async def test_every_checkpoint_through_the_stack(case: str, tmp_path: Path) -> None:
     """Restore each at every split; send all lengths side by side through some.
 
-    `tests/worker/engine/test_worker_engine.py` runs these lengths in batches for all of them, and
+    `tests/worker/engine/test_worker_engine.py` runs all of them in batches of such lengths, and
     `tests/worker/pipeline/test_worker_restore.py` restores all of them at every split.
     """
     model, is_long = build_tiny(case), bool(scaled(0, chaos=1))
