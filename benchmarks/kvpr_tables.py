@@ -40,12 +40,7 @@ CHUNK_TOKENS = 64
 # X of this many tokens fits the staging memory that a worker takes on such a GPU.
 STAGING_TOKENS = 48 * CHUNK_TOKENS
 
-# The paper's card has 40 GB, with slower memory than the built-in profile's of 80 GB (1.94 TB/s).
-A100 = replace(
-    BUILT_IN_PROFILES["a100-pcie4"],
-    memory_seconds_per_byte=1 / (0.8 * 1.555e12),
-    description="A100 40 GB, PCIe 4 x16: assumed from data sheets, not measured",
-)
+A100 = BUILT_IN_PROFILES["a100-40"]
 # Section A.5: 89.2 TFLOPS and 16 GB/s (PCIe 4.0 x8) at their peaks, 448 GB/s of memory;
 # assumed to reach the shares of them that the built-in profiles assume.
 RTX_5000 = replace(

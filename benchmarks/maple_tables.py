@@ -24,7 +24,7 @@ from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
 TOKENS = 128 * 8192
 READ = 0.25
 SPARQ_SHARE = 1 / 64
-PROFILE = BUILT_IN_PROFILES["a100-pcie4"]
+PROFILE = BUILT_IN_PROFILES["a100-80"]
 _GIB = 1 << 30
 
 

@@ -14,7 +14,7 @@ from scheduler_service.api.request import Request
 from scheduler_service.cluster.connection import ReadyWorker, WorkerConnection
 from scheduler_service.requests.counters import Limit
 from scheduler_service.requests.lifecycle import RequestManager
-from splitpoint.costs.first_token import kappa_crit
+from splitpoint.costs.bottleneck import kappa_crit
 from splitpoint.transport.convert import profile_to_proto, selection_numbers
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc

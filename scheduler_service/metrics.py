@@ -10,7 +10,7 @@ from scheduler_service.requests.admission import AdmissionQueue
 from scheduler_service.requests.counters import Counters
 from scheduler_service.requests.lifecycle import RequestManager
 from scheduler_service.requests.tenants import TenantFacts
-from splitpoint.costs.first_token import kappa_crit
+from splitpoint.costs.bottleneck import kappa_crit
 from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
 

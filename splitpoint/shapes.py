@@ -106,6 +106,11 @@ class ModelShape:
         held_weight_bytes: bytes of all weights where a device must hold them all: of a model by
             transformers' code, whose experts no dimension here tells, or of a quantised
             checkpoint; None: the dimensions say.
+        active_parameters: elements of the layers' matrices that one token is multiplied with, if
+            it is sent to a part of the experts only, or if attention is latent; None: the
+            dimensions say.
+        latent_width: elements per token and layer that latent attention needs cached; None: it is
+            not latent. K and V of every head, which this version caches, follow from them.
     """
 
     name: str
@@ -122,6 +127,8 @@ class ModelShape:
     gated_mlp: bool = True
     tied_embeddings: bool = False
     held_weight_bytes: int | None = None
+    active_parameters: int | None = None
+    latent_width: int | None = None
 
     def __post_init__(self) -> None:
         for field in (
@@ -192,6 +199,16 @@ class ModelShape:
         return self.layer_count * self.stored_kv_bytes_per_token_layer(encoding)
 
     @property
+    def least_kv_bytes_per_token(self) -> int:
+        """B_kv of the architecture: `L * (r + d_rope) * p` of latent attention, else as cached.
+
+        The bottleneck paper's Eq. 2 prints a product, where only the sum gives its 70 KB.
+        """
+        if self.latent_width is None:
+            return self.kv_bytes_per_token
+        return self.layer_count * self.latent_width * self.data_type.size
+
+    @property
     def activation_bytes_per_token(self) -> int:
         return self.layer_count * self.activation_bytes_per_token_layer
 
@@ -217,10 +234,18 @@ class ModelShape:
     @property
     def parameter_count(self) -> int:
         """Matrix weights only: norms and biases are below 0.1 %."""
+        return self.layer_parameters + self.embedding_parameters
+
+    @property
+    def layer_parameters(self) -> int:
+        """Elements of the matrices of all layers."""
         layer = 2 * (self.query_parameters + self.hidden_size * self.kv_width)
-        embedding = self.vocabulary_size * self.hidden_size
-        head = 0 if self.tied_embeddings else embedding
-        return self.layer_count * (layer + self.mlp_parameters) + embedding + head
+        return self.layer_count * (layer + self.mlp_parameters)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Elements of the embedding table, and of the head if it is another matrix."""
+        return (1 if self.tied_embeddings else 2) * self.vocabulary_size * self.hidden_size
 
     @property
     def query_parameters(self) -> int:
@@ -270,8 +295,8 @@ class ModelShape:
     def prefill_flops_per_token(self) -> int:
         """F_pf = 2 * N_active, without attention: the embedding is a look-up, and logits
         are computed once per prefill."""
-        embedding = self.vocabulary_size * self.hidden_size
-        return 2 * (self.parameter_count - embedding * (1 if self.tied_embeddings else 2))
+        active = self.active_parameters
+        return 2 * (self.layer_parameters if active is None else active)
 
     def prefill_flops(self, new_tokens: int, cached_tokens: int = 0) -> int:
         """Return 2 * N_active per new token, plus attention to all tokens before it.
@@ -478,6 +503,7 @@ BUILT_IN_SHAPES: dict[str, ModelShape] = {
         _shape("Llama-3-70B", "llama", 80, 8192, 64, 8, 128, 28672, 128256, 8192),
         _shape("Llama-3.1-8B", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072),
         _shape("Llama-3.1-70B", "llama", 80, 8192, 64, 8, 128, 28672, 128256, 131072),
+        _shape("Llama-3.1-405B", "llama", 126, 16384, 128, 8, 128, 53248, 128256, 131072),
         _shape("Mistral-7B", "mistral", 32, 4096, 32, 8, 128, 14336, 32000, 32768),
         _shape("SmolLM2-135M", "llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, tied=True),
         _shape("Qwen2-7B", "qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 32768),

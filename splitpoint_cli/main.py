@@ -23,7 +23,7 @@ COMMANDS = {
     "chat": "splitpoint_cli.chat.command:chat",
     "batch": "splitpoint_cli.batch:batch",
     "plan": "splitpoint_cli.planning.plan:plan",
-    "what-pays": "splitpoint_cli.planning.what_pays:what_pays",
+    "bottleneck": "splitpoint_cli.planning.bottleneck:bottleneck",
     "size": "splitpoint_cli.planning.size:size",
     "simulate": "splitpoint_cli.simulate.command:simulate",
     "status": "splitpoint_cli.request.status:status",

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitpoint.checkpoint.any_decoder import SPARSE_SHAPES
 from splitpoint.checkpoint.config import unsupported, with_context
 from splitpoint.checkpoint.decoder import ModelBackend, Support, read_decoder, support_of
 from splitpoint.checkpoint.quantized import panels_for
@@ -16,6 +17,8 @@ from splitpoint.extras import is_installed
 from splitpoint.options.store import INT8_NEEDS_OWN
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape, WeightFormat
 
+# Shapes that commands which plan know by name.
+KNOWN_SHAPES = BUILT_IN_SHAPES | SPARSE_SHAPES
 # The model of commands that plan, unless one is named or measured.
 DEFAULT_SHAPE = "llama-3.1-8b"
 
@@ -97,10 +100,13 @@ def find_named(model: str, dtype: str = "auto") -> NamedModel:
     Raises NotFound if `model` is neither, InvalidArgument for a folder that is no checkpoint.
     """
     data_type = parse_dtype(dtype)
-    built_in = BUILT_IN_SHAPES.get(model.lower())
+    built_in = KNOWN_SHAPES.get(model.lower())
     if built_in is not None:
         if data_type is not None:
-            built_in = dataclasses.replace(built_in, data_type=data_type)
+            held = built_in.held_weight_bytes
+            if held is not None:
+                held = held // built_in.data_type.size * data_type.size
+            built_in = dataclasses.replace(built_in, data_type=data_type, held_weight_bytes=held)
         return NamedModel(built_in)
     try:
         folder = resolve_model(model, download=False)
@@ -108,7 +114,7 @@ def find_named(model: str, dtype: str = "auto") -> NamedModel:
         if isinstance(error, InvalidArgument) and error.reason != NO_SUCH_MODEL:
             raise
         raise NotFound(
-            f"{error.message}, nor one of the built-in shapes: {', '.join(BUILT_IN_SHAPES)}"
+            f"{error.message}, nor one of the built-in shapes: {', '.join(KNOWN_SHAPES)}"
         ) from error
     return NamedModel(served_shape(folder, data_type), folder)
 

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from google.rpc import code_pb2
@@ -23,9 +23,13 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from splitpoint import errors
-from splitpoint.errors import CANNOT_CONNECT, SplitpointError
+from splitpoint.errors import CANNOT_CONNECT, InvalidArgument, SplitpointError
+from splitpoint.extras import need
 from splitpoint.planning.words import ExplainedPlan
 from splitpoint_cli.files import check_output
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Results go to stdout, everything about them to stderr.
 out = Console(highlight=False, soft_wrap=True)
@@ -166,7 +170,7 @@ def print_table(table: Table, to: Console = out) -> None:
         console = Console(highlight=False, width=width, stderr=to.stderr)
         with console.capture() as captured:
             console.print(table, soft_wrap=False)
-        to.out("\n".join(map(str.rstrip, captured.get().splitlines())), highlight=False)
+        to.out("\n".join(map(str.rstrip, captured.get().strip("\n").splitlines())), highlight=False)
     if caption:
         to.print(caption)
 
@@ -176,3 +180,24 @@ def show_reason(plan: ExplainedPlan) -> None:
     err.print(f"why: {escape(plan.reason)}")
     for detail in plan.reason_details:
         err.print(f"[dim]  {escape(detail)}[/dim]")
+
+
+def check_picture(path: Path | None) -> None:
+    """Check that a picture can be drawn and has a place, before the work for it. Accept None.
+
+    Raises MissingExtra when matplotlib is missing, InvalidArgument for the path.
+    """
+    if path is None:
+        return
+    new_figure()
+    if path.suffix.lower() != ".png":
+        raise InvalidArgument(f"{path}: pictures are PNG files", field="png")
+    check_output(path, "png")
+
+
+def new_figure() -> Figure:
+    """Return an empty figure, without a display. Raises MissingExtra without matplotlib."""
+    need("a picture", "plots")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(13, 5), dpi=150, layout="constrained")

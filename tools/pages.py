@@ -1,7 +1,7 @@
 """Put the output of commands into the documentation: `python -m tools.pages`.
 
-A page marks the place: `<!-- begin splitpoint what-pays -->` and `<!-- end -->` surround what that
-command prints. A benchmark is named by its module: `<!-- begin benchmarks.kvpr_tables -->`.
+A page marks the place: `<!-- begin splitpoint size --examples -->` and `<!-- end -->` surround what
+that command prints. A benchmark is named by its module: `<!-- begin benchmarks.kvpr_tables -->`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from scheduler_service.placement.footprint import Fits
 from scheduler_service.placement.power import PowerAdvice, RecentKappa, advise_power
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import counted
-from splitpoint.costs.first_token import Backlog, kappa_crit
+from splitpoint.costs.bottleneck import kappa_crit
+from splitpoint.costs.first_token import Backlog
 from splitpoint.planning.plan import Residency
 from splitpoint.shapes import chunks_of
 from splitpoint.v1 import types_pb2

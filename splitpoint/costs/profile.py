@@ -1,4 +1,4 @@
-"""A worker's measured costs, and the durations that follow from them.
+"""A worker's measured costs, the durations that follow from them, and machines by name.
 
 Every cost is a line, `overhead + amount / rate`, fitted by least squares (KVPR's profiler,
 Section 4.2 there; the intercepts are ours).
@@ -212,9 +212,58 @@ def assumed_profile(name: str, link_gb: float, peak_tflops: float, memory_tb: fl
     )
 
 
-BUILT_IN_PROFILES: dict[str, Profile] = {
-    "a100-pcie4": assumed_profile("A100, PCIe 4 x16", 25, 312, 1.94),
-    "h100-pcie5": assumed_profile("H100, PCIe 5 x16", 52, 989, 3.35),
-    "h200-pcie5": assumed_profile("H200, PCIe 5 x16", 54, 989, 4.8),
-    "b200-pcie5": assumed_profile("B200, PCIe 5 x16", 55, 2250, 8.0),
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A device with its link to host memory.
+
+    Attributes:
+        profile: rates of its link, compute and memory.
+        memory_bytes: what a worker gets of its memory.
+        idle_watts, full_watts: power at rest, and its limit; None: unknown.
+        cache_bytes: what its worker was seen to have for K and V; None: `memory_bytes` is divided
+            as a worker does at its start.
+    """
+
+    name: str
+    profile: Profile
+    memory_bytes: int
+    idle_watts: float | None = None
+    full_watts: float | None = None
+    cache_bytes: int | None = None
+
+    @property
+    def prefill_watts(self) -> float | None:
+        """Power while it prefills; None: unknown."""
+        return None if self.full_watts is None else PREFILL_POWER * self.full_watts
+
+
+# Part of a device's memory that a worker gets, after the driver and CUDA.
+MEMORY_SHARE = 0.9
+# Part of its power limit that it draws while it prefills: 70 to 100 % by the bottleneck paper, 2.4.
+PREFILL_POWER = 0.85
+# Link and its GB/s that copies reach, dense bf16 TFLOP/s, memory TB/s, memory GB, watts idle and
+# limit: all from data sheets; idle watts are typical readings. NVLink-C2C has 450 GB/s in each
+# direction. The last one is the bottleneck paper's thought (7.1): the host shares a GB200's memory.
+_MACHINES = {
+    "a100-40": ("A100 40 GB, PCIe 4 x16", 25, 312, 1.555, 42.9, 55, 400),
+    "a100-80": ("A100 80 GB, PCIe 4 x16", 25, 312, 1.94, 85.9, 60, 400),
+    "l40s": ("L40S, PCIe 4 x16", 25, 362, 0.864, 48.0, 35, 350),
+    "h100": ("H100, PCIe 5 x16", 52, 989, 3.35, 85.9, 70, 700),
+    "h200": ("H200, PCIe 5 x16", 54, 989, 4.8, 141.0, 75, 700),
+    "b200": ("B200, PCIe 5 x16", 55, 2250, 8.0, 180.0, 140, 1000),
+    "gh200": ("GH200, NVLink-C2C", 400, 989, 4.0, 96.0, 100, 700),
+    "gb200": ("GB200, NVLink-C2C", 400, 2500, 8.0, 186.0, 140, 1200),
+    "unified-hbm": ("GB200 with unified HBM", 6400, 2500, 8.0, 186.0, 140, 1200),
 }
+
+MACHINES: dict[str, Machine] = {
+    name: Machine(
+        name,
+        assumed_profile(words, link, flops, memory),
+        int(MEMORY_SHARE * size * 1e9),
+        idle,
+        full,
+    )
+    for name, (words, link, flops, memory, size, idle, full) in _MACHINES.items()
+}
+BUILT_IN_PROFILES = {name: machine.profile for name, machine in MACHINES.items()}

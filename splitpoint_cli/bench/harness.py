@@ -30,10 +30,8 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
-from splitpoint.extras import need
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
-from splitpoint_cli.files import check_output
-from splitpoint_cli.output import duration_text, err, hand_over, print_table
+from splitpoint_cli.output import duration_text, err, hand_over, new_figure, print_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -293,19 +291,6 @@ def hand_over_report(
     )
 
 
-def check_picture(path: Path | None) -> None:
-    """Check that a picture can be drawn and has a place, before the work for it. Accept None.
-
-    Raises MissingExtra when matplotlib is missing, InvalidArgument for the path.
-    """
-    if path is None:
-        return
-    _new_figure()
-    if path.suffix.lower() != ".png":
-        raise InvalidArgument(f"{path}: pictures are PNG files", field="png")
-    check_output(path, "png")
-
-
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line over the split; `style`, `colour`: as matplotlib has them. None: the next colour."""
@@ -322,7 +307,7 @@ def sweep_picture(title: str, lines: Sequence[Line], contenders: Mapping[str, fl
 
     Raises MissingExtra without matplotlib.
     """
-    figure = _new_figure()
+    figure = new_figure()
     curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
     for line in lines:
         curves.plot(line.splits, line.seconds, line.style, label=line.label, color=line.colour)
@@ -340,11 +325,3 @@ def sweep_picture(title: str, lines: Sequence[Line], contenders: Mapping[str, fl
     bars.set_xlabel("seconds, median")
     figure.suptitle(title, fontsize=10)
     return figure
-
-
-def _new_figure() -> Figure:
-    """Return an empty figure, without a display. Raises MissingExtra without matplotlib."""
-    need("a picture", "plots")
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(13, 5), dpi=150, layout="constrained")

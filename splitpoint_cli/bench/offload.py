@@ -26,7 +26,7 @@ from splitpoint.selection import (
 from splitpoint.shapes import DataType, Encoding
 from splitpoint.speculation import ALIASES, DraftMethod, Speculation
 from splitpoint_cli.bench import harness
-from splitpoint_cli.bench.harness import Progress, check_picture, hand_over_report
+from splitpoint_cli.bench.harness import Progress, hand_over_report
 from splitpoint_cli.bench.offload_report import (
     OffloadWorkload,
     compared_report_of,
@@ -38,7 +38,7 @@ from splitpoint_cli.bench.offload_report import (
 )
 from splitpoint_cli.files import check_output
 from splitpoint_cli.models import find_named, find_shape
-from splitpoint_cli.output import AsJson, OutputFile
+from splitpoint_cli.output import AsJson, OutputFile, check_picture
 
 # Draft methods that are measured here; "off" is what all are compared with.
 MEASURED = (DraftMethod.SELF, DraftMethod.SUFFIX, DraftMethod.OFF)

@@ -13,7 +13,7 @@ import typer
 from splitpoint import config
 from splitpoint.extras import need_all
 from splitpoint_cli.bench import harness
-from splitpoint_cli.bench.harness import CHUNK_TOKENS, Progress, check_picture, hand_over_report
+from splitpoint_cli.bench.harness import CHUNK_TOKENS, Progress, hand_over_report
 from splitpoint_cli.bench.restore_report import (
     RestoreWorkload,
     picture_of,
@@ -21,7 +21,7 @@ from splitpoint_cli.bench.restore_report import (
     table_of,
 )
 from splitpoint_cli.files import check_output
-from splitpoint_cli.output import AsJson, OutputFile
+from splitpoint_cli.output import AsJson, OutputFile, check_picture
 from worker_service.lanes.timeline import Trace
 
 SWEEP_POINTS = 16

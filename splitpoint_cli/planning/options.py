@@ -9,8 +9,8 @@ from splitpoint.options import scheduler, store, worker
 from splitpoint.options.option import RATE, SIZE, Option
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
-from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
-from splitpoint_cli.models import DEFAULT_SHAPE
+from splitpoint.shapes import Encoding
+from splitpoint_cli.models import DEFAULT_SHAPE, KNOWN_SHAPES
 from splitpoint_cli.options import of
 
 _MODEL: Option[str] = Option(
@@ -18,7 +18,7 @@ _MODEL: Option[str] = Option(
     str,
     "",
     "Checkpoint folder, a hub name that was downloaded before, or one of "
-    f"{', '.join(BUILT_IN_SHAPES)}.",
+    f"{', '.join(KNOWN_SHAPES)}.",
     unit="DIR|SHAPE",
     is_required=True,
 )
@@ -150,11 +150,11 @@ _SIZED_MODEL: Option[str | None] = Option(
     f"{DEFAULT_SHAPE} with a built-in one.",
     unit=_MODEL.unit,
 )
-_SIZED_PROFILE = replace(_PROFILE, default="h100-pcie5", is_required=False)
+_SIZED_PROFILE = replace(_PROFILE, default="h100", is_required=False)
 _SIZED_MEMORY: Option[str | None] = replace(
     worker.DEVICE_MEMORY,
-    help="Bytes of device memory for weights, cache and workspace; absent: 72GiB with a built-in "
-    "profile; required with measured costs.",
+    help="Bytes of device memory for weights, cache and workspace; absent: those of the machine "
+    "that --profile names; required with measured costs.",
 )
 _TOKENS: Option[int] = Option(
     "tokens", int, 32768, "Tokens of one request, prompt and answer.", unit="N", least=2

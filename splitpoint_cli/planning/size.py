@@ -14,7 +14,7 @@ import typer
 
 from splitpoint.config import counted, format_size, parse_size
 from splitpoint.costs.page_choice import LEAST_PIECE
-from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile, load_profile
+from splitpoint.costs.profile import MACHINES, Profile, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
 from splitpoint.planning.plan import Plan, RestoreMethod
@@ -34,11 +34,9 @@ from splitpoint_cli.planning.options import SizeOptions
 from splitpoint_cli.planning.sizing import Load, Node, Sizing, host_memory_of, size_up
 from splitpoint_cli.top.bars import amount
 
-# Free bytes of a card with 80 GB, after the driver and CUDA.
-DEVICE_MEMORY = 72 << 30
 # Time to read 15 GiB of weights from memory of 3.35 TB/s, and for the launches.
 _STEP_SECONDS = 6e-3
-_PROFILE = "h100-pcie5"
+_MACHINE = MACHINES["h100"]
 _EXAMPLES = (
     ("llama-3.1-8b", Load(32768, 512, 256)),
     ("llama-3-8b", Load(8192, 512, 256)),
@@ -49,8 +47,8 @@ _EXAMPLES = (
 def examples_table() -> str:
     """Return a row for each model and encoding, as Markdown."""
     lines = [
-        f"One H100 with PCIe 5, {format_size(DEVICE_MEMORY)} of its memory for a worker, bfloat16, "
-        f"batches of at most 32,",
+        f"One H100 with PCIe 5, {format_size(_MACHINE.memory_bytes)} of its memory for a worker,",
+        "bfloat16, batches of at most 32,",
         f"and {_STEP_SECONDS * 1e3:g} ms for what a decode step does beside the cache.",
         "",
         "| model | tokens | store keeps | resident at once | streamed at once | step of one "
@@ -64,8 +62,8 @@ def examples_table() -> str:
 
 def _line(shape: ModelShape, load: Load, encoding: Encoding) -> str:
     node = Node(
-        BUILT_IN_PROFILES[_PROFILE],
-        DEVICE_MEMORY,
+        _MACHINE.profile,
+        _MACHINE.memory_bytes,
         encoding=encoding,
         step_compute_seconds=_STEP_SECONDS,
     )
@@ -186,8 +184,8 @@ def _device_memory(text: str | None, profile: str) -> int:
     """Return bytes. Raises InvalidArgument for measured costs without a size."""
     if text is not None:
         return parse_size(text, field="device_memory")
-    if profile.lower() in BUILT_IN_PROFILES:
-        return DEVICE_MEMORY
+    if profile.lower() in MACHINES:
+        return MACHINES[profile.lower()].memory_bytes
     raise InvalidArgument(
         f"how much memory does a worker of {profile} have? Give --device-memory "
         "(`splitpoint status` shows what its cache has of it)",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.costs.first_token import kappa_crit
-from splitpoint.costs.profile import Profile, assumed_profile
+from splitpoint.costs.bottleneck import kappa_crit
+from splitpoint.costs.profile import MACHINES, Machine, Profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_placement import WeightSizes
@@ -16,60 +16,13 @@ from splitpoint_cli.planning.sizing import Node, divided
 from splitpoint_cli.simulate.costs import NO_OVERHEADS, DeviceCosts, Overheads
 from worker_service.device.memory import STAGING_PAGES
 
-# Part of a card's memory that a worker gets, after the driver and CUDA: `splitpoint size` takes
-# 72 GiB of 80.
-MEMORY_SHARE = 0.9
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceType:
-    """A kind of device.
-
-    Attributes:
-        profile: rates of its link, compute and memory.
-        memory_bytes: what a worker gets of its memory.
-        idle_watts, full_watts: power at rest, and its limit; None: unknown.
-        cache_bytes: what its worker was seen to have for K and V; None: `memory_bytes` is divided
-            as a worker does at its start.
-    """
-
-    name: str
-    profile: Profile
-    memory_bytes: int
-    idle_watts: float | None = None
-    full_watts: float | None = None
-    cache_bytes: int | None = None
-
-
-# (link GB/s that copies reach, dense bf16 TFLOP/s, memory TB/s, memory GB, watts idle and limit),
-# all from data sheets; idle watts are typical readings.
-_CARDS: dict[str, tuple[float, float, float, float, float, float]] = {
-    "A100": (25, 312, 1.94, 85.9, 60, 400),
-    "L40S": (25, 362, 0.864, 48.0, 35, 350),
-    "H100": (52, 989, 3.35, 85.9, 70, 700),
-    "H200": (54, 989, 4.8, 141.0, 75, 700),
-    "B200": (55, 2250, 8.0, 180.0, 140, 1000),
-    "GH200": (400, 989, 4.0, 96.0, 100, 700),
-}
-
-DEVICE_TYPES: dict[str, DeviceType] = {
-    name: DeviceType(
-        name,
-        assumed_profile(name, link, flops, memory),
-        int(MEMORY_SHARE * size * 1e9),
-        idle,
-        full,
-    )
-    for name, (link, flops, memory, size, idle, full) in _CARDS.items()
-}
-
-
-def device_type(name: str) -> DeviceType:
+def device_type(name: str) -> Machine:
     """Return a kind by name, in any case. Raises InvalidArgument."""
-    found = DEVICE_TYPES.get(name.upper())
+    found = MACHINES.get(name.lower())
     if found is None:
         raise InvalidArgument(
-            f"device {name!r} is not one of {', '.join(DEVICE_TYPES)}", field="devices"
+            f"device {name!r} is not one of {', '.join(MACHINES)}", field="devices"
         )
     return found
 
@@ -83,7 +36,7 @@ class Worker:
         kappa_crit: cached over new tokens beyond which its link is the limit.
     """
 
-    type: DeviceType
+    type: Machine
     facts: WorkerFacts
     costs: DeviceCosts
     kappa_crit: float
@@ -94,7 +47,7 @@ class Worker:
 
 
 def worker_on(
-    kind: DeviceType, shape: ModelShape, node: Node, overheads: Overheads = NO_OVERHEADS
+    kind: Machine, shape: ModelShape, node: Node, overheads: Overheads = NO_OVERHEADS
 ) -> Worker:
     """Return the worker that `node` makes on a device; its memory is divided as by a worker.
 
@@ -117,7 +70,7 @@ def worker_on(
     )
 
 
-def _facts(kind: DeviceType, shape: ModelShape, node: Node) -> WorkerFacts:
+def _facts(kind: Machine, shape: ModelShape, node: Node) -> WorkerFacts:
     has_activations = shape.activations_can_pay
     layout = ArenaLayout.of(
         shape,

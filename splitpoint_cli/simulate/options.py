@@ -12,7 +12,7 @@ import typer
 
 from scheduler_service.policy.settings import PolicySettings
 from splitpoint.config import parse_size
-from splitpoint.costs.profile import BUILT_IN_PROFILES, load_profile
+from splitpoint.costs.profile import BUILT_IN_PROFILES, MACHINES, Machine, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.options import scheduler, store, worker
 from splitpoint.options.option import SIZE, Option
@@ -22,7 +22,7 @@ from splitpoint_cli.models import DEFAULT_SHAPE, find_profiled, find_shape
 from splitpoint_cli.options import of
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.costs import Overheads
-from splitpoint_cli.simulate.device_types import DEVICE_TYPES, DeviceType, device_type
+from splitpoint_cli.simulate.device_types import device_type
 from splitpoint_cli.simulate.measures import GOALS
 from splitpoint_cli.simulate.run import Fleet, Load
 from splitpoint_cli.traces.generators import CONVERSATION, PUBLISHED
@@ -48,8 +48,8 @@ MODEL: Option[str | None] = Option(
 DEVICES: Option[str] = Option(
     "devices",
     str,
-    "H100=8",
-    f"Kinds and counts of devices, of {', '.join(DEVICE_TYPES)}; a count alone with --profile.",
+    "h100=8",
+    f"Kinds and counts of devices, of {', '.join(MACHINES)}; a count alone with --profile.",
     unit="TYPE=N,...",
 )
 PROFILE: Option[str | None] = Option(
@@ -297,7 +297,7 @@ class SimulateOptions:
         )
         return replace(fleet, store_bytes=self._store_bytes(fleet, measured))
 
-    def _kinds(self, measured: Measured | None) -> list[tuple[DeviceType, int]]:
+    def _kinds(self, measured: Measured | None) -> list[tuple[Machine, int]]:
         memory = self.device_memory and parse_size(self.device_memory, field="device_memory")
         if measured is None:
             found = [(device_type(name), count) for name, count in parse_devices(self.devices)]
@@ -314,7 +314,7 @@ class SimulateOptions:
                 raise InvalidArgument(
                     f"with --profile, --devices is a number, not {count!r}", field="devices"
                 )
-            kind_of = DeviceType(
+            kind_of = Machine(
                 MEASURED, measured.profile, memory or 0, cache_bytes=measured.cache_bytes
             )
             found = [(kind_of, int(count))]
@@ -391,13 +391,13 @@ def read_measured(name_or_path: str) -> Measured:
 
 
 def parse_devices(text: str) -> list[tuple[str, int]]:
-    """Return kinds and counts of "H100=8,A100=4"; a name alone is one. Raises InvalidArgument."""
+    """Return kinds and counts of "h100=8,l40s=4"; a name alone is one. Raises InvalidArgument."""
     found = []
     for part in text.split(","):
         name, separator, count = part.strip().partition("=")
         if not name or (separator and not (count.isdecimal() and int(count) > 0)):
             raise InvalidArgument(
-                f"--devices: {part.strip()!r} is not TYPE=N, such as H100=8", field="devices"
+                f"--devices: {part.strip()!r} is not TYPE=N, such as h100=8", field="devices"
             )
         found.append((name, int(count) if separator else 1))
     return found

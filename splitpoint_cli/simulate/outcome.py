@@ -7,16 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from splitpoint.costs.profile import PREFILL_POWER, Machine
 from splitpoint_cli.simulate.device import DeviceTotals
-from splitpoint_cli.simulate.device_types import DeviceType
 
 if TYPE_CHECKING:
     from splitpoint_cli.simulate.simulator import Cell
     from splitpoint_cli.simulate.workload import SimulatedRequest
 
-# Part of a device's power limit that it draws while it prefills, and while it only decodes: 70 to
-# 100 % and 20 to 40 % by the bottleneck paper, Section 2.4.
-PREFILL_POWER = 0.85
+# Part of a device's power limit that it draws while it only decodes: 20 to 40 % by the bottleneck
+# paper, Section 2.4.
 DECODE_POWER = 0.4
 
 
@@ -148,7 +147,7 @@ class Outcome:
         )
         return jain([each.served / due for each, due in zip(tenants, fair, strict=True) if due])
 
-    def joules(self, kinds: Mapping[str, DeviceType]) -> float | None:
+    def joules(self, kinds: Mapping[str, Machine]) -> float | None:
         """Return the energy of all devices; None if the power of a kind is not known."""
         total = 0.0
         for name, use in self.kinds.items():

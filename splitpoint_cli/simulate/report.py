@@ -8,8 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from splitpoint.config import counted, format_size
+from splitpoint.costs.profile import Machine
 from splitpoint_cli.output import duration_text
-from splitpoint_cli.simulate.device_types import DeviceType
 from splitpoint_cli.simulate.measures import distribution
 from splitpoint_cli.simulate.outcome import Outcome
 from splitpoint_cli.simulate.run import Fleet, Load
@@ -40,7 +40,7 @@ def facts_of(fleet: Fleet, load: Load, trace: TraceStatistics) -> dict[str, Any]
 
 
 def results_of(
-    outcome: Outcome, policy: str, goals_ms: Mapping[str, float], kinds: Mapping[str, DeviceType]
+    outcome: Outcome, policy: str, goals_ms: Mapping[str, float], kinds: Mapping[str, Machine]
 ) -> dict[str, Any]:
     """Return the figures of one run."""
     seconds = outcome.seconds
@@ -78,7 +78,7 @@ def seconds_of(goals_ms: Mapping[str, float]) -> dict[str, float]:
 
 
 def _ours(
-    outcome: Outcome, goals_ms: Mapping[str, float], kinds: Mapping[str, DeviceType]
+    outcome: Outcome, goals_ms: Mapping[str, float], kinds: Mapping[str, Machine]
 ) -> dict[str, Any]:
     uses = outcome.kinds.values()
     steps = sum(use.totals.step_count for use in uses)

@@ -15,11 +15,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from scheduler_service.policy.settings import PolicySettings
+from splitpoint.costs.profile import Machine
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.costs import NO_OVERHEADS, Overheads
-from splitpoint_cli.simulate.device_types import DeviceType, Worker, worker_on
+from splitpoint_cli.simulate.device_types import Worker, worker_on
 from splitpoint_cli.simulate.outcome import Outcome
 from splitpoint_cli.traces.arrival import Arrival, Trace, limited, scaled
 from splitpoint_cli.traces.formats import load_trace
@@ -86,7 +87,7 @@ class Fleet:
 
     shape: ModelShape
     node: Node
-    devices: Sequence[tuple[DeviceType, int]]
+    devices: Sequence[tuple[Machine, int]]
     cell_size: int
     store_bytes: int
     streams: bool = True

@@ -40,7 +40,7 @@ def plan(*arguments: str) -> dict[str, object]:
     return answer
 
 
-H100 = ("--profile", "h100-pcie5", "--cached", "1500", "--new", "100")
+H100 = ("--profile", "h100", "--cached", "1500", "--new", "100")
 
 
 def test_plan_answers_zero_for_grouped_queries_and_says_why() -> None:
@@ -87,7 +87,7 @@ def test_what_is_said_of_streaming_needs_streaming(option: str) -> None:
 
 
 def test_plan_places_weights_in_the_memory_there_is() -> None:
-    arguments = ("--model", "opt-30b", "--profile", "a100-pcie4", "--cached", "1500", "--new", "9")
+    arguments = ("--model", "opt-30b", "--profile", "a100-80", "--cached", "1500", "--new", "9")
     done = splitpoint("plan", *arguments, "--device-memory", "24GiB", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
@@ -105,7 +105,7 @@ def test_plan_places_weights_in_the_memory_there_is() -> None:
 
 
 def test_plan_for_throughput_spares_the_device() -> None:
-    arguments = ("--model", "opt-6.7b", "--profile", "a100-pcie4", "--cached", "800")
+    arguments = ("--model", "opt-6.7b", "--profile", "a100-80", "--cached", "800")
     latency = plan(*arguments, "--new", "1000")
     throughput = plan(*arguments, "--new", "1000", "--objective", "throughput")
     assert int(str(latency["split_tokens"])) > 400
@@ -115,10 +115,10 @@ def test_plan_for_throughput_spares_the_device() -> None:
 
 def test_plan_reads_folders_and_profile_files(bundled_model: Path, tmp_path: Path) -> None:
     profile = tmp_path / "mine.json"
-    profile.write_text(BUILT_IN_PROFILES["a100-pcie4"].to_json())
+    profile.write_text(BUILT_IN_PROFILES["a100-80"].to_json())
     arguments = ("--model", str(bundled_model), "--cached", "1000", "--new", "64")
     from_file = plan(*arguments, "--profile", str(profile))
-    assert from_file == plan(*arguments, "--profile", "a100-pcie4")
+    assert from_file == plan(*arguments, "--profile", "a100-80")
     assert from_file["kv_bytes_per_token"] == 8 * 2 * 256 * 2
     table = splitpoint("plan", *arguments, "--profile", str(profile))
     assert table.returncode == 0

@@ -117,12 +117,12 @@ def test_benchmarks_that_are_no_commands_have_the_same_options(
     assert "--output FILE" in options
 
 
-PLAN = ("--model", "opt-6.7b", "--profile", "a100-pcie4", "--cached", "1000", "--new", "10")
+PLAN = ("--model", "opt-6.7b", "--profile", "a100-80", "--cached", "1000", "--new", "10")
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("plan", *PLAN), ("size",), ("what-pays",), ("metrics",), ("doctor",)],
+    [("plan", *PLAN), ("size",), ("bottleneck", "--model", "opt-6.7b"), ("metrics",), ("doctor",)],
     ids=lambda arguments: arguments[0],
 )
 def test_json_is_all_there_is_and_the_file_has_the_same(

@@ -107,7 +107,7 @@ def test_make_targets_in_the_documentation_exist() -> None:
 
 
 # Those that start nothing, measure nothing and need no terminal.
-RUNNING = {"generate", "plan", "what-pays", "size", "status", "certs", "token", "compose"}
+RUNNING = {"generate", "plan", "bottleneck", "size", "status", "certs", "token", "compose"}
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def worker(name: str = "0", told: Telemetry | None = None, **changes: object) ->
         cache_capacity_bytes=4 << 20,
         cache_charged_bytes=0,
         running_count=1,
-        profile=BUILT_IN_PROFILES["a100-pcie4"],
+        profile=BUILT_IN_PROFILES["a100-80"],
         kvstore_address=STORE,
         message="",
         telemetry=told,

@@ -29,7 +29,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "checkpoints.json").read_text()
 )
 # A request that fits every context; the card does not matter.
-SHORT: dict[str, Any] = {"profile": "h100-pcie5", "new": 16, "max_tokens": 16}
+SHORT: dict[str, Any] = {"profile": "h100", "new": 16, "max_tokens": 16}
 
 
 def command_of(decorated: Any) -> Any:

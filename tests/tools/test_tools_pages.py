@@ -16,5 +16,5 @@ def test_a_page_is_up_to_date(path: Path) -> None:
 
 def test_pages_with_output_of_commands_are_found() -> None:
     assert [path.stem for path in pages()] == [
-        *("sizing", "what-pays", "monitoring", "openai-api", "kvpr", "maple")
+        *("sizing", "monitoring", "openai-api", "bottlenecks", "kvpr", "maple")
     ]

@@ -14,7 +14,7 @@ from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.main import app
 
 MODEL = "llama-3-8b"
-PLAN = ["plan", "--model", MODEL, "--profile", "h100-pcie5", "--cached", "1000", "--new", "3000"]
+PLAN = ["plan", "--model", MODEL, "--profile", "h100", "--cached", "1000", "--new", "3000"]
 CHUNK = 64
 
 

@@ -17,7 +17,7 @@ from splitpoint.speculation import DraftMethod
 from splitpoint_cli.main import app
 from splitpoint_cli.planning.sizing import Load, Node, host_memory_of, size_up
 
-H100 = BUILT_IN_PROFILES["h100-pcie5"]
+H100 = BUILT_IN_PROFILES["h100"]
 GIB = 1 << 30
 
 

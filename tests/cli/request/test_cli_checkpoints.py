@@ -228,9 +228,9 @@ def test_every_command_has_the_same_verdict(name: str, tmp_path: Path, bundled_m
                 refuse()
             assert caught.value.message == told
     asked = {
-        "size": ("--profile", "h100-pcie5", "--tokens", "64", "--new", "16", "--max-tokens", "16"),
-        "plan": ("--profile", "h100-pcie5", "--cached", "16", "--new", "16", "--max-tokens", "16"),
-        "simulate": ("--devices", "H100=1", "--num-prompts", "1"),
+        "size": ("--profile", "h100", "--tokens", "64", "--new", "16", "--max-tokens", "16"),
+        "plan": ("--profile", "h100", "--cached", "16", "--new", "16", "--max-tokens", "16"),
+        "simulate": ("--devices", "h100=1", "--num-prompts", "1"),
         **({"up": ("--device", "cpu", "--instance", INSTANCE)} if reason else {}),
     }
     if name not in ("as it is", "GPTQ", "bitsandbytes", "element type"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from scheduler_service.policy.settings import PolicySettings
-from splitpoint.costs.profile import Profile
+from splitpoint.costs.profile import Machine, Profile
 from splitpoint.options.scheduler import Policy
 from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.costs import NO_OVERHEADS, Overheads
-from splitpoint_cli.simulate.device_types import DeviceType, Worker, worker_on
+from splitpoint_cli.simulate.device_types import Worker, worker_on
 from splitpoint_cli.simulate.simulator import Cell
 from splitpoint_cli.simulate.workload import SimulatedRequest, requests_of
 from splitpoint_cli.traces.arrival import Arrival
@@ -25,7 +25,7 @@ def worker(
     *, pages: int = 200, batch: int = 8, budget: int = 256, overheads: Overheads = NO_OVERHEADS
 ) -> Worker:
     """Return a worker with this number of pages of cache."""
-    kind = DeviceType("small", PROFILE, 0, 50, 400, cache_bytes=pages * SHAPE.page_bytes(CHUNK))
+    kind = Machine("small", PROFILE, 0, 50, 400, cache_bytes=pages * SHAPE.page_bytes(CHUNK))
     node = Node(PROFILE, 0, max_batch=batch, max_batched_tokens=budget, chunk_tokens=CHUNK)
     return worker_on(kind, SHAPE, node, overheads)
 

@@ -13,7 +13,7 @@ from splitpoint_cli.main import app
 from splitpoint_cli.traces.formats import read_trace
 
 SMALL = (
-    *("simulate", "--model", "llama-168m", "--devices", "L40S=2", "--num-prompts", "30"),
+    *("simulate", "--model", "llama-168m", "--devices", "l40s=2", "--num-prompts", "30"),
     *("--trace-input", "0.03", "--trace-output", "0.1"),
 )
 
@@ -42,7 +42,7 @@ def test_the_keys_are_those_of_bench_serve() -> None:
         *("link_use", "memory_use", "fairness", "joules"),
     ):
         assert run[key] >= 0
-    assert report["devices"] == {"L40S": 2}
+    assert report["devices"] == {"l40s": 2}
 
 
 def test_tenants_that_wait_for_nothing_are_served_fairly(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_policies_stand_side_by_side() -> None:
 def test_the_number_of_devices_is_found() -> None:
     report = json.loads(ran("--json", "--find", "gpus", "--goodput", "ttft:60000"))
     assert report["find"]["device_count"] == 1
-    assert report["devices"] == {"L40S": 1}
+    assert report["devices"] == {"l40s": 1}
     done = CliRunner().invoke(app, [*SMALL, "--find", "gpus", "--goodput", "ttft:0.01"])
     assert "no number suffices" in done.stdout
     assert done.exit_code == 1
@@ -129,7 +129,7 @@ def test_prompts_beyond_any_context_are_refused_and_cost_nothing() -> None:
         (("tpot:50",), "belongs behind --goodput"),
         (("--find", "gpus", "--compare", "--goodput", "ttft:5"), "takes one --policy"),
         (("--goodput", "ttft"), "is no goal"),
-        (("--devices", "P4=2"), "is not one of A100"),
+        (("--devices", "P4=2"), "is not one of a100-40"),
         (("--trace", "nothing"), "is neither a file nor one of"),
         (("--residency", "streamed"), "are not simulated"),
         (("--tenant-weight", "a"), "is not TENANT=WEIGHT"),

@@ -8,11 +8,12 @@ import pytest
 from simulated import PROFILE, SHAPE
 
 from scheduler_service.policy.settings import PolicySettings
+from splitpoint.costs.profile import MACHINES, Machine
 from splitpoint.errors import InvalidArgument
 from splitpoint.options.scheduler import Policy
 from splitpoint_cli.planning.sizing import Node
 from splitpoint_cli.simulate.costs import Run
-from splitpoint_cli.simulate.device_types import DEVICE_TYPES, DeviceType, device_type
+from splitpoint_cli.simulate.device_types import device_type
 from splitpoint_cli.simulate.find import Found, find_devices, least_count
 from splitpoint_cli.simulate.options import parse_devices, read_weights
 from splitpoint_cli.simulate.outcome import Outcome, jain, water_filled
@@ -21,7 +22,7 @@ from splitpoint_cli.simulate.simulator import SimulatedStore
 from splitpoint_cli.traces.arrival import Arrival
 from splitpoint_cli.traces.generators import CONVERSATION, generate
 
-KIND = DeviceType("small", PROFILE, 0, 50, 400, cache_bytes=400 * SHAPE.page_bytes(64))
+KIND = Machine("small", PROFILE, 0, 50, 400, cache_bytes=400 * SHAPE.page_bytes(64))
 FIFO = PolicySettings(Policy.FIFO)
 
 
@@ -163,8 +164,8 @@ def test_fairness_compares_with_the_weighted_share() -> None:
 
 
 def test_devices_have_names_and_memory_that_a_model_may_exceed() -> None:
-    assert device_type("h100") is DEVICE_TYPES["H100"]
-    with pytest.raises(InvalidArgument, match="is not one of A100"):
+    assert device_type("h100") is MACHINES["h100"]
+    with pytest.raises(InvalidArgument, match="is not one of a100-40"):
         device_type("P4")
     assert parse_devices("H100=8, a100") == [("H100", 8), ("a100", 1)]
     for wrong in ("", "H100=", "H100=x", "H100=0", "=4"):

@@ -215,7 +215,7 @@ def test_what_a_link_is_compared_with() -> None:
     assert link_limit(emulated) == (184e6, "emulated")
     assert link_limit(worker(told=known)) == (63e9, "ceiling")
     fitted, kind = link_limit(worker(told=telemetry(1.0)))
-    assert (fitted, kind) == (BUILT_IN_PROFILES["a100-pcie4"].link_bytes_per_second, "fitted")
+    assert (fitted, kind) == (BUILT_IN_PROFILES["a100-80"].link_bytes_per_second, "fitted")
     assert link_limit(dataclasses.replace(worker(), profile=None)) == (None, "")
 
 

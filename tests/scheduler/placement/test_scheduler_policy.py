@@ -523,7 +523,7 @@ def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
     facts = replace(
         FACTS,
         shape=BUILT_IN_SHAPES["opt-6.7b"],
-        profile=BUILT_IN_PROFILES["a100-pcie4"],
+        profile=BUILT_IN_PROFILES["a100-80"],
         chunk_tokens=64,
         schedule=Schedule.PIPELINED,
         staging_tokens=1024,

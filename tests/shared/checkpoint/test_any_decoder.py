@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from splitpoint.checkpoint.any_decoder import any_shape
+from splitpoint.checkpoint.any_decoder import SPARSE_SHAPES, any_shape
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType
 
@@ -88,3 +88,60 @@ def test_what_is_no_decoder_is_refused(changes: dict[str, Any], text: str) -> No
     with pytest.raises(InvalidArgument) as caught:
         any_shape({**USUAL, **changes})
     assert text in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active", "kv_bytes"),
+    [
+        ("deepseek-v2-lite", 15.7, 2.66, 27 * 576 * 2),
+        ("deepseek-v2", 236, 21.4, 60 * 576 * 2),
+        ("deepseek-v3", 671, 37.6, 70_272),
+        ("mixtral-8x7b", 46.7, 12.9, 131_072),
+        ("qwen3-30b-a3b", 30.5, 3.35, 98_304),
+        ("qwen3-235b-a22b", 235, 22.2, 192_512),
+        ("gpt-oss-20b", 20.9, 4.19, 49_152),
+    ],
+)
+def test_published_models_with_experts_and_latent_attention(
+    name: str, billions: float, active: float, kv_bytes: int
+) -> None:
+    """Model cards have the same numbers; gpt-oss's 3.6 B leave one of its two tables out."""
+    shape = SPARSE_SHAPES[name]
+    assert shape.weight_bytes / 2e9 == pytest.approx(billions, rel=0.005)
+    assert shape.active_parameters is not None
+    found = shape.active_parameters + shape.embedding_parameters
+    assert found / 1e9 == pytest.approx(active, rel=0.005)
+    assert shape.prefill_flops_per_token == 2 * shape.active_parameters
+    assert shape.least_kv_bytes_per_token == kv_bytes
+
+
+def test_experts_by_hand() -> None:
+    """Layers 1 and 3 of 4 have 6 experts, of which 2 see a token, and one that sees all."""
+    keys = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 10,
+        "shared_expert_intermediate_size": 7,
+        "first_k_dense_replace": 1,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [2],
+    }
+    shape = any_shape({**USUAL, **keys})
+    attention = 4 * 2 * 64 * (64 + 32)
+    dense, router = 2 * 3 * 64 * 96, 2 * 6 * 64
+    experts = {number: 2 * 3 * 64 * (10 * number + 7) for number in (2, 6)}
+    assert shape.active_parameters == attention + dense + router + experts[2]
+    embeddings = 2 * 512 * 64
+    assert shape.weight_bytes == 2 * (attention + dense + router + experts[6] + embeddings)
+    # Without experts for a token, as some configs without any write it, all is dense.
+    assert any_shape({**USUAL, **keys, "num_experts": 0}).active_parameters is None
+
+
+def test_latent_attention_by_hand() -> None:
+    keys = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    layer = 64 * (32 + 8) + 4 * (32 * (16 + 12) + 12 * 64) + 3 * 64 * 96
+    plain = any_shape({**USUAL, **keys})
+    assert plain.latent_width == 40
+    assert plain.active_parameters == 4 * (layer + 64 * 4 * 24)
+    low_rank = any_shape({**USUAL, **keys, "q_lora_rank": 20})
+    assert low_rank.active_parameters == 4 * (layer + 20 * (64 + 4 * 24))

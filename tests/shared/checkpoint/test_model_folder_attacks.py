@@ -264,7 +264,7 @@ def test_every_program_says_the_same(name: str, folder: Path) -> None:
     attack, reason = ATTACKS[name]
     attack(folder)
     up = limited("-m", "splitpoint_cli", "up", "--device", "cpu", "--model", folder)
-    known = ("--profile", "h100-pcie5", "--new", "10")
+    known = ("--profile", "h100", "--new", "10")
     plan = limited("-m", "splitpoint_cli", "plan", "--model", folder, "--cached", "100", *known)
     size = limited("-m", "splitpoint_cli", "size", "--model", folder)
     for done in (up, plan, size):

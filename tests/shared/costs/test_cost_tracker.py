@@ -11,7 +11,7 @@ from splitpoint.costs.profile import BUILT_IN_PROFILES, Line, Profile
 from splitpoint.costs.tracker import CostTracker, LineTracker, Observation
 
 START = replace(
-    BUILT_IN_PROFILES["a100-pcie4"],
+    BUILT_IN_PROFILES["a100-80"],
     link_bytes_per_second=200e6,
     link_overhead_seconds=1e-4,
     step_compute_seconds=0.02,

@@ -11,11 +11,11 @@ import pytest
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile, load_profile
 from splitpoint.errors import InvalidArgument
 
-MEASURED = BUILT_IN_PROFILES["a100-pcie4"]
+MEASURED = BUILT_IN_PROFILES["a100-80"]
 
 
 def test_a_profile_by_name_from_a_file_and_from_a_status(tmp_path: Path) -> None:
-    assert load_profile("A100-PCIe4") == MEASURED
+    assert load_profile("A100-80") == MEASURED
     alone = tmp_path / "profile.json"
     alone.write_text(MEASURED.to_json())
     assert load_profile(str(alone)) == MEASURED

@@ -24,7 +24,7 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.words import headline, in_words, sentence
 from splitpoint.shapes import BUILT_IN_SHAPES
 
-H100 = BUILT_IN_PROFILES["h100-pcie5"]
+H100 = BUILT_IN_PROFILES["h100"]
 OPT = BUILT_IN_SHAPES["opt-6.7b"]
 WARM = PlanInput(2000, 48, True, schedule=Schedule.PIPELINED, chunk_tokens=64, staging_tokens=1024)
 

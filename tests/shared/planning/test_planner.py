@@ -31,7 +31,7 @@ from splitpoint.planning.token_recompute import TokenRecompute
 from splitpoint.planning.words import in_words
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
 
-H100 = BUILT_IN_PROFILES["h100-pcie5"]
+H100 = BUILT_IN_PROFILES["h100"]
 LLAMA = BUILT_IN_SHAPES["llama-3-8b"]
 OPT = BUILT_IN_SHAPES["opt-6.7b"]
 GEMMA = BUILT_IN_SHAPES["gemma-2-9b"]
@@ -77,7 +77,7 @@ def test_multi_head_attention_splits_on_a_fast_gpu() -> None:
 
 
 def test_the_pipeline_halves_the_restore_of_multi_head_attention() -> None:
-    a100 = BUILT_IN_PROFILES["a100-pcie4"]
+    a100 = BUILT_IN_PROFILES["a100-80"]
     plan = plan_request(OPT, a100, PIPELINED)
     column = plan_request(OPT, a100, replace(PIPELINED, schedule=Schedule.COLUMN))
     assert plan.schedule is Schedule.PIPELINED
@@ -386,7 +386,7 @@ def test_what_gains_too_little_says_how_little() -> None:
 
 def test_smaller_bytes_on_the_link_move_the_split() -> None:
     int8 = replace(PIPELINED, encoding=Encoding.INT8)
-    a100 = BUILT_IN_PROFILES["a100-pcie4"]
+    a100 = BUILT_IN_PROFILES["a100-80"]
     native, encoded = (plan_request(OPT, a100, request) for request in (PIPELINED, int8))
     assert encoded.predicted_load_seconds < 0.53 * native.predicted_load_seconds
     assert 0 < encoded.split_tokens < native.split_tokens
@@ -436,7 +436,7 @@ def test_throughput_takes_least_of_the_busier_resource_and_latency_least_time() 
 def test_throughput_leaves_the_device_to_the_prefill() -> None:
     """Latency rebuilds; with a long prefill of its own a request rather loads."""
     request = replace(PIPELINED, new_tokens=2000, objective=Objective.THROUGHPUT)
-    a100 = BUILT_IN_PROFILES["a100-pcie4"]
+    a100 = BUILT_IN_PROFILES["a100-80"]
     assert plan_request(OPT, a100, request).method is RestoreMethod.LOAD
     assert plan_request(OPT, a100, replace(request, new_tokens=1)).split_tokens > 1000
     latency = replace(request, objective=Objective.LATENCY)
@@ -485,7 +485,7 @@ def test_a_schedule_without_overlap_says_that_token_ids_were_not_considered(
 ) -> None:
     gqa = BUILT_IN_SHAPES["llama-3-8b"]
     request = PlanInput(cached_tokens=2000, new_tokens=64, has_activations=False, schedule=schedule)
-    reasons = dict(plan_request(gqa, BUILT_IN_PROFILES["a100-pcie4"], request).reasons)
+    reasons = dict(plan_request(gqa, BUILT_IN_PROFILES["a100-80"], request).reasons)
     said = None if schedule is Schedule.PIPELINED else (schedule.value,)
     assert reasons.get(ReasonKind.TOKENS_NOT_CONSIDERED) == said
 

@@ -328,7 +328,7 @@ def test_tiles_are_whole_chunks_within_the_staging_memory_and_nearly_the_best() 
 
 
 def test_the_line_follows_the_best_split_of_a_growing_prefix() -> None:
-    costs = SplitCosts.of(BUILT_IN_SHAPES["opt-6.7b"], BUILT_IN_PROFILES["a100-pcie4"])
+    costs = SplitCosts.of(BUILT_IN_SHAPES["opt-6.7b"], BUILT_IN_PROFILES["a100-80"])
     costs = replace(costs, rebuild=2 * costs.rebuild)
     for schedule in (Schedule.COLUMN, Schedule.PIPELINED):
         options = PipelineOptions(schedule, tile_tokens=256)
@@ -339,7 +339,7 @@ def test_the_line_follows_the_best_split_of_a_growing_prefix() -> None:
 
 
 def test_fewer_bytes_on_the_link_are_fewer_seconds() -> None:
-    shape, profile = BUILT_IN_SHAPES["opt-6.7b"], BUILT_IN_PROFILES["h100-pcie5"]
+    shape, profile = BUILT_IN_SHAPES["opt-6.7b"], BUILT_IN_PROFILES["h100"]
     native, int8, int4 = (SplitCosts.of(shape, profile, encoding) for encoding in Encoding)
     # 16-bit elements become bytes, and 4.5 bits, beside their groups' parameters.
     assert int8.load / native.load == pytest.approx(130 / 256)

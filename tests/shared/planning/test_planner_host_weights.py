@@ -39,7 +39,7 @@ from splitpoint.planning.weight_step import (
 from splitpoint.shapes import BUILT_IN_SHAPES
 
 OPT = BUILT_IN_SHAPES["opt-6.7b"]
-A100 = BUILT_IN_PROFILES["a100-pcie4"]
+A100 = BUILT_IN_PROFILES["a100-80"]
 SIZES = WeightSizes.of(OPT)
 # All layers on the host.
 STREAMED = replace(

@@ -24,7 +24,7 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts
 from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
 
-A100 = BUILT_IN_PROFILES["a100-pcie4"]
+A100 = BUILT_IN_PROFILES["a100-80"]
 OPT = BUILT_IN_SHAPES["opt-6.7b"]
 LLAMA = BUILT_IN_SHAPES["llama-3-8b"]
 STREAMED = PlanInput(
@@ -259,7 +259,7 @@ def test_nothing_spare_nothing_stays() -> None:
 # -- streamed sequences of one batch share its step: they are planned as one -------------
 
 # A step that takes longer than loading one sequence, and far less than loading 64.
-H200 = replace(BUILT_IN_PROFILES["h200-pcie5"], step_compute_seconds=0.010)
+H200 = replace(BUILT_IN_PROFILES["h200"], step_compute_seconds=0.010)
 CHUNK = 64
 
 

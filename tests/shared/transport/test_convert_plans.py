@@ -63,7 +63,7 @@ def test_reasons_that_only_newer_schedulers_give_are_left_out() -> None:
 
 def test_every_field_of_a_profile_survives_the_wire() -> None:
     profile = replace(
-        BUILT_IN_PROFILES["h100-pcie5"],
+        BUILT_IN_PROFILES["h100"],
         model="llama-3.1-8b",
         remote_bytes_per_second={"a:1": 2e9},
         aged_sources=("a:1",),

@@ -422,7 +422,7 @@ def test_layers_whose_weights_are_on_the_host_choose_when_they_begin(
 def test_steps_that_select_or_build_teach_nothing_of_exact_ones(llama: Case, lanes: Lanes) -> None:
     engine = llama.engine(lanes)
     # More than any step takes: whatever is learnt lowers it.
-    profile = replace(BUILT_IN_PROFILES["a100-pcie4"], step_compute_seconds=1e6)
+    profile = replace(BUILT_IN_PROFILES["a100-80"], step_compute_seconds=1e6)
     engine.watch_costs(profile)
     selecting = streamed("2", llama.prompts[2], GREEDY, selection=WHOLE)
     llama.check(llama.runner.run(engine, [selecting]))

@@ -29,7 +29,7 @@ CHUNK = 8
 CONFIG = read_decoder(resolve_model(None), DataType.FLOAT32)
 SHAPE = CONFIG.shape
 # Costs at which a worker selects, and costs at which it does not.
-PROFILE = BUILT_IN_PROFILES["a100-pcie4"]
+PROFILE = BUILT_IN_PROFILES["a100-80"]
 PROFILES = [None, PROFILE, replace(PROFILE, link_bytes_per_second=1e6)]
 
 

@@ -22,7 +22,7 @@ from worker_service.profiling import restore_costs
 from worker_service.profiling.restore_costs import measure_overheads
 
 CPU = torch.device("cpu")
-PROFILE = BUILT_IN_PROFILES["a100-pcie4"]
+PROFILE = BUILT_IN_PROFILES["a100-80"]
 
 
 @pytest.fixture(scope="module")
