@@ -73,7 +73,6 @@ class Need:
         new_tokens: T, tokens that are prefilled; at least 1.
         shared_tokens: tokens of those in chunks that running requests hold already.
         device_tokens: leading tokens that the worker's device holds, as far as is known.
-        answer_tokens: expected tokens that are generated.
         link_bytes: bytes that cross the link before its first token.
         is_link_bound: K / T is above the worker's kappa_crit.
         can_start: the worker has the memory, the place and all else that it needs now.
@@ -86,7 +85,6 @@ class Need:
     new_tokens: int
     shared_tokens: int = 0
     device_tokens: int = 0
-    answer_tokens: int = 0
     link_bytes: int = 0
     is_link_bound: bool = False
     can_start: bool = True
@@ -99,15 +97,6 @@ class Need:
     @property
     def kappa_ratio(self) -> float:
         return self.cached_tokens / self.new_tokens
-
-    @property
-    def density(self) -> float:
-        """Part of the memory that is filled by computing, up to 1: T / (K + T) of the paper.
-
-        The answer counts, too: it is computed, and holds memory.
-        """
-        computed = self.new_tokens + self.answer_tokens
-        return computed / (max(0, self.cached_tokens - self.shared_tokens) + computed)
 
 
 @dataclass(frozen=True, slots=True)

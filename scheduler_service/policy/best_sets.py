@@ -1,4 +1,4 @@
-"""Starts the set of requests that fills a worker best, within the tenants' shares (utilisation).
+"""Starts the set with the most prompt tokens to compute, within the tenants' shares (utilisation).
 
 Requests of the tenants within the lead are compared, by priority within each tenant. A set is
 chosen for each worker that has room; a request is a candidate only for the worker that suits it
@@ -343,7 +343,7 @@ class BestSets:
         While the worker restores nothing, the link-bound request that has waited longest comes
         before all of them: its restore overlaps their compute.
         """
-        offers = self._offers(candidates, now)
+        offers = self._offers(worker_id, candidates, now)
         levels = self._levels(candidates)
         chosen: list[Demand] = []
         pages, tokens, places = budget.pages, budget.tokens, budget.places
@@ -367,23 +367,25 @@ class BestSets:
                 places -= 1
         return chosen
 
-    def _offers(self, candidates: Sequence[tuple[Demand, Need]], now: float) -> list[Offer]:
+    def _offers(
+        self, worker_id: str, candidates: Sequence[tuple[Demand, Need]], now: float
+    ) -> list[Offer]:
         """Return what each is worth.
 
         Waiting counts within a tenant: each tenant's oldest counts as much as the oldest of all,
-        since it is the shares that decide between tenants.
+        since it is the shares that decide between tenants. It counts by the memory that a request
+        takes, so that once gamma times the wait is 1, nothing uses these pages better.
         """
         oldest: dict[str, float] = {}
         for waiting, _ in candidates:
             oldest[waiting.tenant] = min(waiting.since, oldest.get(waiting.tenant, now))
         first = min(oldest.values())
-        gamma = self.reservations.gamma
+        gamma = self.reservations.gamma * self._workers.accounts[worker_id].facts.chunk_tokens
         return [
             Offer(
-                gain=need.density,
-                age=gamma * (now - waiting.since + oldest[waiting.tenant] - first),
-                pages=need.pages,
                 tokens=need.new_tokens,
+                age=gamma * need.pages * (now - waiting.since + oldest[waiting.tenant] - first),
+                pages=need.pages,
             )
             for waiting, need in candidates
         ]

@@ -1,23 +1,27 @@
 """Chooses the best set of requests for one worker, of those that wait for it.
 
-Maximizes `sum(gain * computed / tokens + age)` over the set: its pages must be free, and the tokens
-that it computes now are within the budget. A request's memory is held whole; its tokens can
-be computed in parts. This is a knapsack problem with two limits, so the set is good, not best:
-greedy by several densities, then swaps.
+Maximizes the prompt tokens that are computed, plus age: `min(sum of T, budget) + sum of age` over
+the set, whose pages must be free ("KV cache offloading bottlenecks", 7.4). A request's memory is
+held whole; its tokens can be computed in parts. This is a knapsack problem with two limits. Greedy
+sets by several densities begin; of few requests branch and bound then finds the best set, of many
+swaps find a good one.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
-# Up to this many requests, all pairs are swapped; of more, only some single ones.
-_SMALL = 16
+# Requests of which the best set is searched, and sets that are looked at for that.
+_FEW = 16
+_MOST_LOOKS = 2000
+# Of more requests, those that are swapped, and rounds of swaps.
 _SWAPPED = 6
-# Rounds of swaps.
 _ROUNDS = 6
-# What a swap must bring; less is rounding.
+# What a better set must bring; less is rounding.
 _LEAST_GAIN = 1e-9
 
 
@@ -26,20 +30,18 @@ class Offer:
     """One request as a candidate: what it is worth, and what it takes.
 
     Attributes:
-        gain: part of its memory that computing fills, if all its tokens are computed.
-        age: what its waiting counts, gamma * seconds.
+        tokens: T, prompt tokens to compute, at least 1; some of them may be left to later steps.
+        age: what its waiting counts, in tokens.
         pages: device pages; all of them or none.
-        tokens: new tokens, at least 1; some of them may be left to later steps.
     """
 
-    gain: float
+    tokens: int
     age: float
     pages: int
-    tokens: int
 
     @property
     def value(self) -> float:
-        return self.gain + self.age
+        return self.tokens + self.age
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,37 +56,36 @@ class Budget:
 def choose(offers: Sequence[Offer], budget: Budget) -> list[int]:
     """Return the indices of the chosen offers, the most valuable for its pages first."""
     fitting = [index for index, offer in enumerate(offers) if offer.pages <= budget.pages]
-    if not fitting or budget.places < 1 or budget.tokens < 1:
+    # Each computes a token at least.
+    budget = replace(budget, places=int(min(budget.places, budget.tokens)))
+    if not fitting or budget.places < 1:
         return []
     page_share, token_share = 1 / max(1, budget.pages), 1 / budget.tokens
 
     def per_page(index: int) -> float:
-        return offers[index].value / max(1, offers[index].pages)
+        offer = offers[index]
+        return offer.value / offer.pages if offer.pages else math.inf
 
     def per_share(index: int) -> float:
         offer = offers[index]
         return offer.value / (offer.pages * page_share + offer.tokens * token_share)
 
     keys: tuple[Callable[[int], float], ...] = (per_page, per_share, lambda i: offers[i].value)
-    starts = [_greedy(offers, sorted(fitting, key=key, reverse=True), budget) for key in keys]
+    orders = [sorted(fitting, key=key, reverse=True) for key in keys]
+    starts = [_greedy(offers, order, budget) for order in orders]
     best = max(starts, key=lambda chosen: worth(offers, chosen, budget))
-    if len(best) < len(fitting):
-        best = _improved(offers, best, sorted(fitting, key=per_share, reverse=True), budget)
+    if len(best) < len(fitting) <= _FEW:
+        best = _searched(offers, orders[0], best, budget)
+    elif len(best) < len(fitting):
+        best = _swapped(offers, best, orders[1], budget)
     return sorted(best, key=per_page, reverse=True)
 
 
 def worth(offers: Sequence[Offer], chosen: Iterable[int], budget: Budget) -> float:
-    """Return the value of a set; each request computes a token at least, small ones most."""
+    """Return the value of a set."""
     picked = [offers[index] for index in chosen]
-    total = sum(offer.age for offer in picked)
-    if sum(offer.tokens for offer in picked) <= budget.tokens:
-        return total + sum(offer.gain for offer in picked)
-    left = budget.tokens - len(picked)
-    for offer in sorted(picked, key=lambda each: -each.gain / each.tokens):
-        more = min(left, offer.tokens - 1)
-        total += offer.gain * (1 + more) / offer.tokens
-        left -= more
-    return total
+    age = sum(offer.age for offer in picked)
+    return age + min(budget.tokens, sum(offer.tokens for offer in picked))
 
 
 def _greedy(offers: Sequence[Offer], order: Iterable[int], budget: Budget) -> list[int]:
@@ -96,66 +97,64 @@ def _greedy(offers: Sequence[Offer], order: Iterable[int], budget: Budget) -> li
         if offers[index].pages <= pages:
             chosen.append(index)
             pages -= offers[index].pages
-            tokens -= min(offers[index].tokens, tokens)
+            tokens -= offers[index].tokens
     return chosen
 
 
-def _improved(
-    offers: Sequence[Offer], chosen: list[int], order: Sequence[int], budget: Budget
+def _searched(
+    offers: Sequence[Offer], order: Sequence[int], best: list[int], budget: Budget
 ) -> list[int]:
-    """Return the set after swaps of one or two requests for others, while any improves it."""
-    best, most = chosen, worth(offers, chosen, budget)
-    for _ in range(_ROUNDS):
-        found = _best_swap(offers, best, order, budget, most)
-        if found is None:
-            break
-        best, most = found
+    """Return the best set that branch and bound finds. `order`: the most for its pages first.
+
+    No set is worth more than if a part of the next request could fill the last pages.
+    """
+    pages = [0, *accumulate(offers[index].pages for index in order)]
+    values = [0.0, *accumulate(offers[index].value for index in order)]
+    ages = [0.0, *accumulate(offers[index].age for index in order)]
+    most, looks = worth(offers, best, budget), _MOST_LOOKS
+    # Of each: the next place in the order, pages that are free, sums of the chosen, and these.
+    stack: list[tuple[int, int, float, float, list[int]]] = [(0, budget.pages, 0, 0.0, [])]
+    while stack and looks:
+        looks -= 1
+        place, free, tokens, age, chosen = stack.pop()
+        if age + min(tokens, budget.tokens) > most + _LEAST_GAIN:
+            most, best = age + min(tokens, budget.tokens), chosen
+        if place == len(order) or len(chosen) == budget.places:
+            continue
+        full = pages[place] + free
+        end = bisect_right(pages, full, lo=place) - 1
+        rest = values[end] - values[place]
+        if end < len(order):
+            part = offers[order[end]]
+            rest += (full - pages[end]) * part.value / part.pages
+        if age + min(tokens + rest, budget.tokens + ages[-1] - ages[place]) <= most + _LEAST_GAIN:
+            continue
+        stack.append((place + 1, free, tokens, age, chosen))
+        offer = offers[order[place]]
+        if offer.pages <= free:
+            sums = tokens + offer.tokens, age + offer.age
+            stack.append((place + 1, free - offer.pages, *sums, [*chosen, order[place]]))
     return best
 
 
-def _best_swap(
-    offers: Sequence[Offer],
-    chosen: Sequence[int],
-    order: Sequence[int],
-    budget: Budget,
-    most: float,
-) -> tuple[list[int], float] | None:
-    """Return the best set that one swap makes, and its value; None if none is above `most`."""
-    is_small = len(offers) <= _SMALL
-    tried = _SMALL if is_small else _SWAPPED
-    outside = [index for index in order if index not in chosen][:tried]
-    inside = sorted(chosen, key=lambda i: offers[i].value / max(1, offers[i].pages))[:tried]
-    leaving, coming = _changes(inside, is_small), _changes(outside, is_small)
-    free = budget.pages - sum(offers[index].pages for index in chosen)
-    whole = sum(offers[index].value for index in chosen)
-    sizes = [(new, *_sums(offers, new)) for new in coming]
-    most_places = min(budget.places, budget.tokens) - len(chosen)
-    best = None
-    for old in leaving:
-        room, lost = _sums(offers, old)
-        for new, size, value in sizes:
-            # A set is worth at most all of its values.
-            if size > free + room or whole - lost + value <= most:
-                continue
-            if len(new) - len(old) > most_places:
-                continue
-            changed = [*(index for index in chosen if index not in old), *new]
-            found = worth(offers, changed, budget)
-            if found > most + _LEAST_GAIN:
-                best, most = changed, found
-    return (best, most) if best is not None else None
+def _swapped(
+    offers: Sequence[Offer], chosen: list[int], order: Sequence[int], budget: Budget
+) -> list[int]:
+    """Return the set after requests were added, or swapped for others, while that improves it."""
+    best, most = chosen, worth(offers, chosen, budget)
+    for _ in range(_ROUNDS):
+        outside = [index for index in order if index not in best][:_SWAPPED]
+        inside = sorted(best, key=lambda i: offers[i].value / max(1, offers[i].pages))[:_SWAPPED]
+        without = [best, *([i for i in best if i != leaving] for leaving in inside)]
+        changed = [[*kept, index] for kept in without for index in outside]
+        possible = [each for each in changed if _fits(offers, each, budget)]
+        found = max(possible, key=lambda each: worth(offers, each, budget), default=best)
+        if worth(offers, found, budget) <= most + _LEAST_GAIN:
+            break
+        best, most = found, worth(offers, found, budget)
+    return best
 
 
-def _changes(indices: Sequence[int], with_pairs: bool) -> list[tuple[int, ...]]:
-    """Return none, each one, and each pair of these."""
-    found: list[tuple[int, ...]] = [(), *((index,) for index in indices)]
-    return [*found, *combinations(indices, 2)] if with_pairs else found
-
-
-def _sums(offers: Sequence[Offer], indices: Iterable[int]) -> tuple[int, float]:
-    """Return the pages and the value of these."""
-    pages, value = 0, 0.0
-    for index in indices:
-        pages += offers[index].pages
-        value += offers[index].value
-    return pages, value
+def _fits(offers: Sequence[Offer], chosen: Sequence[int], budget: Budget) -> bool:
+    pages = sum(offers[index].pages for index in chosen)
+    return pages <= budget.pages and len(chosen) <= budget.places

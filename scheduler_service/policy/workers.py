@@ -184,7 +184,6 @@ def need_of(account: WorkerAccount, demand: Demand, fits: Fits, answer: int) -> 
         new_tokens=known - cached,
         shared_tokens=shared * worker.chunk_tokens,
         device_tokens=device,
-        answer_tokens=demand.steps_left(answer),
         link_bytes=restored * account.stored_bytes_per_token,
         is_link_bound=restored > account.kappa_crit * (known - cached) > 0,
         can_start=account.trial.may_start(is_suspect=demand.is_suspect)

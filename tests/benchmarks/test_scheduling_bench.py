@@ -16,8 +16,8 @@ from benchmarks.scheduling import (
 
 
 def test_each_policy_gets_the_same_load() -> None:
-    first, again = load_of(3, 5.0, 20.0), load_of(3, 5.0, 20.0)
-    assert first == again != load_of(4, 5.0, 20.0)
+    first, again = load_of(3, 5.0, 20.0, 4), load_of(3, 5.0, 20.0, 4)
+    assert first == again != load_of(4, 5.0, 20.0, 4)
     assert 60 < len(first) < 140
     assert [ask.seconds for ask in first] == sorted(ask.seconds for ask in first)
     assert {ask.tenant for ask in first} == set(TENANTS)
@@ -30,6 +30,7 @@ def test_each_policy_gets_the_same_load() -> None:
             assert len(ask.prompt) < 100
     share = sum(ask.is_document for ask in first) / len(first)
     assert 0.1 < share < 0.4
+    assert not any(ask.is_document for ask in load_of(3, 5.0, 20.0, 0))
 
 
 def run(policy: str, tokens: float, ttft: float, wait: float) -> dict[str, Any]:
