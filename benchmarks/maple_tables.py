@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.harness import finish, parser_of
 from benchmarks.kvpr_tables import table
 from splitpoint.costs.profile import BUILT_IN_PROFILES
-from splitpoint.residency.selecting import kept_record, wanted_rows
+from splitpoint.residency.selecting import kept_bytes, wanted_rows
 from splitpoint.selection import Selection
 from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
 
@@ -66,8 +66,7 @@ def rows_of(shape: ModelShape, paper: Sequence[tuple[str, str]]) -> Iterator[Tab
     kept = float(TOKENS * shape.layer_count * shape.hidden_size // 4)
     yield TableRow("MAPLE", dense + kept, read, kept, True, 2.0, paper[2])
     for text in ("maple:0.25,columns=32", "maple:0.25"):
-        size, tokens = kept_record(shape, Selection.parsed(text))
-        kept = float(TOKENS // tokens * shape.layer_count * size)
+        kept = float(TOKENS * shape.layer_count * kept_bytes(shape, Selection.parsed(text)))
         # Scales are read, too, and multiplied once a row.
         yield TableRow(f"ours, `{text}`", dense + kept, read, kept, True, 2.0)
 

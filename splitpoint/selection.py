@@ -1,7 +1,7 @@
 """Selection of the cached tokens that attention reads, as requests and workers name it.
 
 The text form is `METHOD[:RATIO][,NAME=VALUE...]`: `columns:0.1`, `infinigen:alpha=4,cap=0.2`,
-`ranked:0.05,columns=30,int8`. `str` writes what `Selection.parsed` reads.
+`lowrank:0.05,columns=30,int8`. `str` writes what `Selection.parsed` reads.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ class Trait(Enum):
     POOLED = auto()
     # It keeps nothing of a token.
     KEEPS_NOTHING = auto()
-    # It keeps bounds of pages of keys, where others keep columns of each key.
-    KEEPS_BOUNDS = auto()
     # It makes what it keeps from X of each token, which the store has to keep.
     KEEPS_INPUTS = auto()
 
@@ -60,10 +58,6 @@ class SelectionMethod(StrEnum):
     COLUMNS = "columns", Trait.LOGITS, Trait.POOLED
     # The best bilinear approximation of q.k on calibration text, in closed form.
     LOWRANK = "lowrank", Trait.LOGITS, Trait.CALIBRATED, Trait.POOLED
-    # Low-rank maps of q and k, trained on ranking.
-    RANKED = "ranked", Trait.LOGITS, Trait.INT8, Trait.CALIBRATED, Trait.POOLED
-    # Upper bounds of q.k over pages of keys (Quest).
-    QUEST = "quest", Trait.KEEPS_BOUNDS
     # The first and the newest tokens (StreamingLLM).
     WINDOW = "window", Trait.KEEPS_NOTHING
     # The tokens that were attended to most so far; evicted ones never return (H2O).
@@ -99,15 +93,6 @@ SERVED_METHODS = tuple(
 )
 
 
-class TrainingLoss(StrEnum):
-    """What training minimises between the true and the guessed scores of a query."""
-
-    # The mean squared error of scaled scores (MAPLE, Eq. 2).
-    MSE = "mse"
-    # The divergence of the guessed attention from the true one.
-    KL = "kl"
-
-
 class PoolPolicy(StrEnum):
     """Which tokens leave a bounded pool first (InfiniGen, section 4.4)."""
 
@@ -133,12 +118,11 @@ class Selection:
             chosen ones.
         cap: with alpha, the largest fraction of the visible tokens.
         columns: dimensions that a screen keeps of each key head; None: 30 % of them, or those
-            of the artefacts if they are trained (MAPLE, RANKED).
+            of the artefacts if they are trained (MAPLE).
         int8: keep what screens keys in int8, with a scale per row; None: the method's own.
         sinks: first tokens that are always read.
         recent: newest tokens that are always read, the query's own included.
         full_layers: first layers that read everything; see `exact_layers`.
-        estimate: tokens that are not read take part as centroids (RetroInfer).
         verify: the selection only drafts, and steps that read everything verify: exact.
         pool: fraction of the tokens so far that may be left in each layer and KV head; others
             are evicted and never read again. None: all are left.
@@ -158,7 +142,6 @@ class Selection:
     sinks: int = 4
     recent: int = 16
     full_layers: int = 2
-    estimate: bool = False
     verify: bool = False
     pool: float | None = None
     policy: PoolPolicy = PoolPolicy.COUNTER
@@ -286,7 +269,7 @@ _LEAST = {"budget_tokens": 1, "columns": 1, "sinks": 0, "recent": 1, "full_layer
 _KINDS: dict[str, type[float] | type[int] | type[bool] | type[PoolPolicy]] = {
     **dict.fromkeys(("ratio", "alpha", "cap", "pool"), float),
     **dict.fromkeys(_LEAST, int),
-    **dict.fromkeys(("int8", "estimate", "verify"), bool),
+    **dict.fromkeys(("int8", "verify"), bool),
     "policy": PoolPolicy,
 }
 _SWITCH = {"yes": True, "no": False}
@@ -380,9 +363,8 @@ def _check_served_pool(selection: Selection) -> None:
     if Trait.POOLED not in selection.method.traits:
         served = ", ".join(each for each in SERVED_METHODS if Trait.POOLED in each.traits)
         raise _wrong("pool", f"of {selection.method} is for `splitpoint eval`; served: {served}")
-    if selection.estimate or selection.verify:
-        name = "verify" if selection.verify else "estimate"
-        raise _wrong("pool", f"and {name} exclude each other: no step can read what has left")
+    if selection.verify:
+        raise _wrong("pool", "and verify exclude each other: no step can read what has left")
     if selection.full_layers:
         raise _wrong(
             "pool",

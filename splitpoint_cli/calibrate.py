@@ -23,10 +23,10 @@ from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need
 from splitpoint.host.files import replace_file
-from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
+from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.bench import harness
-from splitpoint_cli.bench.calibration import LENGTH, LOSSES, RATES, TOKENS, calibration_passages
+from splitpoint_cli.bench.calibration import LENGTH, RATE, TOKENS, calibration_passages
 from splitpoint_cli.bench.harness import Progress, commit, hand_over_report, hardware, report_table
 from splitpoint_cli.models import parse_dtype
 from splitpoint_cli.output import AsJson, OutputFile, duration_text
@@ -136,21 +136,8 @@ _Alpha = Annotated[
 ]
 _Epochs = Annotated[int, typer.Option(help="Most epochs of training; 0: the closed form.", min=0)]
 _Rate = Annotated[
-    float | None,
-    typer.Option(
-        help="First step of training, as a share of the factors' size; default: "
-        + ", ".join(f"{rate:g} for {method}" for method, rate in RATES.items())
-        + ".",
-        min=0.0,
-    ),
-]
-_Loss = Annotated[
-    str | None,
-    typer.Option(
-        help="Training minimises squared errors of scores, or the divergence of attention; "
-        "default: " + ", ".join(f"{loss} for {method}" for method, loss in LOSSES.items()) + ".",
-        metavar="|".join(TrainingLoss),
-    ),
+    float,
+    typer.Option(help="First step of training, as a share of the factors' size.", min=0.0),
 ]
 
 
@@ -165,8 +152,7 @@ def calibrate(
     columns: _Columns = None,
     projection: _Projection = 0,
     epochs: _Epochs = 3,
-    rate: _Rate = None,
-    loss: _Loss = None,
+    rate: _Rate = RATE,
     ratio: _Ratio = 0.125,
     alpha: _Alpha = 1.0,
     dtype: Annotated[str, typer.Option(help="Element type; auto: the checkpoint's.")] = "auto",
@@ -182,10 +168,6 @@ def calibrate(
     """
     need("calibration", "worker")
     method = _method_of(screen)
-    if loss not in [None, *TrainingLoss]:
-        raise InvalidArgument(
-            f"loss {loss!r} is not one of {', '.join(TrainingLoss)}", field="loss"
-        )
     data_type = parse_dtype(dtype)
     folder = resolve_model(model, download=False)
     shape = read_shape(folder, data_type)
@@ -219,12 +201,7 @@ def calibrate(
         passages,
         rank=rank,
         projection=projection,
-        training=Training(
-            epochs=epochs,
-            rate=RATES.get(method, 0.0) if rate is None else rate,
-            loss=TrainingLoss(loss or LOSSES.get(method, TrainingLoss.MSE)),
-            seed=seed,
-        ),
+        training=Training(epochs=epochs, rate=rate, seed=seed),
         tuning=tuning,
         track=progress.track,
         say=progress.say,

@@ -1,8 +1,8 @@
 """What a streamed request that reads by a selection needs of the device, and whether it gains.
 
 Row pages hold the fetched rows of each layer and KV head; screen pages hold what the screens keep
-of every stored token; centroid pages the sums from which the rest is estimated. All are ordinary
-pages of the cache: scheduler and worker count them by the same functions. Pure.
+of every stored token. Both are ordinary pages of the cache: scheduler and worker count them by the
+same functions. Pure.
 
 A decode step that reads everything loads or rebuilds its S stored tokens by the request's split,
 and takes the seconds that `SplitCosts` predicts. With a selection the layers that select carry
@@ -32,14 +32,8 @@ from splitpoint.planning.split_search import best_pipeline_options
 from splitpoint.selection import Selection, Trait
 from splitpoint.shapes import Encoding, ModelShape, chunks_of
 
-# Tokens of one page of Quest's bounds.
-QUEST_TOKENS = 16
 # Bytes of the scale of an int8 row.
 SCALE_BYTES = 2
-# Tokens of a cluster on average, and of the segments within which tokens are clustered.
-CLUSTER_TOKENS = 32
-SEGMENT_TOKENS = 256
-_FLOAT_BYTES = 4
 # Share of the tokens that alpha is expected to read, whatever it is: `splitpoint eval` reads 7 %
 # with 4 and 12 % with 5, InfiniGen's own values (section 5.1).
 ALPHA_SHARE = 0.1
@@ -51,16 +45,14 @@ class SelectionPages:
 
     Attributes:
         rows: for fetched rows; screens: for what the screens keep.
-        centroids: for the clusters of a selection that estimates.
     """
 
     rows: int
     screens: int
-    centroids: int = 0
 
     @property
     def count(self) -> int:
-        return self.rows + self.screens + self.centroids
+        return self.rows + self.screens
 
 
 def wanted_rows(selection: Selection, stored_tokens: int) -> int:
@@ -112,18 +104,13 @@ def selection_pages(
     if not stored_tokens:
         return SelectionPages(0, 0)
     rows = chunks_of(wanted_rows(selection, stored_tokens), chunk_tokens)
-    size, tokens = kept_record(shape, selection)
-    kept = (size, chunks_of(stored_tokens, tokens)), (cluster_bytes(shape), 0)
-    if selection.estimate:
-        kept = kept[0], (cluster_bytes(shape), cluster_count(stored_tokens))
+    size = kept_bytes(shape, selection)
     # A page has one plane for K and one for V in each layer.
     plane = chunk_tokens * shape.kv_width * shape.data_type.size
-    if any(count and size > plane for size, count in kept):
+    if size > plane:
         return SelectionPages(rows, chunks_of(stored_tokens, chunk_tokens))
-    screens, centroids = (
-        chunks_of(count, 2 * (plane // size)) if size and count else 0 for size, count in kept
-    )
-    return SelectionPages(rows, screens, centroids)
+    screens = chunks_of(stored_tokens, 2 * (plane // size)) if size else 0
+    return SelectionPages(rows, screens)
 
 
 def pages_at_last(
@@ -139,29 +126,13 @@ def pages_at_last(
     return pages if pages.count < chunks else SelectionPages(0, 0)
 
 
-def kept_record(shape: ModelShape, selection: Selection) -> tuple[int, int]:
-    """Return the bytes that a screen keeps of some tokens in one layer, and of how many tokens."""
-    heads, item = shape.kv_head_count, shape.data_type.size
+def kept_bytes(shape: ModelShape, selection: Selection) -> int:
+    """Return the bytes that a screen keeps of a token in one layer."""
     if Trait.KEEPS_NOTHING in selection.method.traits:
-        return 0, 1
-    if Trait.KEEPS_BOUNDS in selection.method.traits:
-        return 2 * shape.kv_width * item, QUEST_TOKENS
+        return 0
     columns = selection.kept_columns(shape.head_dim)
-    row = columns + SCALE_BYTES if selection.keeps_int8 else columns * item
-    return heads * row, 1
-
-
-def cluster_count(stored_tokens: int) -> int:
-    """Return how many clusters tokens have in each KV head: those of whole segments."""
-    return stored_tokens // SEGMENT_TOKENS * (SEGMENT_TOKENS // CLUSTER_TOKENS)
-
-
-def cluster_bytes(shape: ModelShape) -> int:
-    """Return the bytes that are kept of a cluster in one layer, of all KV heads.
-
-    Sums of K and V and a count in fp32, and the clusters of as many tokens, a byte each.
-    """
-    return 2 * shape.kv_width * _FLOAT_BYTES + shape.kv_head_count * (_FLOAT_BYTES + CLUSTER_TOKENS)
+    item = shape.data_type.size
+    return shape.kv_head_count * (columns + SCALE_BYTES if selection.keeps_int8 else columns * item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,22 +251,12 @@ def why_not_selected(
 def _screen_seconds(
     shape: ModelShape, profile: Profile, selection: Selection, stored_tokens: int
 ) -> float:
-    """Return the seconds in which a layer's tokens are scored, and what is not read estimated."""
-    size, tokens = kept_record(shape, selection)
-    records = chunks_of(stored_tokens, tokens)
-    read_bytes = records * size
+    """Return the seconds in which a layer's tokens are scored."""
+    size = kept_bytes(shape, selection)
     width = size / (shape.kv_head_count * shape.data_type.size)
-    flops = 2 * shape.query_head_count * width * records
-    operations = 1
-    if selection.estimate:
-        clusters = cluster_count(stored_tokens)
-        # All sums are read, and the rows that are taken out of them.
-        rows = expected_rows(selection, stored_tokens)
-        read_bytes += clusters * cluster_bytes(shape) + rows * shape.kv_bytes_per_token_layer
-        flops += 4 * shape.query_head_count * shape.head_dim * clusters
-        operations += 1
+    flops = 2 * shape.query_head_count * width * stored_tokens
     return (
-        read_bytes * profile.memory_seconds_per_byte
+        stored_tokens * size * profile.memory_seconds_per_byte
         + flops / profile.rebuild_flops_per_second
-        + operations * profile.operation_overhead_seconds
+        + profile.operation_overhead_seconds
     )

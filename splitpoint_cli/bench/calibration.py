@@ -6,8 +6,6 @@ import random
 import sysconfig
 from pathlib import Path
 
-from splitpoint.selection import SelectionMethod, TrainingLoss
-
 # Held out when the bundled model was trained (models/README.md).
 HELD_OUT = frozenset({"asyncio", "unittest", "idlelib", "lib2to3", "tomllib", "wsgiref"})
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "__pycache__"})
@@ -17,10 +15,8 @@ _TOKEN_BYTES = 4
 # Factors that are trained on shorter text rank the tokens of longer text badly.
 LENGTH = 2048
 TOKENS = 16_384
-# At 0.03 the squared error of some of MAPLE's layers rises. Larger steps than this one lower the
-# loss of `ranked` further, but then it finds fewer of the top tokens than the closed form.
-LOSSES = {SelectionMethod.MAPLE: TrainingLoss.MSE, SelectionMethod.RANKED: TrainingLoss.KL}
-RATES = {SelectionMethod.MAPLE: 0.02, SelectionMethod.RANKED: 0.005}
+# First step of MAPLE's training. At 0.03 the squared error of some layers rises.
+RATE = 0.02
 
 
 def calibration_passages(

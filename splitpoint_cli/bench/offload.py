@@ -289,8 +289,6 @@ def _selection(text: str) -> Selection:
         raise InvalidArgument(f"{selection} reads every token: full load does", field="select")
     if selection.pool is not None:
         raise InvalidArgument("bounded pools are not measured here", field="select")
-    if selection.method is SelectionMethod.H2O and selection.estimate:
-        raise InvalidArgument("h2o keeps nothing of what it evicts: no estimate", field="select")
     if selection.method is not SelectionMethod.H2O or selection.verify:
         check_served(selection)
     return selection

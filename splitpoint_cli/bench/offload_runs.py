@@ -21,16 +21,10 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
 from splitpoint.planning.weight_schedule import WeightOrder
 from splitpoint.residency.selecting import predict_step
-from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
+from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import DataType, Encoding, ModelShape
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
-from splitpoint_cli.bench.calibration import (
-    LENGTH,
-    LOSSES,
-    RATES,
-    TOKENS,
-    calibration_passages,
-)
+from splitpoint_cli.bench.calibration import LENGTH, RATE, TOKENS, calibration_passages
 from splitpoint_cli.bench.engine import make_model, use_worker_kernels
 from splitpoint_cli.bench.harness import CHUNK_TOKENS, Progress, importing_peer
 from splitpoint_cli.bench.heavy_hitters import HeavyHitterHost, KeptTokens
@@ -606,11 +600,7 @@ def _factors(
         selection.method,
         passages,
         rank=selection.kept_columns(model.shape.head_dim),
-        training=Training(
-            rate=RATES.get(selection.method, 0.0),
-            loss=LOSSES.get(selection.method, TrainingLoss.MSE),
-            seed=workload.seed,
-        ),
+        training=Training(rate=RATE, seed=workload.seed),
         track=progress.track,
         say=progress.say,
     )

@@ -67,14 +67,6 @@ _Norm = Annotated[
         metavar="own|previous",
     ),
 ]
-_Union = Annotated[
-    str,
-    typer.Option(
-        help="Query heads of a KV head read the tokens with the largest sum, or maximum, of "
-        "their weights.",
-        metavar="sum|max",
-    ),
-]
 _KvHeads = Annotated[
     int | None,
     typer.Option(
@@ -103,7 +95,6 @@ def evaluate(
     tasks: _Tasks = 4,
     guess: _Guess = "own",
     norm: _Norm = "own",
-    union: _Union = "sum",
     kv_heads: _KvHeads = None,
     artifacts: _Artifacts = None,
     threads: harness.Threads = 0,
@@ -131,7 +122,6 @@ def evaluate(
         text=tuple(text),
         guess=guess,
         norm=norm,
-        union=union,
         kv_heads=kv_heads,
         artifacts=artifacts,
         threads=harness.thread_count(threads),

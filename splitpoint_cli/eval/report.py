@@ -88,7 +88,6 @@ def report_of(
         "prompt_tokens": workload.prompt,
         "guess": workload.guess,
         "norm": workload.norm,
-        "union": workload.union,
         "kv_heads": workload.kv_heads,
         "seed": workload.seed,
         "threads": workload.threads,

@@ -35,7 +35,6 @@ from worker_service.evaluation.counts import SelectionCounts
 from worker_service.evaluation.teacher_forced import GuessRule, Reading, TeacherForced
 from worker_service.selection.guess import GuessFrom, GuessNorm
 from worker_service.selection.screen_factory import Screens
-from worker_service.selection.token_choice import Union
 
 BLOCK_TOKENS = 64
 _DRAWS = 2000
@@ -160,7 +159,7 @@ def run_all(workload: EvalWorkload, progress: Progress) -> tuple[Texts, list[Sel
     files, windows = _read_windows(workload, tokenizer, folder)
     tasks = list(_make_tasks(workload, tokenizer, windows))
     model = load_pooled(folder, workload.kv_heads, CPU, DataType.FLOAT32)
-    rule = GuessRule(GuessFrom(workload.guess), GuessNorm(workload.norm), Union(workload.union))
+    rule = GuessRule(GuessFrom(workload.guess), GuessNorm(workload.norm))
     stored_type = TORCH_TYPES[config.shape.data_type]
     for window in progress.track("texts", windows):
         forced = TeacherForced(model, window, workload.prompt)

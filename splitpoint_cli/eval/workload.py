@@ -22,8 +22,8 @@ _SMALL = tuple(
 )
 _POOLS = tuple(f"columns:0.1,pool=0.8,policy={policy}" for policy in PoolPolicy)
 LEAST_TOKENS = 64
-# What queries are guessed from, whose norm is applied, and how query heads choose together.
-_CHOICES = {"guess": ("own", "previous"), "norm": ("own", "previous"), "union": ("sum", "max")}
+# What queries are guessed from, and whose norm is applied.
+_CHOICES = {"guess": ("own", "previous"), "norm": ("own", "previous")}
 
 
 def default_selections() -> tuple[Selection, ...]:
@@ -54,7 +54,6 @@ class EvalWorkload:
         tasks: needles, and tables.
         text: files to read instead of the unseen packages.
         guess, norm: see GuessFrom and GuessNorm.
-        union: how the query heads of a KV head choose together.
         kv_heads: KV heads after averaging in groups; None: the checkpoint's own.
     """
 
@@ -68,7 +67,6 @@ class EvalWorkload:
     text: tuple[Path, ...]
     guess: str
     norm: str
-    union: str
     kv_heads: int | None
     artifacts: Path | None
     threads: int

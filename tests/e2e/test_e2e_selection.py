@@ -36,7 +36,7 @@ PROMPT = "".join(
 
 
 def write_artefacts(folder: Path, model: Path) -> None:
-    """Write what `splitpoint calibrate --columns 8` would, of random maps: `ranked` and `maple`."""
+    """Write random maps, as `splitpoint calibrate --columns 8` does, of `lowrank` and `maple`."""
     shape = shape_from_config(read_config(model), name="any")
     generator = torch.Generator().manual_seed(3)
     tensors = {
@@ -46,7 +46,7 @@ def write_artefacts(folder: Path, model: Path) -> None:
         for index in range(shape.layer_count)
         for name in ("query_map", "key_map")
     }
-    for made in (Artifacts(SelectionMethod.RANKED, tensors, {}), maple_artifacts(shape, 8)):
+    for made in (Artifacts(SelectionMethod.LOWRANK, tensors, {}), maple_artifacts(shape, 8)):
         (folder / f"{made.method}.safetensors").write_bytes(encoded(made, model))
 
 
@@ -106,10 +106,10 @@ def test_a_bounded_pool_says_what_it_took_and_left(stack: KeptFleet, exact: Comp
 
 
 def test_artefacts_are_those_of_the_folder(stack: KeptFleet) -> None:
-    usage = ask(stack, select="ranked:0.2", max_tokens=6).usage.selection
+    usage = ask(stack, select="lowrank:0.2,columns=8", max_tokens=6).usage.selection
     assert (usage.is_approximate, usage.step_count) == (True, 5)
     with pytest.raises(InvalidArgument, match="trained for 8") as refused:
-        ask(stack, select="ranked:0.2,columns=7")
+        ask(stack, select="maple:0.2,columns=6")
     assert refused.value.field == "selection.columns"
 
 
@@ -129,7 +129,7 @@ def test_generate_tells_people(stack: KeptFleet) -> None:
     command = [sys.executable, "-m", "splitpoint_cli", "generate", "--address", stack.address]
     options = ["--max-tokens", "8", "--ignore-eos", "--residency", "streamed"]
     done = subprocess.run(
-        [*command, *options, "--select", "quest:0.2"],
+        [*command, *options, "--select", "window:0.2"],
         input=PROMPT,
         capture_output=True,
         text=True,
@@ -195,7 +195,7 @@ def test_what_cannot_be_is_refused_by_name(stack: KeptFleet) -> None:
 def test_status_lists_what_the_worker_selects_by(stack: KeptFleet) -> None:
     for worker in stack.until(lambda found: found.ready_count == 2).workers:
         assert set(worker.selection_methods) == {
-            *("columns", "quest", "window", "ranked", "maple"),
+            *("columns", "window", "lowrank", "maple"),
         }
 
 

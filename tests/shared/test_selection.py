@@ -52,13 +52,13 @@ from splitpoint.v1 import types_pb2
             "columns:0.05,verify",
             Selection(method=SelectionMethod.COLUMNS, ratio=0.05, verify=True),
         ),
-        ("quest:budget_tokens=64", Selection(method=SelectionMethod.QUEST, budget_tokens=64)),
+        ("window:budget_tokens=64", Selection(method=SelectionMethod.WINDOW, budget_tokens=64)),
         (
             "oracle:0.1,pool=0.8,policy=lru",
             Selection(method=SelectionMethod.ORACLE, ratio=0.1, pool=0.8, policy=PoolPolicy.LRU),
         ),
         (
-            "maple:0.05,columns=16,int8=no,sinks=0,recent=8,full_layers=1,estimate",
+            "maple:0.05,columns=16,int8=no,sinks=0,recent=8,full_layers=1",
             Selection(
                 method=SelectionMethod.MAPLE,
                 ratio=0.05,
@@ -67,7 +67,6 @@ from splitpoint.v1 import types_pb2
                 sinks=0,
                 recent=8,
                 full_layers=1,
-                estimate=True,
             ),
         ),
     ],
@@ -88,7 +87,7 @@ def test_text_and_selection_are_the_same(text: str, selection: Selection) -> Non
         ("columns:1.5", "ratio"),
         ("columns:nan", "ratio"),
         ("columns:0.1,alpha=4", "ratio"),
-        ("quest:alpha=4", "alpha"),
+        ("window:alpha=4", "alpha"),
         ("full:0.5", "ratio"),
         ("columns:0.1,0.2", "ratio"),
         ("columns:0.1,columns=0", "columns"),
@@ -155,7 +154,7 @@ def test_a_message_without_a_method_or_a_rule_is_refused() -> None:
         (types_pb2.SelectionParams(method_name="newest", ratio=0.1), "selection.method_name"),
         (
             types_pb2.SelectionParams(
-                method=types_pb2.SELECTION_METHOD_QUEST, method_name="columns", ratio=0.1
+                method=types_pb2.SELECTION_METHOD_WINDOW, method_name="columns", ratio=0.1
             ),
             "selection.method_name",
         ),
@@ -204,7 +203,6 @@ def test_what_is_only_measured_is_not_served() -> None:
         with pytest.raises(InvalidArgument, match="is measured, not served; served are") as caught:
             check_served(selection)
         assert caught.value.field == f"selection.{field}"
-    check_served(Selection.parsed("columns:0.1,estimate"))
     with pytest.raises(InvalidArgument, match="alpha maple has no scores"):
         check_served(Selection.parsed("maple:alpha=4"))
     check_served(FULL)
@@ -221,9 +219,8 @@ def test_pools_are_served_where_every_layer_gives_tokens_up() -> None:
     assert not selection_to_proto(Selection.parsed("columns:0.1")).policy
     for text, words in (
         ("columns:0.1,pool=0.8", "full_layers=0"),
-        ("quest:0.1,full_layers=0,pool=0.8", "served: infinigen, columns, lowrank, ranked"),
+        ("maple:0.1,full_layers=0,pool=0.8", "served: infinigen, columns, lowrank$"),
         ("window:0.1,full_layers=0,pool=0.8", "pool of window"),
-        ("columns:0.1,full_layers=0,pool=0.8,estimate", "estimate exclude"),
         ("columns:0.1,full_layers=0,pool=0.8,verify", "verify exclude"),
     ):
         with pytest.raises(InvalidArgument, match=words) as caught:

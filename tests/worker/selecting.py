@@ -53,16 +53,13 @@ def empty_reads(
     artifacts: Artifacts | None = None,
 ) -> SequenceReads:
     """Return reads that are not built, in the first of the free pages."""
-    screens = pages.rows
-    centroids = screens + pages.screens
     return SequenceReads(
         Screens(prefix.model.config, selection, artifacts),
         prefix.model.config,
         cache,
         lanes,
-        row_pages=free[:screens],
-        screen_pages=free[screens:centroids],
-        centroid_pages=free[centroids : pages.count],
+        row_pages=free[: pages.rows],
+        screen_pages=free[pages.rows : pages.count],
         final_tokens=final_tokens,
     )
 

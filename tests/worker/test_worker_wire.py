@@ -136,7 +136,7 @@ def test_bad_params_name_their_field(field: str, value: int) -> None:
 
 
 def test_a_selection_reaches_the_engine() -> None:
-    approximate = Selection.parsed("quest:0.1")
+    approximate = Selection.parsed("window:0.1")
     assert admission().selection == FULL
     assert admission(selection_to_proto(approximate)).selection == approximate
     for wrong in (types_pb2.SelectionParams(), selection_to_proto(Selection.parsed("h2o:0.1"))):

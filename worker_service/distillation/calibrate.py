@@ -24,13 +24,13 @@ from worker_service.distillation.factors import (
 )
 from worker_service.distillation.fine_tuning import FineTuning, fine_tune
 from worker_service.distillation.measures import rank_agreement, recall, weight
-from worker_service.distillation.training import LowRank, Trained, Training, train
+from worker_service.distillation.training import Training, train
 from worker_service.model.attention import prefill_alone
 from worker_service.model.decoder import Decoder
 from worker_service.model.model import Layer
 from worker_service.model.rope import inverse_frequencies
 from worker_service.selection.artifacts import Artifacts
-from worker_service.selection.columns import ColumnScreen, LowRankScreen, by_kv_head
+from worker_service.selection.columns import ColumnScreen, LowRankScreen
 from worker_service.selection.kept_rows import to_int8
 from worker_service.selection.maple import (
     MapleScreen,
@@ -144,8 +144,8 @@ def calibrate(
             layer.append(of_layer)
     unseen = max(1, len(passages) // _UNSEEN)
     facts: dict[str, object] = {"tokens": sum(map(len, passages)), "rank": rank}
-    if method in _TRAINED:
-        facts["training"] = asdict(training)
+    if method is SelectionMethod.MAPLE:
+        facts |= {"training": asdict(training), "projection": projection}
     works, fits = [], []
     made: list[tuple[dict[str, torch.Tensor], LayerResult]] = []
     for index in track("layers", range(layer_count)):
@@ -168,7 +168,6 @@ def calibrate(
         else:
             made.append(work.make(method))
     if method is SelectionMethod.MAPLE:
-        facts["projection"] = projection
         weights = [fit.trained for fit in fits]
         if tuning is not None:
             seen = passages[:-unseen]
@@ -185,9 +184,6 @@ def calibrate(
         for name, tensor in named.items()
     }
     return Artifacts(method, tensors, facts), [result for _, result in made]
-
-
-_TRAINED = (SelectionMethod.MAPLE, SelectionMethod.RANKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,18 +215,13 @@ class _Layer:
         for rows in self.seen:
             sums.add(rows)
         closed = closed_form(sums.queries, sums.keys)
-        of_closed = self._low_rank(closed)
+        of_closed = partial(LowRankScreen, self.shape, *(each[..., : self.rank] for each in closed))
         if method is SelectionMethod.INFINIGEN:
             factor = skew(sums)
             screen = partial(ColumnScreen, self.shape, self.rank, skew=factor)
             return {"skew": factor}, self._result(method, screen, of_closed)
-        losses: tuple[float, ...] = ()
-        maps = closed
-        if method is SelectionMethod.RANKED:
-            trained = self._train(self._cut(closed_form(sums.queries, sums.centred_keys)), _mapped)
-            maps, losses = trained.factors, trained.losses
-        result = self._result(method, self._low_rank(maps), of_closed, losses)
-        return {"query_map": maps[0], "key_map": maps[1]}, result
+        result = self._result(method, of_closed, of_closed)
+        return {"query_map": closed[0], "key_map": closed[1]}, result
 
     def fit_maple(self) -> _MapleFit:
         """Train W_Q and W_K: MAPLE's first stage."""
@@ -239,19 +230,30 @@ class _Layer:
         device = self.seen[0].inputs.device
         width = self.seen[0].inputs.shape[1]
         projection = sparse_signs(width, self.projection, random).to(device)
-        projected = [project(rows.inputs, projection) for rows in self.seen]
+        inputs = [project(rows.inputs, projection) for rows in self.seen]
         frequencies = torch.empty((self.shape.kv_heads, 0), device=device)
         if len(self.rope):
             rope = self.rope.to(device)
-            query, key, frequencies = rotated_form(projected, self.seen, self.rank, rope)
+            query, key, frequencies = rotated_form(inputs, self.seen, self.rank, rope)
         else:
-            query, key = projected_form(projected, self.seen, self.rank)
+            query, key = projected_form(inputs, self.seen, self.rank)
         start = query, key
 
         def weights(query: torch.Tensor, key: torch.Tensor) -> MapleWeights:
             return MapleWeights(projection, query, key, frequencies)
 
-        trained = self._train(start, partial(_projected, weights))
+        def projected(
+            rows: TokenRows, query: torch.Tensor, key: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            made = weights(query, key)
+            return made.queries(rows.inputs, 0), made.keys(rows.inputs, 0)
+
+        def after_epoch(epoch: int, loss: float) -> None:
+            self.say(f"layer {self.index}, epoch {epoch}: loss {loss:.4g}")
+
+        trained = train(
+            start, projected, self.shape, self.seen, self.unseen, self.training, after_epoch
+        )
         return _MapleFit(weights(*start), weights(*trained.factors), trained.losses)
 
     def finish_maple(
@@ -268,20 +270,6 @@ class _Layer:
             for made in (fit.start, weights, maple_weights(tensors.__getitem__))
         )
         return tensors, self._result(SelectionMethod.MAPLE, screen, closed, fit.losses, plain)
-
-    def _train(self, start: tuple[torch.Tensor, torch.Tensor], low_rank: LowRank) -> Trained:
-        def after_epoch(epoch: int, loss: float) -> None:
-            self.say(f"layer {self.index}, epoch {epoch}: loss {loss:.4g}")
-
-        return train(
-            start, low_rank, self.shape, self.seen, self.unseen, self.training, after_epoch
-        )
-
-    def _cut(self, maps: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return maps[0][..., : self.rank].contiguous(), maps[1][..., : self.rank].contiguous()
-
-    def _low_rank(self, maps: tuple[torch.Tensor, torch.Tensor]) -> _MakeScreen:
-        return partial(LowRankScreen, self.shape, *self._cut(maps))
 
     def _result(
         self,
@@ -310,22 +298,6 @@ class _Layer:
 
 # Makes an empty screen of the layer; takes `int8`.
 _MakeScreen = Callable[..., LayerScreen]
-
-
-def _mapped(
-    rows: TokenRows, query_map: torch.Tensor, key_map: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return by_kv_head(rows.queries, query_map), by_kv_head(rows.keys, key_map)
-
-
-def _projected(
-    weights: Callable[[torch.Tensor, torch.Tensor], MapleWeights],
-    rows: TokenRows,
-    query: torch.Tensor,
-    key: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    made = weights(query, key)
-    return made.queries(rows.inputs, 0), made.keys(rows.inputs, 0)
 
 
 def _frequencies(config: DecoderConfig, layer: int) -> torch.Tensor:

@@ -24,19 +24,16 @@ class Sums:
 
     Attributes:
         queries: `sum q^T q` over a KV head's group, `[n_kv, d, d]`.
-        keys: `sum k^T k`, `[n_kv, d, d]`; key_sums: `sum k`, `[n_kv, d]`.
-        tokens: how many.
+        keys: `sum k^T k`, `[n_kv, d, d]`.
     """
 
     queries: torch.Tensor
     keys: torch.Tensor
-    key_sums: torch.Tensor
-    tokens: int = 0
 
     @classmethod
     def empty(cls, kv_heads: int, head_dim: int, device: torch.device) -> Sums:
         squares = torch.zeros((2, kv_heads, head_dim, head_dim), dtype=torch.float64, device=device)
-        return cls(squares[0], squares[1], torch.zeros_like(squares[0, :, 0]))
+        return cls(squares[0], squares[1])
 
     def add(self, rows: TokenRows) -> None:
         """Add the tokens of a passage."""
@@ -45,14 +42,6 @@ class Sums:
         queries = rows.queries.double().view(len(keys), kv_heads, -1, width)
         self.queries += torch.einsum("tkgd,tkge->kde", queries, queries)
         self.keys += torch.einsum("tkd,tke->kde", keys, keys)
-        self.key_sums += keys.sum(0)
-        self.tokens += len(keys)
-
-    @property
-    def centred_keys(self) -> torch.Tensor:
-        """Sums of squares of keys less their mean, which no ranking of a row depends on."""
-        mean = self.key_sums / self.tokens
-        return self.keys - self.key_sums.unsqueeze(-1) * mean.unsqueeze(-2)
 
 
 def skew(sums: Sums) -> torch.Tensor:

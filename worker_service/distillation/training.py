@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from splitpoint.selection import TrainingLoss
 from worker_service.selection.screen import AttentionShape, TokenRows
 from worker_service.selection.token_choice import visible_tokens
 
@@ -28,8 +27,7 @@ class Training:
     """
 
     epochs: int = 3
-    rate: float = 0.03
-    loss: TrainingLoss = TrainingLoss.KL
+    rate: float = 0.02
     block_queries: int = 128
     least_gain: float = 1e-3
     seed: int = 0
@@ -137,12 +135,6 @@ def _loss(
         true = logits_of(block.queries[first:], block.keys, shape)
     queries, keys = low_rank(block, *factors)
     guessed = logits_of(queries[first:], keys, shape)
-    least = torch.finfo(torch.float32).min
-    if settings.loss is TrainingLoss.KL:
-        target = true.masked_fill(~seen, least).log_softmax(-1)
-        logs = guessed.masked_fill(~seen, least).log_softmax(-1)
-        divergence = target.exp() * (target - logs)
-        return divergence.masked_fill(~seen, 0).sum(-1).mean()
     return squared_error(guessed, true, seen)
 
 

@@ -3,14 +3,13 @@
 A sequence that selects attends rows of its stored tokens, which `SequenceReads` brings into device
 pages, where a layer would else read all of them as tiles. While a layer computes, the rows of the
 next one are chosen from the residual that enters it, and fetched. Before that, a decode step reads
-everything: from the keys that pass, and the newest queries, the screens are built. A selection that
-estimates takes the values, too.
+everything: from the keys that pass, and the newest queries, the screens are built.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +19,12 @@ from splitpoint.selection import SelectionUsage
 from worker_service.device.upload import Upload
 from worker_service.engine.sequence import Segment, Sequence
 from worker_service.lanes.lanes import Event
-from worker_service.model.attention import PartialAttention
 from worker_service.model.model import CarryOut, Enter, Model
 from worker_service.pipeline.executor import Attend
 from worker_service.pipeline.tiles import Tile
 from worker_service.pipeline.transfer import CacheTransfer
-from worker_service.retrieval.ahead import RowReader, RowsAhead, estimates_of
-from worker_service.retrieval.sequence_reads import SequenceReads, collected_planes
+from worker_service.retrieval.ahead import RowReader, RowsAhead
+from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.selection.screen import OBSERVED_QUERIES
 from worker_service.store.arena_tensors import StoredChunk
 
@@ -179,17 +177,6 @@ class SelectedStep:
         """Return the events before which the rows of a layer must not be attended."""
         return [] if self._ahead is None else self._ahead.arriving(layer)
 
-    @property
-    def has_estimates(self) -> bool:
-        """True if clusters may stand for what a sequence does not read."""
-        return any(each.reads.selection.estimate for each in self.readers)
-
-    def estimates(
-        self, layer: int, queries: torch.Tensor
-    ) -> Iterator[tuple[int, PartialAttention]]:
-        """Yield rows of queries `[N, n_q, d]`, and the estimate of what each does not read."""
-        return estimates_of(self.readers, layer, queries)
-
     def drop(self) -> None:
         """Forget screens and rows of which the step, which failed, may have left a part out."""
         for reads in [each.reads for each in self.readers] + [each.reads for each in self._builds]:
@@ -209,14 +196,13 @@ class SelectedStep:
 
 
 class LayerBuilds:
-    """One layer's stored tokens, collected from the tiles that pass: K, and V for clusters."""
+    """K of one layer's stored tokens, collected from the tiles that pass."""
 
     def __init__(self, layer: int, builds: list[Build]) -> None:
         self._layer = layer
         self._builds = builds
         # `[chunks, C, n_kv, d]` for each.
         self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
 
     def taking(self, tile: Tile, attend: Attend) -> Attend:
         """Return what attends a tile, and then takes its rows."""
@@ -224,39 +210,34 @@ class LayerBuilds:
         def call(keys: torch.Tensor, values: torch.Tensor) -> None:
             attend(keys, values)
             for build in self._builds:
-                planes = collected_planes(build.reads.selection)
-                if planes:
-                    _take(build, tile, keys, self._keys)
-                if planes > 1:
-                    _take(build, tile, values, self._values)
+                if not build.reads.selection.method.keeps_inputs:
+                    self._take(build, tile, keys)
 
         return call
 
     def finish(self) -> None:
         """Build the screens, once all tiles of the layer have passed."""
         for build in self._builds:
-            keys, values = (rows.pop(build.number, None) for rows in (self._keys, self._values))
+            keys = self._keys.pop(build.number, None)
             build.reads.build(
                 self._layer,
                 torch.empty(0) if keys is None else keys.flatten(0, 1),
                 build.transfer,
                 build.chunks,
                 build.start,
-                None if values is None else values.flatten(0, 1),
                 position=build.position,
             )
 
-
-def _take(build: Build, tile: Tile, plane: torch.Tensor, taken: dict[int, torch.Tensor]) -> None:
-    """Copy K or V of a build's pages, from `[tile pages, n_kv, C, d]`."""
-    _, heads, chunk, width = plane.shape
-    if build.number not in taken:
-        taken[build.number] = plane.new_empty((len(build.chunks), chunk, heads, width))
-    collected = taken[build.number]
-    for place, page in enumerate(tile.pages):
-        if page.reader == build.number:
-            index = (page.first_position - build.start) // chunk
-            collected[index].copy_(plane[place].transpose(0, 1))
+    def _take(self, build: Build, tile: Tile, keys: torch.Tensor) -> None:
+        """Copy K of a build's pages, from `[tile pages, n_kv, C, d]`."""
+        _, heads, chunk, width = keys.shape
+        if build.number not in self._keys:
+            self._keys[build.number] = keys.new_empty((len(build.chunks), chunk, heads, width))
+        collected = self._keys[build.number]
+        for place, page in enumerate(tile.pages):
+            if page.reader == build.number:
+                index = (page.first_position - build.start) // chunk
+                collected[index].copy_(keys[place].transpose(0, 1))
 
 
 def _is_current(sequence: Sequence, reads: SequenceReads) -> bool:

@@ -183,9 +183,6 @@ class StreamedStep:
             arriving = self.selected.arriving(index)
             attend_rows = partial(own, plan=here.rows.pages, seen=here.rows.seen(index))
             prefetcher.compute("attend", index, attend_rows, arriving)
-            if self.selected.has_estimates:
-                estimate = partial(self._estimate, parts, index, queries)
-                prefetcher.compute("estimate", index, estimate)
         builds = self.selected.building(index)
         for tile_transfer, plan in here.tiles:
             attend: Attend = partial(parts.add, plan=plan)
@@ -197,11 +194,6 @@ class StreamedStep:
         if self.behind is not None:
             prefetcher.compute("attend", index, partial(own, plan=self.behind))
         return prefetcher.compute("attend", index, parts.attended)
-
-    def _estimate(self, parts: DecodeParts, index: int, queries: torch.Tensor) -> None:
-        """Add what stands for the tokens that selections do not read."""
-        for row, part in self.selected.estimates(index, queries):
-            parts.estimate(row, part)
 
     def traffic(self) -> StepTraffic:
         """Return what the prefetcher moves and rebuilds: the tiles alone decide it."""

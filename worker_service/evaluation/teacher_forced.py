@@ -23,7 +23,6 @@ from worker_service.evaluation.counts import LayerCounts, SelectionCounts
 from worker_service.model.attention import PartialAttention
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
-from worker_service.selection.clusters import Centroids
 from worker_service.selection.guess import GuessFrom, GuessNorm, guess_of
 from worker_service.selection.pool import PROMPT_QUERIES, TokenPool
 from worker_service.selection.screen import (
@@ -37,7 +36,7 @@ from worker_service.selection.screen import (
     to_logits,
 )
 from worker_service.selection.screen_factory import Screens
-from worker_service.selection.token_choice import Union, choose, visible_tokens
+from worker_service.selection.token_choice import choose, visible_tokens
 
 # Queries whose scores are in memory at once.
 BLOCK = 64
@@ -64,12 +63,10 @@ class GuessRule:
 
     Attributes:
         source: its own input, or the residual one layer before; norm: what the latter gets.
-        union: how the query heads of a KV head choose together.
     """
 
     source: GuessFrom = GuessFrom.OWN
     norm: GuessNorm = GuessNorm.OWN
-    union: Union = Union.SUM
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +148,7 @@ class TeacherForced:
 
     def _choosing(self, index: int, screens: Screens, rule: GuessRule) -> _Choosing | None:
         """Return how a layer chooses, its screen with the prompt; None if it reads everything."""
-        screen, centroids = screens.layer(index), screens.centroids(index)
+        screen = screens.layer(index)
         if screen is None:
             return None
         prompt = self._prompt[index]
@@ -160,13 +157,11 @@ class TeacherForced:
             # As in serving, which decides what columns a screen keeps.
             learnt = replace(learnt, queries=learnt.queries[-OBSERVED_QUERIES:])
         screen.extend(learnt)
-        if centroids is not None:
-            centroids.extend(prompt.rows.keys, prompt.values)
         shape = self._shapes[index]
         pool = None
         if screens.selection.pool is not None:
             pool = TokenPool(screens.selection, shape.kv_heads, shape.window)
-        choosing = _Choosing(shape, screen, centroids, pool, screens.selection, rule.union)
+        choosing = _Choosing(shape, screen, pool, screens.selection)
         choosing.start_pool(prompt.rows)
         return choosing
 
@@ -185,10 +180,6 @@ class TeacherForced:
                 TokenRows(rows.inputs.to(dtype), rows.queries.to(dtype), rows.keys.to(dtype))
             )
             kept += screen.device_bytes
-            centroids = screens.centroids(index)
-            if centroids is not None:
-                centroids.extend(rows.keys.to(dtype), prompt.values.to(dtype))
-                kept += centroids.device_bytes
             whole += (rows.keys.numel() + prompt.values.numel()) * dtype.itemsize
         return kept, whole
 
@@ -208,16 +199,13 @@ class _Choosing:
 
     Attributes:
         screen: has the prompt's rows.
-        centroids: estimate what is not read, and have the prompt's rows; None: nothing does.
         pool: what is left to choose from; None: everything.
     """
 
     shape: AttentionShape
     screen: LayerScreen
-    centroids: Centroids | None
     pool: TokenPool | None
     selection: Selection
-    union: Union
 
     def start_pool(self, prompt: TokenRows) -> None:
         """Admit the prompt, and evict by what its newest queries choose."""
@@ -234,12 +222,13 @@ class _Choosing:
 
         Behind them, they join the pool, as a chunk does that is stored.
         """
-        scores = _guessed(self.screen, rows, guess)
+        # `choose` drops the scores of later tokens.
+        self.screen.extend(rows)
+        scores = self.screen.scores(guess)
         if self.pool is None:
             return self._chosen(scores, guess)
         tokens = guess.first_position + len(rows.keys)
-        scores = self.pool.masked(scores, tokens, self.screen.block_tokens)
-        chosen = self._chosen(scores, guess) & self.pool.left(tokens)
+        chosen = self._chosen(self.pool.masked(scores), guess) & self.pool.left(tokens)
         self.pool.read(chosen, guess.first_position)
         self.pool.admit(len(rows.keys))
         self.pool.evict()
@@ -253,8 +242,6 @@ class _Choosing:
             tokens=guess.first_position + len(guess.queries),
             kv_heads=self.shape.kv_heads,
             window=self.shape.window,
-            block_tokens=self.screen.block_tokens,
-            union=self.union,
         )
 
 
@@ -302,10 +289,6 @@ class _LayerAttention:
             counts.add_weights(chosen, visible, scores)
             group = shape.query_heads // shape.kv_heads
             part = self._part(scores, chosen.repeat_interleave(group, 1), last)
-            if choosing.centroids is not None:
-                choosing.centroids.extend(self.keys[first:last], self.values[first:last])
-                rest = choosing.centroids.estimate(self.queries[block], chosen, first)
-                part = part if rest is None else part.merge(rest)
             parts.append(part.attended(self.queries.dtype))
         counts.add_pool(0 if choosing.pool is None else choosing.pool.evicted, self.keys)
         return torch.cat(parts)
@@ -338,25 +321,6 @@ class _LayerAttention:
         weighted = torch.bmm(folded, values).view(kv_heads, group, count, -1)
         weighted = weighted.permute(2, 0, 1, 3).reshape(count, heads, -1)
         return PartialAttention(weighted, peak, weights.sum(-1))
-
-
-def _guessed(screen: LayerScreen, rows: TokenRows, guess: Guess) -> torch.Tensor:
-    """Give the screen a block of tokens, and return the scores of their guesses.
-
-    A score of one token does not depend on later ones, which `choose` drops. That of a block of
-    tokens does: then each token asks before the next one comes.
-    """
-    if screen.block_tokens == 1:
-        screen.extend(rows)
-        return screen.scores(guess)
-    scores = []
-    for index in range(len(rows.keys)):
-        one = slice(index, index + 1)
-        position = guess.first_position + index
-        screen.extend(TokenRows(rows.inputs[one], rows.queries[one], rows.keys[one], position))
-        scores.append(screen.scores(Guess(guess.inputs[one], guess.queries[one], position)))
-    most = scores[-1].shape[-1]
-    return torch.cat([functional.pad(each, (0, most - each.shape[-1])) for each in scores])
 
 
 def _blocks(first: int, last: int) -> Iterator[tuple[int, int]]:

@@ -72,13 +72,6 @@ class PartialAttention:
             total=torch.addcmul(self.total * mine, other.total, theirs),
         )
 
-    def take(self, row: int, other: PartialAttention) -> None:
-        """Merge the attention of one query over other keys, `[1, n_q, d]`, into its row."""
-        mine = (self.weighted, self.peak, self.total)
-        merged = PartialAttention(*(each[row : row + 1] for each in mine)).merge(other)
-        for each, of_row in zip(mine, (merged.weighted, merged.peak, merged.total), strict=True):
-            each[row : row + 1] = of_row
-
     def attended(self, dtype: torch.dtype, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Return the normalised result `[N, n_q * d]`, the input of `DecoderLayer.finish`.
 

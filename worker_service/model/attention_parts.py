@@ -40,11 +40,6 @@ class DecodeParts:
         self._units: UnitParts | None = None
         self._spans: SpanParts | None = None
         self._merged: PartialAttention | None = None
-        self._estimates: list[tuple[int, PartialAttention]] = []
-
-    def estimate(self, row: int, part: PartialAttention) -> None:
-        """Add what stands for keys that a row's query does not attend; it is merged last."""
-        self._estimates.append((row, part))
 
     def add(
         self,
@@ -89,8 +84,6 @@ class DecodeParts:
             whole = PartialAttention(*ordered.merged())
         if whole is None:
             raise RuntimeError("queries attend nothing, not even themselves")
-        for row, part in self._estimates:
-            whole.take(row, part)
         return whole.attended(self._queries.dtype, self._sinks)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +10,6 @@ import torch
 
 from splitpoint.planning.weight_schedule import WeightPiece
 from worker_service.lanes.lanes import Event
-from worker_service.model.attention import PartialAttention
 from worker_service.model.model import CarryOut, Model, at_once
 from worker_service.model.rope import Rotary
 from worker_service.retrieval.sequence_reads import SequenceReads
@@ -30,20 +29,6 @@ class RowReader:
     position: int
     reads: SequenceReads
     on_device: torch.Tensor
-
-
-def estimates_of(
-    readers: Iterable[RowReader], layer: int, queries: torch.Tensor
-) -> Iterator[tuple[int, PartialAttention]]:
-    """Yield the place of each reader whose selection estimates, and what it does not read.
-
-    Args:
-        queries: `[N, n_q, d]` of a layer whose rows have arrived, after RoPE.
-    """
-    for each in readers:
-        part = each.reads.estimate(layer, queries[each.row : each.row + 1])
-        if part is not None:
-            yield each.row, part
 
 
 class RowsAhead:

@@ -107,8 +107,8 @@ def _trained_columns(
     if artifacts is None:
         return 0
     Screens(config, Selection(method=method, ratio=1.0), artifacts)  # for its checks
-    trained = {SelectionMethod.MAPLE: "key", SelectionMethod.RANKED: "key_map"}.get(method)
-    return 0 if trained is None else artifacts.of_layer(0, trained).shape[-1]
+    is_trained = method is SelectionMethod.MAPLE
+    return artifacts.of_layer(0, "key").shape[-1] if is_trained else 0
 
 
 # The screens of a selection on the worker's model; raises SplitpointError if it cannot make them.
@@ -221,15 +221,13 @@ class Selector:
         self, selection: Selection, plan: SelectionPlan, pages: Sequence[int], final_tokens: int
     ) -> SequenceReads:
         """Return what one sequence reads with, in the pages that its plan counts."""
-        screens = plan.pages.rows
-        centroids = screens + plan.pages.screens
+        rows = plan.pages.rows
         return SequenceReads(
             self._screens_of(selection),
             self._config,
             self._cache,
             self._lanes,
-            row_pages=pages[:screens],
-            screen_pages=pages[screens:centroids],
-            centroid_pages=pages[centroids:],
+            row_pages=pages[:rows],
+            screen_pages=pages[rows:],
             final_tokens=final_tokens,
         )

@@ -6,7 +6,6 @@ over those that were unused for longest. The layer then attends rows in the row 
 else of the sequence is on the device: order and place of rows do not matter behind RoPE. With a
 ratio or a number of tokens it attends all rows in them: the few that it did not want this time
 cost nothing to fetch. With alpha, whose budget varies, it attends those that it wanted alone.
-A selection that estimates adds the clusters of all other tokens, whose sums are on the device, too.
 
 Knows no requests and no steps. One thread uses it.
 """
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -24,7 +23,7 @@ import torch
 
 from splitpoint.checkpoint.decoder import AttentionConfig
 from splitpoint.planning.schedule import Lane
-from splitpoint.residency.selecting import SEGMENT_TOKENS, wanted_rows
+from splitpoint.residency.selecting import wanted_rows
 from splitpoint.selection import Selection
 from splitpoint.shapes import ArenaLayout, chunks_of
 from worker_service.device.cache import DeviceCache
@@ -32,16 +31,13 @@ from worker_service.device.copies import sent
 from worker_service.device.pinning import piece_slots
 from worker_service.lanes.lanes import Event, Lanes
 from worker_service.lanes.work import Work
-from worker_service.model.attention import PartialAttention
 from worker_service.model.model import CarryOut, at_once
 from worker_service.pipeline.transfer import CacheTransfer, Part
 from worker_service.retrieval.bounded_pool import BoundedPool, Places
 from worker_service.retrieval.gather_rows import RowPlane, gather_rows
 from worker_service.retrieval.row_cache import RowCache
-from worker_service.selection.clusters import ClusterSums, HeldRows
 from worker_service.selection.screen import (
     OBSERVED_QUERIES,
-    AttentionShape,
     Guess,
     KeyScreen,
     LayerScreen,
@@ -117,7 +113,6 @@ class SequenceReads:
         *,
         row_pages: Sequence[int],
         screen_pages: Sequence[int],
-        centroid_pages: Sequence[int] = (),
         final_tokens: int,
     ) -> None:
         """Use pages as `selection_pages` counts them, which the caller owns and frees.
@@ -136,7 +131,6 @@ class SequenceReads:
         self._chunk = cache.layout.chunk_tokens
         self._all_row_pages = list(row_pages)
         self._screen_pages = list(screen_pages)
-        self._centroid_pages = list(centroid_pages)
         self._layers = [
             index
             for index in range(cache.layout.layer_count)
@@ -159,13 +153,10 @@ class SequenceReads:
         self._observed: dict[int, torch.Tensor] = {}
         self._built: dict[int, LayerScreen] = {}
         self._caches: dict[int, RowCache] = {}
-        self._clusters: dict[int, ClusterSums] = {}
         self.pool: BoundedPool | None = None
         if self.selection.pool is not None:
             heads = cache.layout.kv_head_count
             self.pool = BoundedPool(self.selection, heads, self._chunk, cache.device)
-        # K and V `[1, n_kv, T, d]` of segments that have become whole, on their way to the device.
-        self._filled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def counts(self) -> ReadCounts:
@@ -274,7 +265,6 @@ class SequenceReads:
         transfer: CacheTransfer,
         chunks: Sequence[StoredChunk],
         first_position: int,
-        values: torch.Tensor | None = None,
         *,
         position: int | None = None,
     ) -> None:
@@ -283,11 +273,9 @@ class SequenceReads:
         It is made from K, or from X, which then comes over the link first.
 
         Args:
-            keys: `[S, n_kv, d]` in the order of tokens; may be empty for a screen made from X
-                alone (`collected_planes`).
+            keys: `[S, n_kv, d]` in the order of tokens; may be empty for a screen made from X.
             transfer, chunks: where the same S tokens lie; the same in all calls.
             first_position: of the first of them.
-            values: V like K, for a selection that estimates; others need none.
             position: of the newest query that was observed; None: of the last of these tokens.
         """
         screen = self._screens.layer(layer, self._blocks(layer, self._screen_pages))
@@ -305,14 +293,6 @@ class SequenceReads:
             self._extend_by_inputs(layer, screen, 0)
         else:
             screen.extend(TokenRows(observed[:0], observed, keys, first_position))
-        if self.selection.estimate:
-            if values is None:
-                raise ValueError("a selection that estimates needs V")
-            shape = AttentionShape.of(self._config, layer)
-            sums = ClusterSums(shape, self._blocks(layer, self._centroid_pages))
-            whole = len(keys) // SEGMENT_TOKENS * SEGMENT_TOKENS
-            sums.extend(keys[:whole].transpose(0, 1), values[:whole].transpose(0, 1))
-            self._clusters[layer] = sums
         self._built[layer] = screen
         self._caches[layer] = RowCache(self._cache.layout.kv_head_count, self._cache.device)
         if self.pool is not None:
@@ -421,15 +401,12 @@ class SequenceReads:
         it must be the last user: what their next owner masks has to be finite, and a screen's bytes
         may be anything. Call it before they are freed, too.
         """
-        pages = sent(
-            [*self._all_row_pages, *self._screen_pages, *self._centroid_pages], self._cache.device
-        )
+        pages = sent([*self._all_row_pages, *self._screen_pages], self._cache.device)
         for plane in (*self._cache.keys, *self._cache.values):
             plane.index_fill_(0, pages, 0)
         self.row_pages, self.chunks = [], []
         self._transfer = None
         self._built, self._caches = {}, {}
-        self._clusters, self._filled = {}, {}
         if self.pool is not None:
             self.pool.drop()
 
@@ -478,67 +455,17 @@ class SequenceReads:
                 the guess's own token. `is_dynamic` ones rank these, too.
         """
         found = carry_out("screen", layer, partial(self._moves, layer, guess, on_device))
-        self._fetch_filled(layer)
-        return self._fetch(layer, self._planes(layer), found)
-
-    def _fetch(self, layer: int, planes: Sequence[RowPlane], moves: _Moves) -> Event:
-        """Begin to copy rows, after compute issued so far."""
-        slots, size = self._piece_slots, moves.most * self._row_bytes
+        planes, slots = self._planes(layer), self._piece_slots
+        size = found.most * self._row_bytes
         work = Work(
             "fetch rows",
-            lambda: gather_rows(planes, moves.sources, moves.targets, slots),
+            lambda: gather_rows(planes, found.sources, found.targets, slots),
             size,
             size,
             layer,
-            moves.most,
+            found.most,
         )
         return self._lanes.run(Lane.LINK_IN, work, [self._lanes.record_event()])
-
-    def _fetch_filled(self, layer: int) -> None:
-        """Begin to fetch the segments that chunks have filled since the layer was clustered.
-
-        They come before rows that are fetched later. They are wanted once, and counted with them.
-        """
-        sums = self._clusters.get(layer)
-        whole = self.stored_tokens // SEGMENT_TOKENS * SEGMENT_TOKENS
-        if sums is None or layer in self._filled or sums.token_count == whole:
-            return
-        tokens = torch.arange(sums.token_count, whole, device=self._cache.device)
-        tokens = tokens.expand(len(self._heads), -1)
-        count = tokens.numel()
-        plane = self._cache.keys[layer]
-        shape = (1, *tokens.shape, plane.shape[-1])
-        filled = plane.new_empty(shape), plane.new_empty(shape)
-        planes = [
-            replace(each, target=target)
-            for each, target in zip(self._planes(layer), filled, strict=True)
-        ]
-        moves = _Moves(
-            self._numbered(self._slots, tokens).flatten(),
-            torch.arange(count, device=self._cache.device),
-        )
-        self._rows[1:] += count
-        self._fetch(layer, planes, moves)
-        self._filled[layer] = filled
-
-    def estimate(self, layer: int, queries: torch.Tensor) -> PartialAttention | None:
-        """Return what stands for the stored tokens that are in no row; None: nothing does.
-
-        Args:
-            queries: `[1, n_q, d]`, once the rows of the layer's last `begin` have arrived.
-        """
-        sums = self._clusters.get(layer)
-        if sums is None:
-            return None
-        filled = self._filled.pop(layer, None)
-        if filled is not None:
-            sums.extend(*(rows[0] for rows in filled))
-        if not sums.token_count:
-            return None
-        rows = HeldRows(
-            self.tokens(layer), self._pages, self._cache.keys[layer], self._cache.values[layer]
-        )
-        return sums.estimate(queries, rows)
 
     def _moves(self, layer: int, guess: Guess, on_device: torch.Tensor | None) -> _Moves:
         """Choose, and return the rows to fetch."""
@@ -616,10 +543,8 @@ class SequenceReads:
             scores,
             most,
             len(self._heads),
-            stored,
             first=self.selection.sinks - self._first_position,
             newest=self._first_position + stored - position - 1 + self.selection.recent,
-            block_tokens=self._built[layer].block_tokens,
             forced=forced,
         )
 
@@ -688,23 +613,15 @@ class _Moves:
         return len(self.sources)
 
 
-def collected_planes(selection: Selection) -> int:
-    """Return how many planes of a layer a step collects for its screens: K, and V for clusters."""
-    if selection.estimate:
-        return 2
-    return 0 if selection.method.keeps_inputs else 1
-
-
 def building_bytes(layout: ArenaLayout, selection: Selection, tokens: int) -> int:
     """Return the bytes beside the pages in which a layer's screen of this many tokens is built.
 
-    They hold K, V for clusters, and of screens that are made from X a piece of it at a time.
+    They hold K, or a piece of X at a time where screens are made from X.
     """
-    kept = collected_planes(selection) * tokens * layout.kv_head_count * layout.head_dim
     if selection.method.keeps_inputs:
         piece = max(INPUT_TOKENS, layout.chunk_tokens)
-        kept += min(tokens, piece) * layout.hidden_size
-    return kept * layout.data_type.size
+        return min(tokens, piece) * layout.hidden_size * layout.data_type.size
+    return tokens * layout.kv_head_count * layout.head_dim * layout.data_type.size
 
 
 def _selects(screens: Screens, config: AttentionConfig, layer: int, final_tokens: int) -> bool:

@@ -5,8 +5,8 @@ group's query heads, after RoPE, raw or skewed. Skewing rotates both by an ortho
 which leaves q.k as it is and gathers it in few columns. RoPE does not commute with A, so A stands
 behind RoPE.
 
-The maps are one pair per KV head, behind RoPE. `lowrank` has the closed form, the best bilinear
-approximation of q.k on calibration text; `ranked` has maps that were trained on ranking.
+The maps are one pair per KV head, behind RoPE: `lowrank` has the closed form, the best bilinear
+approximation of q.k on calibration text.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from worker_service.selection.screen import (
 
 class ColumnScreen:
     """Partial keys of one layer of one sequence."""
-
-    block_tokens = 1
 
     def __init__(
         self,
@@ -141,8 +139,6 @@ def by_kv_head(heads: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
 class LowRankScreen:
     """Mapped keys of one layer of one sequence."""
 
-    block_tokens = 1
-
     def __init__(
         self,
         shape: AttentionShape,
@@ -217,17 +213,9 @@ def _lowrank(
     return LowRankScreen(shape, *maps, int8=selection.keeps_int8, records=records)
 
 
-def _ranked(
-    selection: Selection, shape: AttentionShape, records: Records, factor: Factor
-) -> LowRankScreen:
-    maps = factor("query_map"), factor("key_map")
-    return LowRankScreen(shape, *maps, int8=selection.keeps_int8, records=records)
-
-
 MAKERS: Mapping[SelectionMethod, Maker] = {
     SelectionMethod.COLUMNS: _columns,
     SelectionMethod.INFINIGEN: _infinigen,
     SelectionMethod.ORACLE: _oracle,
     SelectionMethod.LOWRANK: _lowrank,
-    SelectionMethod.RANKED: _ranked,
 }

@@ -33,8 +33,6 @@ class HeavyHitterScreen:
     these and for the next token.
     """
 
-    block_tokens = 1
-
     def __init__(self, shape: AttentionShape, selection: Selection) -> None:
         self._shape = shape
         self._selection = selection

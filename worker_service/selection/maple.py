@@ -101,8 +101,6 @@ class MapleWeights:
 class MapleScreen:
     """Low-rank keys of one layer of one sequence."""
 
-    block_tokens = 1
-
     def __init__(
         self,
         shape: AttentionShape,

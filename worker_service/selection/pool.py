@@ -164,9 +164,8 @@ class TokenPool:
         by_age = self._rank * self._next + self.tokens
         return by_age.masked_fill_(~free, _MOST).argsort(-1)
 
-    def masked(self, scores: torch.Tensor, tokens: int, block_tokens: int) -> torch.Tensor:
-        """Return scores `[T, n_q, blocks]` with -inf where no token of a block is left."""
-        padded = functional.pad(self.left(tokens), (0, -tokens % block_tokens))
-        left = padded.view(len(padded), -1, block_tokens).any(-1)
+    def masked(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores `[T, n_q, S]` with -inf where no token is left."""
+        left = self.left(scores.shape[-1])
         group = scores.shape[1] // len(left)
         return scores.masked_fill(~left.repeat_interleave(group, 0), -math.inf)

@@ -55,12 +55,6 @@ class Records:
             done += last
             self._count += last
 
-    def newest(self) -> Fields:
-        """Return the last record, a view of each field."""
-        block = self._blocks[-1]
-        index = (self._count - 1) % len(block[0])
-        return tuple(field[index] for field in block)
-
     def field(self, number: int) -> torch.Tensor:
         """Return a field of all records, `[S, ...]`."""
         return self.part(number, 0, self._count)

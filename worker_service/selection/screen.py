@@ -90,12 +90,8 @@ class LayerScreen(Protocol):
     """The screen of one layer of one sequence.
 
     Attributes:
-        block_tokens: tokens of each block that has a score; 1: each token has its own.
         device_bytes: bytes kept on the device for the tokens so far.
     """
-
-    @property
-    def block_tokens(self) -> int: ...
 
     @property
     def device_bytes(self) -> int: ...
@@ -104,7 +100,7 @@ class LayerScreen(Protocol):
         """Take the next tokens. The first call has the prompt, from which a screen may learn."""
 
     def scores(self, guess: Guess) -> torch.Tensor:
-        """Return guessed scaled logits, fp32 `[T, n_q, blocks]`, of all tokens taken so far.
+        """Return guessed scaled logits, fp32 `[T, n_q, S]`, of all tokens taken so far.
 
         Tokens behind a query's own position may have any score: `choose` drops them.
         """

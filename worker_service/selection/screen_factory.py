@@ -14,7 +14,6 @@ from splitpoint.checkpoint.decoder import AttentionConfig
 from splitpoint.errors import InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.selection.artifacts import Artifacts, load
-from worker_service.selection.clusters import Centroids
 from worker_service.selection.maple import maple_weights
 from worker_service.selection.records import Records
 from worker_service.selection.screen import AttentionShape, LayerScreen, Maker
@@ -77,13 +76,6 @@ class Screens:
         make, shape = _MAKERS[selection.method], AttentionShape.of(self._config, index)
         return make(selection, shape, Records(blocks), partial(self._factor, index))
 
-    def centroids(self, index: int) -> Centroids | None:
-        """Return an empty estimate of what a layer does not read; None: there is none."""
-        selection = self.selection
-        if not selection.estimate or selection.is_full or index < selection.exact_layers:
-            return None
-        return Centroids(AttentionShape.of(self._config, index))
-
     def _factor(self, index: int, name: str) -> torch.Tensor:
         """Return a layer's tensor of the artefacts. Raises InvalidArgument if there is none."""
         if self._artifacts is None:
@@ -96,8 +88,8 @@ class Screens:
         heads, width = shape.kv_head_count, shape.head_dim
         rank = _rank_of(artifacts)
         wanted = self.selection.columns
-        is_trained = self.selection.method in (SelectionMethod.MAPLE, SelectionMethod.RANKED)
-        if is_trained and wanted is not None and wanted != rank:
+        is_maple = self.selection.method is SelectionMethod.MAPLE
+        if is_maple and wanted is not None and wanted != rank:
             raise InvalidArgument(
                 f"selection: columns is {wanted}, but these artefacts of {artifacts.method} were "
                 f"trained for {rank}",
@@ -111,7 +103,7 @@ class Screens:
             }.items():
                 if (tensor := artifacts.tensors.get(f"layers.{index}.{name}")) is not None:
                     _check_sizes(tensor, sizes, f"{name} of layer {index}")
-            if self.selection.method is SelectionMethod.MAPLE:
+            if is_maple:
                 weights = maple_weights(partial(artifacts.of_layer, index))
                 columns = weights.projection.shape[-1]
                 inner = (columns or shape.hidden_size) + 1

@@ -1,26 +1,17 @@
 """From guessed scores to the tokens that are read. Pure: no model, no cache.
 
 Query heads that share a KV head read the same rows: their scores are normalised by softmax and
-joined. Tokens that every query reads (first ones, newest ones) come first in the budget.
+added up. Tokens that every query reads (first ones, newest ones) come first in the budget.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
-from torch.nn import functional
 
 from splitpoint.selection import Selection
-
-
-class Union(StrEnum):
-    """How the weights of the query heads of a group are joined into one per token."""
-
-    SUM = "sum"
-    MAX = "max"
 
 
 def visible_tokens(
@@ -44,46 +35,31 @@ def choose(
     tokens: int,
     kv_heads: int,
     window: int | None = None,
-    block_tokens: int = 1,
-    union: Union = Union.SUM,
 ) -> torch.Tensor:
     """Return which tokens each KV head reads, bool `[T, n_kv, S]`; never one that is not visible.
 
-    A query's own token is always read, and its score changes nothing where tokens have scores of
-    their own: a choice that is made one layer ahead cannot know it.
+    A query's own token is always read, and its score changes nothing: a choice that is made one
+    layer ahead cannot know it.
 
     Args:
-        scores: fp32 `[T, n_q, blocks]` of `block_tokens` tokens each: guessed scaled logits of
-            queries at consecutive positions; -inf: never read, not even as a first or newest
-            token. Where a query sees none of a block, any value.
+        scores: fp32 `[T, n_q, S]`: guessed scaled logits of queries at consecutive positions;
+            -inf: never read, not even as a first or newest token. Where a query does not see a
+            token, any value.
         first_position: of the first query.
         tokens: S, the cached tokens that may be read.
         window: the layer's sliding window; None: all tokens are visible.
     """
     visible = visible_tokens(first_position, len(scores), tokens, window, scores.device)
-    visible_blocks = _any_of_block(visible, block_tokens).unsqueeze(1)
-    masked = scores.masked_fill(~visible_blocks, -math.inf)
-    if block_tokens == 1:
-        positions = torch.arange(first_position, first_position + len(scores), device=scores.device)
-        keys = torch.arange(visible.shape[-1], device=scores.device)
-        own = (keys == positions.unsqueeze(1)).unsqueeze(1)
-        masked.masked_fill_(own, -math.inf)
-        # A query that sees its own token alone has no weights.
-        weights = _joined(masked, kv_heads, union).nan_to_num(-math.inf, neginf=-math.inf)
-        weights.masked_fill_(own, math.inf)
-    else:
-        weights = _joined(masked, kv_heads, union)
-    forced = _always_read(visible, selection)
-    forced_blocks = _any_of_block(forced, block_tokens).unsqueeze(1) & (weights > -math.inf)
-    seen = visible.sum(-1)
-    counts = _counts(masked, seen, selection, kv_heads, block_tokens)
-    blocks = torch.div(counts, block_tokens, rounding_mode="floor")
-    blocks = torch.where(counts >= seen.unsqueeze(1), visible_blocks.sum(-1), blocks)
-    blocks = blocks.maximum(forced_blocks.sum(-1)).clamp_min(1)
-    weights = weights.masked_fill(forced_blocks, math.inf)
-    chosen = _largest(weights, blocks) & (weights > -math.inf)
-    per_token = chosen.repeat_interleave(block_tokens, -1)[..., :tokens]
-    return per_token & visible.unsqueeze(1)
+    positions = torch.arange(first_position, first_position + len(scores), device=scores.device)
+    own = (torch.arange(tokens, device=scores.device) == positions.unsqueeze(1)).unsqueeze(1)
+    masked = scores.masked_fill(~visible.unsqueeze(1) | own, -math.inf)
+    # A query that sees its own token alone has no weights.
+    weights = _joined(masked, kv_heads).nan_to_num(-math.inf, neginf=-math.inf)
+    weights.masked_fill_(own, math.inf)
+    forced = _always_read(visible, selection).unsqueeze(1) & (weights > -math.inf)
+    counts = _counts(masked, visible.sum(-1), selection, kv_heads).maximum(forced.sum(-1))
+    weights = weights.masked_fill(forced, math.inf)
+    return _largest(weights, counts) & (weights > -math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,27 +79,21 @@ def choose_rows(
     scores: torch.Tensor,
     most: int,
     kv_heads: int,
-    tokens: int,
     *,
     first: int = 0,
     newest: int = 0,
-    block_tokens: int = 1,
     forced: torch.Tensor | None = None,
 ) -> ChosenRows:
     """Return the `most` tokens that each KV head reads for one query that sees all of them.
 
     The choice is that of `choose`, with shapes that the host knows: it never waits for a device.
-    At the end of the count a block may be read in part.
 
     Args:
-        scores: fp32 `[1, n_q, blocks]`, as for `choose`.
-        tokens: S, the cached tokens that may be read; at least `most`.
+        scores: fp32 `[1, n_q, S]`, as for `choose`; S is at least `most`.
         first, newest: this many tokens at either end come before all others; may be negative.
         forced: which do instead, bool `[n_kv, S]`, where tokens are not in order.
     """
-    weights = _joined(scores, kv_heads, Union.SUM)[0]
-    if block_tokens > 1:
-        weights = weights.repeat_interleave(block_tokens, -1)[:, :tokens]
+    weights = _joined(scores, kv_heads)[0]
     if forced is None:
         forced = _ends(weights, first, newest)
     return ChosenRows(weights.masked_fill(forced, math.inf).topk(most, dim=-1).indices)
@@ -156,7 +126,7 @@ def choose_near(
         raise ValueError(f"{selection} has no alpha")
     earlier = scores.shape[-1]
     first, newest = min(selection.sinks, earlier), min(selection.recent - 1, earlier)
-    weights = _joined(scores, kv_heads, Union.SUM)[0]
+    weights = _joined(scores, kv_heads)[0]
     if forced is None:
         forced = _ends(weights, first, newest)
     weights = weights.masked_fill(forced, math.inf)
@@ -189,18 +159,14 @@ def _always_read(visible: torch.Tensor, selection: Selection) -> torch.Tensor:
 
 
 def _counts(
-    masked: torch.Tensor,
-    seen: torch.Tensor,
-    selection: Selection,
-    kv_heads: int,
-    block_tokens: int,
+    masked: torch.Tensor, seen: torch.Tensor, selection: Selection, kv_heads: int
 ) -> torch.Tensor:
     """Return how many tokens each KV head of each query reads, int64 `[T, n_kv]`."""
     if selection.alpha is not None:
         # InfiniGen: the mean over all heads of the tokens near the largest score, and its own.
         near = masked > masked.amax(-1, keepdim=True) - selection.alpha
         near &= masked > -math.inf
-        mean = (near.sum(-1) * block_tokens + 1).to(torch.float64).mean(-1).round()
+        mean = (near.sum(-1) + 1).to(torch.float64).mean(-1).round()
         counts = torch.minimum(mean, _share(seen, selection.cap))
     elif selection.budget_tokens is not None:
         counts = seen.clamp_max(selection.budget_tokens)
@@ -214,32 +180,22 @@ def _share(seen: torch.Tensor, ratio: float) -> torch.Tensor:
     return (seen.to(torch.float64) * ratio - 1e-6).ceil()
 
 
-def _joined(masked: torch.Tensor, kv_heads: int, union: Union) -> torch.Tensor:
-    """Return the weights of each KV head, `[T, n_kv, blocks]`.
+def _joined(masked: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Return the weights of each KV head, `[T, n_kv, S]`.
 
     A KV head with one query head keeps its logits: softmax would only lose small ones.
     """
-    count, query_heads, blocks = masked.shape
+    count, query_heads, tokens = masked.shape
     if query_heads == kv_heads:
         return masked
-    logs = masked.log_softmax(-1).view(count, kv_heads, query_heads // kv_heads, blocks)
-    return logs.amax(2) if union is Union.MAX else logs.logsumexp(2)
+    logs = masked.log_softmax(-1).view(count, kv_heads, query_heads // kv_heads, tokens)
+    return logs.logsumexp(2)
 
 
 def _largest(weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the `counts[t, h]` largest of each row of `weights` `[T, n_kv, blocks]`, as bool."""
+    """Return the `counts[t, h]` largest of each row of `weights` `[T, n_kv, S]`, as bool."""
     most = min(int(counts.max()), weights.shape[-1])
     best = weights.topk(most, dim=-1).indices
     rank = torch.arange(most, device=weights.device)
     kept = rank < counts.unsqueeze(-1)
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, best, kept)
-
-
-def _any_of_block(tokens: torch.Tensor, block_tokens: int) -> torch.Tensor:
-    """Return which blocks of columns of a bool `[T, S]` have a True, `[T, blocks]`."""
-    if block_tokens == 1:
-        return tokens
-    count, columns = tokens.shape
-    padding = -columns % block_tokens
-    padded = functional.pad(tokens, (0, padding))
-    return padded.view(count, -1, block_tokens).any(-1)

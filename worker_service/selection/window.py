@@ -13,7 +13,6 @@ from worker_service.selection.screen import AttentionShape, Guess, Maker, TokenR
 class WindowScreen:
     """The baseline that looks at positions alone."""
 
-    block_tokens = 1
     device_bytes = 0
 
     def __init__(self, shape: AttentionShape) -> None:

@@ -33,7 +33,7 @@ from worker_service.lanes.lanes import Lanes
 from worker_service.model.attention_parts import DecodeParts
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.model import Layer, Model
-from worker_service.retrieval.ahead import RowReader, RowsAhead, estimates_of
+from worker_service.retrieval.ahead import RowReader, RowsAhead
 from worker_service.retrieval.row_plan import RowPlan
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.speculation.growing_draft import (
@@ -213,8 +213,6 @@ class SelfDrafter:
             chosen = row_plans[index]
             if chosen is not None:
                 parts.add(*planes, plan=chosen.pages, seen=chosen.seen(index))
-            for row, part in estimates_of(readers, index, queries):
-                parts.estimate(row, part)
             return parts.attended()
 
         return model.run(token_ids, positions, attend, enter=ahead.enter)

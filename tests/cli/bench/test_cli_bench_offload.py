@@ -607,13 +607,11 @@ def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="h2o is measured"):
         offload(select=["h2o:0.1,verify"])
     with pytest.raises(InvalidArgument, match="needs the same columns in every"):
-        offload(select=["ranked:0.1", "ranked:0.1,columns=8"])
+        offload(select=["lowrank:0.1", "lowrank:0.1,columns=8"])
     with pytest.raises(InvalidArgument, match="takes one --select, without verify"):
-        offload(select=["columns:0.1", "quest:0.1"], kv_encoding=["int8"])
+        offload(select=["columns:0.1", "window:0.1"], kv_encoding=["int8"])
     with pytest.raises(InvalidArgument, match="pools are not measured here"):
         offload(select=["columns:0.1,full_layers=0,pool=0.6"])
-    with pytest.raises(InvalidArgument, match="nothing of what it evicts"):
-        offload(select=["h2o:0.1,estimate"])
     with pytest.raises(InvalidArgument, match="has its own layers"):
         offload(select=["columns:0.1"], layers=16)
     with pytest.raises(FailedPrecondition, match="nothing was selected: rows and screens take"):

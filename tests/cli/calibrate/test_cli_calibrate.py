@@ -80,7 +80,6 @@ def test_text_and_folder_can_be_named(folder: Path, tmp_path: Path) -> None:
     [
         (("--screen", "columns"), "'columns' needs no calibration"),
         (("--screen", "best"), "'best' is no screen"),
-        (("--screen", "maple", "--loss", "huber"), "huber"),
         (("--screen", "maple", "--length", "4097"), "longer than the context"),
     ],
 )

@@ -38,7 +38,6 @@ WORKLOAD = EvalWorkload(
     text=(),
     guess="own",
     norm="own",
-    union="sum",
     kv_heads=None,
     artifacts=None,
     threads=1,
@@ -111,7 +110,6 @@ def test_nonsense_is_refused() -> None:
         ({"prompt": 2047}, "must leave two"),
         ({"guess": "next"}, "guess must be one of"),
         ({"norm": "next"}, "norm must be one of"),
-        ({"union": "both"}, "union must be one of sum, max"),
     ):
         with pytest.raises(InvalidArgument, match=match):
             replace(WORKLOAD, **changed)
@@ -230,20 +228,17 @@ def test_a_small_run_in_full(tmp_path: Path) -> None:
 
 
 def test_grouped_queries_by_averaged_heads(tmp_path: Path) -> None:
-    """A group's union of choices says what is read; calibrated screens are left out."""
-    reports = {}
-    for union in ("sum", "max"):
-        words = [*("--tokens", "160"), *("--windows", "1"), *("--tasks", "0"), *("--threads", "1")]
-        words += [*("--select", "oracle:0.2"), *("--kv-heads", "1"), *("--union", union), "--json"]
-        ran = CliRunner().invoke(app, ["eval", *words])
-        assert ran.exit_code == 0, ran.output
-        reports[union] = json.loads(ran.stdout)
-    full, by_sum = reports["sum"]["selections"]
-    assert reports["sum"]["kv_heads"] == 1
-    assert "averaged to 1 KV head" in str(table_of(reports["sum"]).title)
-    assert full["perplexity"] == reports["max"]["selections"][0]["perplexity"]
-    assert by_sum["perplexity"] != reports["max"]["selections"][1]["perplexity"]
-    assert by_sum["recall"] < 1
+    """A group chooses together; calibrated screens are left out."""
+    words = [*("--tokens", "160"), *("--windows", "1"), *("--tasks", "0"), *("--threads", "1")]
+    words += [*("--select", "oracle:0.2"), *("--kv-heads", "1"), "--json"]
+    ran = CliRunner().invoke(app, ["eval", *words])
+    assert ran.exit_code == 0, ran.output
+    report = json.loads(ran.stdout)
+    full, selected = report["selections"]
+    assert report["kv_heads"] == 1
+    assert "averaged to 1 KV head" in str(table_of(report).title)
+    assert full["perplexity"] != selected["perplexity"]
+    assert selected["recall"] < 1
     words = ["--kv-heads", "1", "--select", "lowrank:0.1", "--artifacts", str(tmp_path)]
     error = CliRunner().invoke(app, ["eval", *words]).exception
     assert isinstance(error, NotFound)
@@ -254,7 +249,7 @@ def test_a_text_of_the_users_own(tmp_path: Path) -> None:
     file, output = tmp_path / "own.py", tmp_path / "eval.json"
     file.write_text("".join(f"value_{number} = {number}\n" for number in range(200)))
     words = [*("--tokens", "128"), *("--windows", "2"), *("--tasks", "0"), *("--prompt", "32")]
-    words += [*("--text", str(file)), *("--select", "quest:0.5"), *("--guess", "previous")]
+    words += [*("--text", str(file)), *("--select", "window:0.5"), *("--guess", "previous")]
     ran = CliRunner().invoke(app, ["eval", *words, "--output", str(output)])
     assert ran.exit_code == 0, ran.output
     report = json.loads(output.read_text())

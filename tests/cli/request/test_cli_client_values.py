@@ -260,8 +260,8 @@ async def test_a_deadline_that_has_passed_says_what_did_not_happen(script: Scrip
 def test_a_selection_is_sent_from_its_text_and_as_it_is() -> None:
     assert not generate_request("a", {"select": None}).HasField("selection")
     for text in (
-        *("columns:0.1", "infinigen:alpha=inf,cap=1.0,int8=no", "quest:0.05,verify"),
-        *("columns:0.1,full_layers=0,pool=0.6", "ranked:0.1,full_layers=0,pool=0.6,policy=lru"),
+        *("columns:0.1", "infinigen:alpha=inf,cap=1.0,int8=no", "window:0.05,verify"),
+        *("columns:0.1,full_layers=0,pool=0.6", "lowrank:0.1,full_layers=0,pool=0.6,policy=lru"),
     ):
         selection = Selection.parsed(text)
         sent = generate_request("a", {"select": text}).selection

@@ -19,7 +19,7 @@ from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint_cli.request.generate import completion_json, summary
 from splitpoint_cli.request.status import selection_text, speculation_text, tenant_lines
 
-METHODS = (SelectionMethod.COLUMNS, SelectionMethod.QUEST)
+METHODS = (SelectionMethod.COLUMNS, SelectionMethod.WINDOW)
 DONE = Completion(
     token_ids=(1, 2),
     text="",
@@ -68,11 +68,11 @@ def test_a_worker_says_what_it_can_draft_by() -> None:
 def test_a_worker_says_what_it_selects_by_and_what_it_read() -> None:
     told = telemetry(1.0, 500.0)
     assert selection_text(worker("0", told, selection_methods=METHODS)) == (
-        "selects by columns, quest; 1,000 steps read 12.5% of the tokens"
+        "selects by columns, window; 1,000 steps read 12.5% of the tokens"
     )
     for idle in (None, telemetry(1.0, 0.0)):
         text = selection_text(worker("0", idle, selection_methods=METHODS))
-        assert text == "selects by columns, quest"
+        assert text == "selects by columns, window"
 
 
 def test_tenants_are_named_with_what_metrics_call_them() -> None:

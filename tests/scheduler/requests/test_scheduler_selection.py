@@ -134,26 +134,27 @@ async def test_keys_made_of_layer_inputs_need_a_store_that_keeps_them() -> None:
 
 
 async def test_trained_artefacts_decide_the_columns() -> None:
-    worker = selecting_worker(SelectionMethod.RANKED)
+    worker = selecting_worker(SelectionMethod.MAPLE)
+    worker.layout = replace(worker.layout, has_activations=True)
     worker.selections[0].columns = 28
     async with stack(worker) as running:
-        for text in ("ranked:0.1", "ranked:0.1,columns=28"):
+        for text in ("maple:0.1", "maple:0.1,columns=28"):
             await running.generate(asking(2, text))
             assert worker.admits[-1].selection.columns == 28
-        error = await running.error(asking(2, "ranked:0.1,columns=16"))
+        error = await running.error(asking(2, "maple:0.1,columns=16"))
         assert isinstance(error, InvalidArgument)
         assert error.field == "selection.columns"
         assert "trained for 28" in error.message
 
 
 async def test_a_verified_selection_is_exact() -> None:
-    worker = selecting_worker(SelectionMethod.QUEST)
+    worker = selecting_worker(SelectionMethod.WINDOW)
     by_self = draft_method_to_proto(DraftMethod.SELF)
     worker.speculation = types_pb2.Speculation(
         defaults=types_pb2.SpeculativeParams(method=by_self), methods=[by_self]
     )
     async with stack(worker) as running:
-        done = (await running.generate(asking(2, "quest:0.1,verify"))).done
+        done = (await running.generate(asking(2, "window:0.1,verify"))).done
         assert worker.admits[0].selection.verify
         assert done.usage.selection.step_count == 2
         assert not done.usage.selection.is_approximate
@@ -161,7 +162,7 @@ async def test_a_verified_selection_is_exact() -> None:
         assert why[ReasonKind.SELECTED][2:4] == (2, "drafted tokens")
         assert ReasonKind.DRAFTS_OFF not in why
         # Those that are made by default would be verified by something else.
-        done = (await running.generate(asking(2, "quest:0.1"))).done
+        done = (await running.generate(asking(2, "window:0.1"))).done
         assert ReasonKind.DRAFTS_OFF in reasons_of(done.plan)
 
 

@@ -14,10 +14,8 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.residency.selecting import (
     SelectionPages,
     StepSplit,
-    cluster_bytes,
-    cluster_count,
     expected_rows,
-    kept_record,
+    kept_bytes,
     pages_at_last,
     predict_step,
     selection_pages,
@@ -96,34 +94,20 @@ def test_pages_hold_what_the_bytes_say() -> None:
     )
     # 28 bytes and a scale, of 512: 0.0586.
     int8 = Selection.parsed("columns:0.1,columns=28,int8")
-    assert kept_record(SHAPE, int8) == (2 * 30, 1)
+    assert kept_bytes(SHAPE, int8) == 2 * 30
     assert selection_pages(SHAPE, int8, 4096, 64) == SelectionPages(rows=7, screens=4)
-    quest = Selection.parsed("quest:0.1")
-    assert selection_pages(SHAPE, quest, 4096, 64) == SelectionPages(rows=7, screens=4)
     window = Selection.parsed("window:0.1")
     assert selection_pages(SHAPE, window, 4096, 64) == SelectionPages(rows=7, screens=0)
     assert selection_pages(SHAPE, window, 0, 64).count == 0
-    # 512 floats of sums, 2 counts and 64 clusters: 30 in a plane, of 120 clusters and a rest.
-    centroids = Selection.parsed("window:0.1,estimate")
-    assert cluster_bytes(SHAPE) == 2 * 128 * 4 + 2 * 36
-    assert cluster_count(4095) == 120
-    assert selection_pages(SHAPE, centroids, 4095, 64) == SelectionPages(7, 0, centroids=3)
 
 
 def test_records_larger_than_a_page_are_not_kept() -> None:
-    """Bounds of 16 tokens are as large as two rows of K: pages of one token cannot hold them."""
-    quest = Selection.parsed("quest:0.1")
-    assert pages_at_last(SHAPE, quest, 100, 1) == SelectionPages(0, 0)
-    assert "rows and screens take" in why_not_selected(SHAPE, quest, 99, 1)
-    assert pages_at_last(SHAPE, quest, 100, 2).count
-    centroids = Selection.parsed("window:0.1,estimate")
-    assert pages_at_last(SHAPE, centroids, 300, 2) == SelectionPages(0, 0)
-    # No segment is whole.
-    assert (
-        pages_at_last(SHAPE, centroids, 200, 2).centroids
-        == 0
-        < pages_at_last(SHAPE, centroids, 200, 2).rows
-    )
+    """A column in int8 and its scale are larger than one element of K in two bytes."""
+    shape = replace(SHAPE, head_dim=1, data_type=DataType.BFLOAT16)
+    int8 = Selection.parsed("columns:0.1,columns=1,int8")
+    assert pages_at_last(shape, int8, 100, 1) == SelectionPages(0, 0)
+    assert "rows and screens take" in why_not_selected(shape, int8, 99, 1)
+    assert pages_at_last(shape, int8, 10_000, 16).count
 
 
 def test_pages_suffice_for_any_sizes() -> None:
@@ -137,18 +121,11 @@ def test_pages_suffice_for_any_sizes() -> None:
             data_type=rng.choice(list(DataType)),
         )
         chunk, tokens = rng.choice([8, 16, 64]), rng.randint(1, 5000)
-        method = rng.choice(["columns:0.1", "ranked:0.2", "quest:0.3", "columns:0.1,int8"])
+        method = rng.choice(["columns:0.1", "maple:0.2", "columns:0.1,int8"])
         pages = selection_pages(shape, Selection.parsed(method), tokens, chunk)
-        size, covered = kept_record(shape, Selection.parsed(method))
+        size = kept_bytes(shape, Selection.parsed(method))
         in_plane = chunk * shape.kv_width * shape.data_type.size // size
-        records = -(-tokens // covered)
-        assert (pages.screens - 1) * 2 * in_plane < records <= pages.screens * 2 * in_plane
-        more = selection_pages(shape, Selection.parsed(f"{method},estimate"), tokens, chunk)
-        room = chunk * shape.kv_width * shape.data_type.size // cluster_bytes(shape)
-        clusters = cluster_count(tokens)
-        if room or not clusters:
-            assert (more.rows, more.screens) == (pages.rows, pages.screens)
-            assert clusters <= more.centroids * 2 * room < clusters + 2 * room or not clusters
+        assert (pages.screens - 1) * 2 * in_plane < tokens <= pages.screens * 2 * in_plane
 
 
 def test_it_gains_where_the_link_is_the_limit() -> None:
@@ -161,15 +138,6 @@ def test_it_gains_where_the_link_is_the_limit() -> None:
     assert step.selected_seconds == pytest.approx(linked + 0.005 / 16)
     assert why_not_selected(SHAPE, columns, 4096, 64, profile=PROFILE) == ""
     assert why_not_selected(SHAPE, columns, 4096, 64) == ""
-    # What takes part as clusters is read from the device's memory.
-    slow = replace(PROFILE, link_bytes_per_second=1e13, memory_seconds_per_byte=1e-6)
-    both = [
-        predict_step(SHAPE, slow, Selection.parsed(f"columns:0.1{word}"), 4096).selected_seconds
-        for word in ("", ",estimate")
-    ]
-    read = 128 * cluster_bytes(SHAPE) + 410 * 1024
-    computed = 4 * 8 * 64 * 128 / 1e10
-    assert both[1] - both[0] == pytest.approx(14 * (read * 1e-6 + computed))
 
 
 def test_rows_and_chunks_of_an_encoded_store_are_fewer_bytes() -> None:

@@ -11,7 +11,7 @@ import torch
 from tiny_models import FAMILY_CASES, VOCABULARY, write_tiny
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
+from splitpoint.selection import Selection, SelectionMethod
 from worker_service.distillation.calibrate import Item, LayerResult, calibrate
 from worker_service.distillation.measures import TOP_SHARE, spearman
 from worker_service.distillation.training import Training, train
@@ -97,7 +97,7 @@ def test_every_screen_is_calibrated_on_every_family(
         assert result.int8_agreement > 0.99
     assert sum(result.recall for result in results) / layers > LEAST_RECALL
     assert sum(result.weight for result in results) / layers > 1.3 * TOP_SHARE
-    trained = method in (SelectionMethod.MAPLE, SelectionMethod.RANKED)
+    trained = method is SelectionMethod.MAPLE
     assert all(len(result.losses) == (2 if trained else 0) for result in results)
     if trained:
         start, best = (sum(pick(result.losses) for result in results) for pick in (_first, min))
@@ -112,23 +112,18 @@ def _first(losses: Sequence[float]) -> float:
     return losses[0]
 
 
-@pytest.mark.parametrize("loss", TrainingLoss)
-@pytest.mark.parametrize("method", [SelectionMethod.MAPLE, SelectionMethod.RANKED])
-def test_training_lowers_the_loss_on_text_that_it_does_not_see(
-    tmp_path: Path, method: SelectionMethod, loss: TrainingLoss
-) -> None:
+def test_training_lowers_the_loss_on_text_that_it_does_not_see(tmp_path: Path) -> None:
     said: list[str] = []
-    training = Training(epochs=3, loss=loss, block_queries=32)
-    _, results = calibrated(tiny("llama-3", tmp_path), method, training, said)
+    training = Training(epochs=3, block_queries=32)
+    _, results = calibrated(tiny("llama-3", tmp_path), SelectionMethod.MAPLE, training, said)
     start, best = (sum(pick(result.losses) for result in results) for pick in (_first, min))
     # The closed form has nearly the smallest squared error already.
-    assert best < (0.95 if loss is TrainingLoss.KL else 1.0) * start
+    assert best < start
     assert f"layer 0, epoch 0: loss {results[0].losses[0]:.4g}" in said
     assert len(said) == sum(len(result.losses) for result in results)
 
 
-@pytest.mark.parametrize("loss", TrainingLoss)
-def test_the_true_products_have_no_loss(loss: TrainingLoss) -> None:
+def test_the_true_products_have_no_loss() -> None:
     """Of what a query sees, whatever comes behind it."""
     draw = torch.Generator().manual_seed(1)
     inputs, queries, keys = (
@@ -140,7 +135,7 @@ def test_the_true_products_have_no_loss(loss: TrainingLoss) -> None:
     def true(of: TokenRows, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return of.queries, of.keys
 
-    settings = Training(epochs=0, loss=loss, block_queries=16)
+    settings = Training(epochs=0, block_queries=16)
     trained = train(
         (rows.queries, rows.keys), true, shape, [rows], [rows], settings, lambda *_: None
     )
@@ -152,8 +147,8 @@ def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
     """A rate that ruins the factors ends after one epoch, with the factors of the start."""
     model = tiny("qwen2", tmp_path)
     ruinous = Training(epochs=5, rate=50.0)
-    artifacts, results = calibrated(model, SelectionMethod.RANKED, ruinous)
-    untrained, _ = calibrated(model, SelectionMethod.RANKED, Training(epochs=0))
+    artifacts, results = calibrated(model, SelectionMethod.MAPLE, ruinous)
+    untrained, _ = calibrated(model, SelectionMethod.MAPLE, Training(epochs=0))
     for result in results:
         assert len(result.losses) == 2
         assert result.losses[1] > result.losses[0]
@@ -171,14 +166,14 @@ def test_calibration_can_be_repeated(tmp_path: Path) -> None:
 
 def test_trained_artefacts_have_one_rank(tmp_path: Path) -> None:
     model = tiny("llama", tmp_path)
-    artifacts, _ = calibrated(model, SelectionMethod.RANKED, Training(epochs=0))
-    Screens(model.config, Selection.parsed("ranked:0.1"), artifacts)
+    artifacts, _ = calibrated(model, SelectionMethod.MAPLE, Training(epochs=0))
+    Screens(model.config, Selection.parsed("maple:0.1"), artifacts)
     with pytest.raises(InvalidArgument, match="trained for 4"):
-        Screens(model.config, Selection.parsed("ranked:0.1,columns=5"), artifacts)
+        Screens(model.config, Selection.parsed("maple:0.1,columns=6"), artifacts)
     with pytest.raises(InvalidArgument, match="at least 2 passages"):
         calibrate(
             model,
-            SelectionMethod.RANKED,
+            SelectionMethod.MAPLE,
             passages(1),
             rank=RANK,
             training=Training(),

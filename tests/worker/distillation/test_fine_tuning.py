@@ -12,7 +12,7 @@ from selecting import maple_artifacts
 from tiny_models import VOCABULARY, write_tiny
 from torch.nn import functional
 
-from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
+from splitpoint.selection import Selection, SelectionMethod
 from worker_service.distillation.calibrate import calibrate
 from worker_service.distillation.fine_tuning import FineTuning, fine_tune
 from worker_service.distillation.training import Training
@@ -141,7 +141,7 @@ def test_calibration_has_both_stages(tmp_path: Path) -> None:
                 SelectionMethod.MAPLE,
                 [tuple(each) for each in passages(6)],
                 rank=RANK,
-                training=Training(epochs=1, loss=TrainingLoss.MSE, block_queries=16),
+                training=Training(epochs=1, block_queries=16),
                 tuning=tuning,
                 track=lambda _, items: iter(items),
                 say=lambda _: None,

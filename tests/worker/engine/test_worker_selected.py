@@ -121,15 +121,9 @@ def drawn_artifacts(case: Case) -> dict[SelectionMethod, Artifacts]:
     """Return maps of no use to ranking: what reads every token is exact with any."""
     shape, random = case.model.shape, torch.Generator().manual_seed(3)
     found = {}
-    for method in (SelectionMethod.INFINIGEN, SelectionMethod.LOWRANK, SelectionMethod.RANKED):
+    for method in (SelectionMethod.INFINIGEN, SelectionMethod.LOWRANK):
         names = ["skew"] if method is SelectionMethod.INFINIGEN else ["query_map", "key_map"]
-        is_square = method is not SelectionMethod.RANKED
-        rank = (
-            shape.head_dim
-            if is_square
-            else Selection(method=method, ratio=0.5).kept_columns(shape.head_dim)
-        )
-        size = (shape.kv_head_count, shape.head_dim, rank)
+        size = (shape.kv_head_count, shape.head_dim, shape.head_dim)
         tensors = {
             f"layers.{layer}.{name}": torch.randn(size, generator=random)
             for layer in range(shape.layer_count)
@@ -140,7 +134,7 @@ def drawn_artifacts(case: Case) -> dict[SelectionMethod, Artifacts]:
     return found | {SelectionMethod.MAPLE: maple_artifacts(shape, rank)}
 
 
-@pytest.mark.parametrize("method", ["infinigen", "lowrank", "ranked", "maple", "quest", "window"])
+@pytest.mark.parametrize("method", ["infinigen", "lowrank", "maple", "window"])
 def test_all_tokens_are_read_exactly_through_every_screen(
     llama: Case, lanes: Lanes, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +181,7 @@ def test_rows_come_from_the_store_whatever_else_is_on_the_device(
     assert len(notes.usages["2"]) == 7
 
 
-@pytest.mark.parametrize("text", ["columns:1", "columns:alpha=inf,cap=1", "quest:1", "window:1"])
+@pytest.mark.parametrize("text", ["columns:1", "columns:alpha=inf,cap=1", "window:1"])
 def test_what_reads_every_token_is_exact_and_says_so(
     llama: Case, lanes: Lanes, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +196,7 @@ def test_what_reads_every_token_is_exact_and_says_so(
 
 
 @pytest.mark.parametrize(
-    "text", ["quest:0.3", "window:0.3", "columns:alpha=0,cap=0.4", "columns:budget_tokens=20,int8"]
+    "text", ["window:0.3", "columns:alpha=0,cap=0.4", "columns:budget_tokens=20,int8"]
 )
 def test_every_screen_reads_what_it_is_to_read(llama: Case, lanes: Lanes, text: str) -> None:
     engine, selection = llama.engine(lanes), Selection.parsed(text)
@@ -248,7 +242,7 @@ def test_a_resident_cache_is_read_whole(llama: Case, lanes: Lanes) -> None:
     assert notes.usages == {}
 
 
-@pytest.mark.parametrize("text", ["infinigen:0.3", "ranked:0.3"])
+@pytest.mark.parametrize("text", ["infinigen:0.3", "lowrank:0.3"])
 def test_a_selection_without_artefacts_reads_everything_and_says_so(
     llama: Case, lanes: Lanes, text: str
 ) -> None:
@@ -372,19 +366,18 @@ def test_what_a_selection_computed_is_no_other_requests_prefix(llama: Case, lane
     check_left(engine)
 
 
-@pytest.mark.parametrize("more", ["", ",estimate"])
 def test_keys_of_chunks_that_leave_later_are_made_of_stored_layer_inputs(
-    llama: Case, lanes: Lanes, more: str, monkeypatch: pytest.MonkeyPatch
+    llama: Case, lanes: Lanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading all tokens, also those, is exact; their X comes over the link."""
     source = ScreenSource(llama.model.config, drawn_artifacts(llama))
     monkeypatch.setattr(engine_module, "ScreenSource", lambda *_: source)
     long, prompt = Sampling(max_tokens=3 * CHUNK, ignore_eos=True), llama.prompts[2]
     tokens, sent = [], []
-    for selection in (Selection(), Selection.parsed(f"maple:0.999,full_layers=0{more}")):
+    for selection in (Selection(), Selection.parsed("maple:0.999,full_layers=0")):
         engine, trace = llama.engine(lanes), Trace()
         engine.trace = trace
-        request = streamed("2", prompt, long, salt=more.encode(), selection=selection)
+        request = streamed("2", prompt, long, selection=selection)
         tokens.append(llama.runner.run(engine, [request]).tokens["2"])
         sent.append(sum(span.tokens for span in trace.spans if span.name == "send X"))
         check_left(engine)

@@ -47,8 +47,8 @@ def case(
 @pytest.mark.parametrize(
     "texts",
     [
-        ("columns:0.999", "infinigen:0.999,full_layers=0", "lowrank:0.999,estimate"),
-        ("window:0.999", "ranked:0.999,full_layers=0", "quest:0.999,estimate"),
+        ("columns:0.999", "infinigen:0.999,full_layers=0", "lowrank:0.999"),
+        ("window:0.999", "columns:0.999,int8,full_layers=0"),
         ("maple:0.999,full_layers=0",),
     ],
 )

@@ -271,7 +271,7 @@ def test_rows_of_the_next_layer_are_on_the_link_while_this_one_computes(llama: C
     lanes.close()
 
 
-CHOICES = ("full", "columns:0.999", "window:0.999,full_layers=0", "quest:0.999", "columns:0.3,int8")
+CHOICES = ("full", "columns:0.999", "window:0.999,full_layers=0", "columns:0.3,int8")
 
 
 @pytest.mark.parametrize("seed", range(6))

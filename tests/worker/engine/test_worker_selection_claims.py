@@ -36,7 +36,7 @@ PROFILES = [None, PROFILE, replace(PROFILE, link_bytes_per_second=1e6)]
 def random_selection(rng: random.Random) -> Selection:
     ratio = rng.choice([0.01, 0.1, 0.3, 0.5, 0.9])
     rule = rng.choice([f"{ratio}", f"budget_tokens={rng.randrange(1, 200)}"])
-    method = rng.choice(["columns", "quest", "window"])
+    method = rng.choice(["columns", "window"])
     words = ["verify"] if rng.random() < 0.3 else []
     if method == "columns":
         words += rng.choice([[], ["int8"], ["columns=4"], ["columns=64"]])

@@ -32,10 +32,7 @@ PAGE = 2
 CASES = [
     *((Encoding.NATIVE, each, "columns", "0.3") for each in PoolPolicy),
     *((Encoding.NATIVE, each, "columns", "alpha=3,cap=0.4") for each in PoolPolicy),
-    *(
-        (Encoding.NATIVE, PoolPolicy.COUNTER, each, "0.3")
-        for each in ("infinigen", "lowrank", "ranked")
-    ),
+    *((Encoding.NATIVE, PoolPolicy.COUNTER, each, "0.3") for each in ("infinigen", "lowrank")),
     (Encoding.NATIVE, PoolPolicy.COUNTER, "infinigen", "alpha=3,cap=0.4"),
     (Encoding.INT8, PoolPolicy.COUNTER, "columns", "0.3"),
     (Encoding.INT4, PoolPolicy.COUNTER, "infinigen", "0.3"),
@@ -57,8 +54,7 @@ def artifacts_of(prefix: StoredPrefix, method: str) -> Artifacts | None:
         return None
     shape, random = prefix.model.shape, torch.Generator().manual_seed(3)
     names = ["skew"] if method == "infinigen" else ["query_map", "key_map"]
-    rank = 9 if method == "ranked" else shape.head_dim
-    size = (shape.kv_head_count, shape.head_dim, rank)
+    size = (shape.kv_head_count, shape.head_dim, shape.head_dim)
     tensors = {
         f"layers.{layer}.{name}": torch.randn(size, generator=random) / shape.head_dim**0.5
         for layer in range(shape.layer_count)

@@ -66,11 +66,8 @@ def reads_of(
 def build(prefix: StoredPrefix, reads: SequenceReads, chunks: int) -> None:
     for layer in reads.layers:
         reads.observe(layer, guess_at(prefix, layer, chunks * CHUNK - 1).queries)
-        keys, values = (
-            plane[layer][: chunks * CHUNK]
-            for plane in (prefix.computed.keys, prefix.computed.values)
-        )
-        reads.build(layer, keys, prefix.transfer(), prefix.chunks[:chunks], 0, values)
+        keys = prefix.computed.keys[layer][: chunks * CHUNK]
+        reads.build(layer, keys, prefix.transfer(), prefix.chunks[:chunks], 0)
 
 
 def guess_at(prefix: StoredPrefix, layer: int, position: int) -> Guess:
@@ -103,7 +100,6 @@ def step(prefix: StoredPrefix, reads: SequenceReads, lanes: Lanes, position: int
 SERVED = (
     "columns:0.2",
     "columns:0.2,int8",
-    "quest:0.2",
     "window:0.2",
     "columns:budget_tokens=40",
 )
@@ -257,7 +253,7 @@ def test_a_larger_alpha_reads_more_and_bytes_follow(prefix: StoredPrefix) -> Non
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("text", ["columns:0.2", "columns:0.2,int8", "quest:0.2"])
+@pytest.mark.parametrize("text", ["columns:0.2", "columns:0.2,int8"])
 def test_chunks_that_leave_later_are_chosen_from_too(prefix: StoredPrefix, text: str) -> None:
     """Screens that grew equal screens that were built at once, as far as columns agree."""
     text += f",columns={prefix.model.shape.head_dim},full_layers=0"
@@ -327,9 +323,7 @@ def test_building_takes_a_piece_of_the_inputs_where_others_take_all_keys(
     keys, inputs = (4 * each for each in (shape.kv_width, shape.hidden_size))
     for text, size in (
         ("columns:0.1", 3000 * keys),
-        ("columns:0.1,estimate", 6000 * keys),
         ("maple:0.1", 1024 * inputs),
-        ("maple:0.1,estimate", 6000 * keys + 1024 * inputs),
     ):
         assert building_bytes(prefix.layout, Selection.parsed(text), 3000) == size
 

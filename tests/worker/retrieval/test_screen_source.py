@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from selecting import maple_artifacts
 
 from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.checkpoint.resolve import resolve_model
@@ -21,25 +22,16 @@ CPU = torch.device("cpu")
 MODEL = resolve_model(None)
 CONFIG = read_decoder(MODEL, DataType.FLOAT32)
 SHAPE = CONFIG.shape
-RANK = 5
+RANK = 6
 
 
 def made(method: SelectionMethod) -> Artifacts:
     """Return artefacts with the shapes of a calibration's."""
-    heads, width = SHAPE.kv_head_count, SHAPE.head_dim
-    sizes = {
-        SelectionMethod.INFINIGEN: {"skew": width},
-        SelectionMethod.RANKED: {"query_map": RANK, "key_map": RANK},
-    }[method]
-    return Artifacts(
-        method,
-        {
-            f"layers.{index}.{name}": torch.zeros(heads, width, columns)
-            for index in range(SHAPE.layer_count)
-            for name, columns in sizes.items()
-        },
-        {},
-    )
+    if method is SelectionMethod.MAPLE:
+        return maple_artifacts(SHAPE, RANK)
+    skew = torch.zeros(SHAPE.kv_head_count, SHAPE.head_dim, SHAPE.head_dim)
+    tensors = {f"layers.{index}.skew": skew.clone() for index in range(SHAPE.layer_count)}
+    return Artifacts(method, tensors, {})
 
 
 def write(method: SelectionMethod, model: Path, artifacts: Path | None) -> None:
@@ -50,23 +42,23 @@ def write(method: SelectionMethod, model: Path, artifacts: Path | None) -> None:
 
 def test_a_worker_serves_what_needs_no_artefacts_and_what_it_has_them_for(tmp_path: Path) -> None:
     bare = ScreenSource.open(CONFIG, MODEL, tmp_path, CPU)
-    assert set(bare.columns) == {"columns", "quest", "window"}
+    assert set(bare.columns) == {"columns", "window"}
     assert bare.size_bytes == 0
     with pytest.raises(FailedPrecondition) as caught:
         bare.screens(Selection.parsed("infinigen:0.1"))
     assert caught.value.reason == "NO_ARTIFACTS"
-    for method in (SelectionMethod.INFINIGEN, SelectionMethod.RANKED):
+    for method in (SelectionMethod.INFINIGEN, SelectionMethod.MAPLE):
         write(method, MODEL, tmp_path)
     able = ScreenSource.open(CONFIG, MODEL, tmp_path, CPU)
-    trained = {SelectionMethod.INFINIGEN: 0, SelectionMethod.RANKED: RANK}
+    trained = {SelectionMethod.INFINIGEN: 0, SelectionMethod.MAPLE: RANK}
     assert able.columns == bare.columns | trained
-    numbers = SHAPE.kv_head_count * SHAPE.head_dim * (SHAPE.head_dim + 2 * RANK)
-    assert able.size_bytes == SHAPE.layer_count * numbers * 4
-    selection = Selection.parsed(f"ranked:0.1,columns={RANK}")
+    each = (made(SelectionMethod.INFINIGEN), made(SelectionMethod.MAPLE))
+    assert able.size_bytes == sum(made.nbytes for one in each for made in one.tensors.values())
+    selection = Selection.parsed(f"maple:0.1,columns={RANK}")
     assert able.screens(selection).selection == selection
     # Without a number it would keep 0.3 of a head's columns: pages are counted for these.
-    for other in ("ranked:0.1,columns=6", "ranked:0.1"):
-        with pytest.raises(InvalidArgument, match="trained for 5"):
+    for other in ("maple:0.1,columns=8", "maple:0.1"):
+        with pytest.raises(InvalidArgument, match="trained for 6"):
             able.screens(Selection.parsed(other))
 
 

@@ -1,9 +1,8 @@
-"""What is read: budgets, tokens that are always read, windows, groups and blocks."""
+"""What is read: budgets, tokens that are always read, windows and groups."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 from splitpoint.residency.selecting import wanted_rows
 from splitpoint.selection import Selection
 from worker_service.selection.token_choice import (
-    Union,
     choose,
     choose_near,
     choose_rows,
@@ -41,12 +39,11 @@ def chosen(text: str, scores: torch.Tensor, **changes: object) -> torch.Tensor:
 )
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("block_tokens", [1, 8])
 def test_a_full_budget_reads_all_that_is_visible(
-    text: str, window: int | None, kv_heads: int, block_tokens: int
+    text: str, window: int | None, kv_heads: int
 ) -> None:
     tokens = 45
-    scores = random_scores(12, 4, -(-tokens // block_tokens))
+    scores = random_scores(12, 4, tokens)
     read = chosen(
         text,
         scores,
@@ -54,7 +51,6 @@ def test_a_full_budget_reads_all_that_is_visible(
         tokens=tokens,
         kv_heads=kv_heads,
         window=window,
-        block_tokens=block_tokens,
     )
     visible = visible_tokens(tokens - 12, 12, tokens, window, CPU)
     assert torch.equal(read, visible.unsqueeze(1).expand(-1, kv_heads, -1))
@@ -114,18 +110,17 @@ def test_more_budget_reads_more_and_nothing_less() -> None:
             before = read
 
 
-@pytest.mark.parametrize("union", Union)
-def test_query_heads_of_a_group_read_the_same(union: Union) -> None:
+def test_query_heads_of_a_group_read_the_same() -> None:
     """One head's clear choice is read for the group, and a shift of its logits changes nothing."""
     scores = random_scores(1, 4, 200)
     scores[0, 1, 77] = 30.0
     shifted = scores.clone()
     shifted[0, 1] += 100.0
     text = "columns:0.15"
-    read = chosen(text, scores, kv_heads=2, union=union)
+    read = chosen(text, scores, kv_heads=2)
     assert read.shape == (1, 2, 200)
     assert read[0, 0, 77]
-    assert torch.equal(read, chosen(text, shifted, kv_heads=2, union=union))
+    assert torch.equal(read, chosen(text, shifted, kv_heads=2))
 
 
 def test_the_order_of_slots_does_not_matter() -> None:
@@ -134,16 +129,6 @@ def test_the_order_of_slots_does_not_matter() -> None:
     order = torch.cat((torch.arange(4), 4 + torch.randperm(100), torch.arange(104, 120)))
     read = chosen("columns:0.3", scores)
     assert torch.equal(chosen("columns:0.3", scores[..., order]), read[..., order])
-
-
-def test_blocks_are_read_whole() -> None:
-    scores = random_scores(1, 1, 20)
-    read = chosen(
-        "quest:0.5,sinks=1,recent=1", scores, first_position=159, tokens=160, block_tokens=8
-    )
-    by_block = read.view(20, 8)
-    assert torch.equal(by_block.all(-1), by_block.any(-1))
-    assert by_block.all(-1).sum() == 10
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -162,7 +147,6 @@ def test_choosing_by_index_equals_choosing_by_mask(text: str, kv_heads: int) -> 
             scores.clone(),
             max(wanted_rows(selection, tokens), selection.sinks + selection.recent),
             kv_heads,
-            tokens,
             first=selection.sinks,
             newest=selection.recent,
         )
@@ -193,13 +177,3 @@ def test_stored_tokens_near_the_largest_score_are_those_of_the_mask(
                 found = chosen[wanted].tolist()
                 assert len(found) == len(set(found)) == min(most, len(read))
                 assert set(found) <= read
-
-
-def test_blocks_are_chosen_by_index_whole_but_the_last_one() -> None:
-    """100 tokens in blocks of 16: the last block has four."""
-    for seed in range(20):
-        rows = choose_rows(random_scores(1, 4, 7, seed), 40, 2, 100, block_tokens=16)
-        for chosen_tokens in rows.tokens.tolist():
-            assert len(set(chosen_tokens)) == 40
-            sizes = sorted(Counter(token // 16 for token in chosen_tokens).values())
-            assert sizes in ([8, 16, 16], [4, 4, 16, 16])

@@ -23,7 +23,6 @@ from tiny_models import write_tiny
 
 from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
-from splitpoint.residency.selecting import QUEST_TOKENS
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.selection import kept_rows
 from worker_service.selection import screen as screens_of_one
@@ -32,7 +31,6 @@ from worker_service.selection.columns import ColumnScreen, LowRankScreen
 from worker_service.selection.h2o import HeavyHitterScreen
 from worker_service.selection.kept_rows import KeptRows, to_int8
 from worker_service.selection.maple import MapleScreen, MapleWeights, project, sparse_signs
-from worker_service.selection.quest import QuestScreen
 from worker_service.selection.records import Records
 from worker_service.selection.screen import (
     AttentionShape,
@@ -80,9 +78,7 @@ SCREENS: Mapping[SelectionMethod, Make] = {
         shape, 5, int8=False, skew=orthogonal(shape.kv_heads, shape.head_dim)
     ),
     SelectionMethod.LOWRANK: lambda shape, _: low_rank(shape, 5, int8=False),
-    SelectionMethod.RANKED: lambda shape, _: low_rank(shape, 5, int8=True),
     SelectionMethod.MAPLE: lambda shape, _: maple(shape, int8=True),
-    SelectionMethod.QUEST: lambda shape, _: QuestScreen(shape),
     SelectionMethod.WINDOW: lambda shape, _: WindowScreen(shape),
     SelectionMethod.H2O: HeavyHitterScreen,
 }
@@ -113,7 +109,6 @@ def test_a_full_budget_reads_everything_by_every_screen(
         tokens=75,
         kv_heads=shape.kv_heads,
         window=shape.window,
-        block_tokens=screen.block_tokens,
     )
     expected = visible(rows, 40, shape).unsqueeze(1).expand(-1, shape.kv_heads, -1)
     assert torch.equal(read, expected)
@@ -175,15 +170,13 @@ def test_int8_rows_are_as_close_as_their_scale_allows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_tokens", [5, 16])
-@pytest.mark.parametrize("method", ["columns", "int8", "lowrank", "quest"])
+@pytest.mark.parametrize("method", ["columns", "int8", "lowrank"])
 def test_screens_in_given_blocks_equal_those_in_memory_of_their_own(
     method: str, block_tokens: int, dtype: torch.dtype
 ) -> None:
     """Bit for bit, however the tokens come; what the blocks held before does not matter."""
 
     def screen(records: Records) -> LayerScreen:
-        if method == "quest":
-            return QuestScreen(SHAPE, records)
         if method == "lowrank":
             maps = torch.randn((2, 2, 16, 7), generator=torch.Generator().manual_seed(0))
             return LowRankScreen(SHAPE, *maps, int8=True, records=records)
@@ -281,26 +274,6 @@ def test_keys_of_maple_are_rotated_by_their_positions(shape: AttentionShape) -> 
     torch.testing.assert_close(later.scores(moved), scores, atol=1e-2, rtol=1e-2)
     farther = at_once.scores(moved)
     assert (farther - scores).norm() > 0.3 * scores.norm()
-
-
-def test_page_bounds_are_never_below_a_logit() -> None:
-    rows = random_rows(75)
-    screen = QuestScreen(SHAPE)
-    for first, last in ((0, 5), (5, 16), (16, 60), (60, 75)):
-        screen.extend(part(rows, first, last))
-    bounds = screen.scores(guess_from(rows, 0))
-    at_once = QuestScreen(SHAPE)
-    at_once.extend(rows)
-    assert torch.equal(at_once.scores(guess_from(rows, 0)), bounds)
-    pages = -(-75 // QUEST_TOKENS)
-    assert bounds.shape == (75, 4, pages)
-    for page, logits in enumerate(torch.split(true_logits(rows, 0), QUEST_TOKENS, -1)):
-        assert (logits <= bounds[..., page, None] + 1e-5).all()
-    # A page of one token has its logit as the bound.
-    one = QuestScreen(SHAPE)
-    one.extend(part(rows, 0, 1))
-    torch.testing.assert_close(one.scores(guess_from(rows, 0)), true_logits(rows, 0)[..., :1])
-    assert screen.device_bytes == 2 * pages * 2 * 16 * 4
 
 
 def heavy_hitters(budget: int) -> tuple[HeavyHitterScreen, Selection]:

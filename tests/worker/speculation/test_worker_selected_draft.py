@@ -22,7 +22,6 @@ from test_worker_self_draft import (
 )
 from tiny_models import write_tiny
 
-from splitpoint.residency.selecting import SEGMENT_TOKENS
 from splitpoint.selection import FULL, Selection, SelectionUsage
 from splitpoint.shapes import ArenaLayout
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
@@ -32,7 +31,6 @@ from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission, Sequence
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
-from worker_service.model.attention import PartialAttention
 from worker_service.model.decoder import Decoder
 from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.speculation.self_draft import SelfDrafter
@@ -64,66 +62,11 @@ def case(
         yield Case(request.param, runner, model)
 
 
-@pytest.fixture(scope="module")
-def long_case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    """Prompts with whole segments; those of the first become whole while it is decoded."""
-    folder = tmp_path_factory.mktemp("long")
-    model = Decoder.load(write_tiny("llama-3", folder / "model"), CPU, torch.float32)
-    layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK, has_activations=True)
-    with store_runner(layout, folder, 600) as runner:
-        yield Case("llama-3", runner, model, (SEGMENT_TOKENS - 4, SEGMENT_TOKENS + 44))
-
-
 @pytest.fixture
 def lanes() -> Iterator[Lanes]:
     made = ThreadLanes(CPU)
     yield made
     made.close()
-
-
-def test_drafts_whose_rest_is_estimated_are_verified(long_case: Case, lanes: Lanes) -> None:
-    case = long_case
-    for text in ("columns:0.999,verify,estimate", "columns:0.1,columns=4,int8,verify,estimate"):
-        selection = Selection.parsed(text)
-        engine = drafting_engine(case, 1, lanes)
-        requests = requests_of(case, GREEDY, selection, text.encode())
-        found, usages = run(case, engine, requests)
-        assert [found.tokens[str(index)] for index in range(2)] == list(case.wanted)
-        for index in range(2):
-            assert usages[str(index)].fetched_row_count > 0
-
-
-def test_drafts_attend_what_stands_for_tokens_that_are_not_read(
-    long_case: Case, lanes: Lanes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has weight in each layer, and none once every row is read."""
-    case = long_case
-    weights: list[float] = []
-    take = PartialAttention.take
-
-    def note(self: PartialAttention, row: int, other: PartialAttention) -> None:
-        take(self, row, other)
-        weights.append(float(other.total.sum()))
-
-    monkeypatch.setattr(PartialAttention, "take", note)
-    for ratio, is_weighty in (("0.1", True), ("0.999", False)):
-        engine = drafting_engine(case, 1, lanes)
-        selection = Selection.parsed(f"columns:{ratio},verify,estimate")
-        request = streamed("0", case.prompts[1], GREEDY, salt=b"w", selection=selection)
-        case.runner.admit(engine, request)
-        while not engine.queues.running or not is_drafting(engine.queues.running[0]):
-            case.runner.step(engine)
-        weights.clear()
-        (sequence,) = engine.queues.running
-        done = sequence.generated_count
-        with torch.inference_mode():
-            (tokens,) = SelfDrafter(case.model, engine.cache, lanes).propose([(sequence, 3)])
-        assert len(weights) == 3 * len(case.model.layers)
-        assert all((weight > 0) == is_weighty for weight in weights)
-        if not is_weighty:
-            assert tokens == list(case.wanted[1][done : done + 3])
-        while not engine.is_idle:
-            case.runner.step(engine)
 
 
 def is_drafting(sequence: Sequence) -> bool:
