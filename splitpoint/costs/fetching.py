@@ -23,7 +23,7 @@ from splitpoint.tiers import ChunkSource, Transfer
 # 10 Gbit/s Ethernet without its overhead; a slow NVMe disk.
 ASSUMED_BYTES_PER_SECOND = 1e9
 # Asking the source for the prefix, opening the stream, sealing and looking up here. Measured by
-# `benchmarks.planner_tiers` on two CPU cores: 7 to 12 ms.
+# 7 to 12 ms on two CPU cores.
 ROUND_TRIP_SECONDS = 10e-3
 
 
@@ -94,7 +94,7 @@ def measured_rate(size: int, seconds: float, transfer_seconds: float) -> float:
 
 
 # Write-back stores the end of the front, the loaded chunks are sealed and looked up. Measured by
-# `benchmarks.planner_tiers` on two CPU cores: 5 to 30 ms.
+# 5 to 30 ms on two CPU cores.
 MEETING_SECONDS = 20e-3
 
 
