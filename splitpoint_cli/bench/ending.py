@@ -1,16 +1,12 @@
-"""End a benchmark by a signal: it releases what it holds before the process exits.
+"""End a benchmark by a signal: what would stay behind it is removed, and the process exits at once.
 
-SIGINT, SIGTERM and SIGHUP end it once, with exit code 128 and the signal's number. Later
-ones are ignored until everything is cleaned up; only SIGKILL ends a benchmark at once. What such
-a benchmark left in memory is removed by the next one.
+What stays behind a process is its arenas and its temporary files; everything else ends with it. So
+SIGINT, SIGTERM and SIGHUP unwind nothing, since an exception out of a signal's handler may come
+anywhere: in a finalizer, which drops it, or between noting work and giving it to a thread that is
+then waited for. The exit code is 128 and the signal's number. What a benchmark left that was killed
+is removed by the next one.
 
-A signal's handler runs between any two instructions of the main thread. Two places are no
-good for its SystemExit. In a finalizer, a callback of the garbage collector or of C code,
-Python reports the exception and drops it: the benchmark would go on, deaf to later signals.
-Within a step of the engine it can come between noting work and giving it to a lane's thread:
-closing the lanes, which waits for all noted work, would wait forever. So steps are `held`, and
-the handler looks again, a few times a second, whether the process is ending, and raises anew if
-it is not.
+Benchmarks that run services unwind (`run_until_signal`): these have to be stopped.
 """
 
 from __future__ import annotations
@@ -18,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import shutil
 import signal
-import sys
-import time
+import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from splitpoint.config import SHARED_MEMORY, arena_path, remove_tree
@@ -33,87 +30,9 @@ from splitpoint.errors import SplitpointError
 ARENA_PREFIX = "bench-"
 MOST_ARENAS = 8
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Seconds between two looks whether the process is ending.
-_LOOK_SECONDS = 0.2
-# A held block that takes longer is interrupted: it may never end.
-_HOLD_SECONDS = 10.0
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-
-class _Ended(SystemExit):
-    """The end of the process by a signal. A type of its own, to be found among its causes."""
-
-
-class _Ending:
-    """The signal that ends this process, and whether the main thread may be interrupted."""
-
-    def __init__(self) -> None:
-        self.caught = 0
-        self.is_over = False
-        self.held = 0
-        self._deadline = 0.0
-
-    def catch(self, number: int, frame: FrameType | None) -> None:
-        """Handle the first signal, and let SIGALRM come until the process ends; drop others."""
-        if self.caught:
-            return
-        self.caught = number
-        self._deadline = time.monotonic() + _HOLD_SECONDS
-        if not self.is_over:
-            signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
-            self.look(number, frame)
-
-    def look(self, number: int, frame: FrameType | None) -> None:
-        """Raise the end unless it is under way, or a held block has time left."""
-        if self.held and time.monotonic() < self._deadline:
-            return
-        if not self.is_over and not _is_ending():
-            raise _Ended(128 + self.caught)
-
-    def release(self) -> None:
-        """Leave a held block; raise the end that came meanwhile."""
-        self.held -= 1
-        if self.caught and not self.held:
-            self.look(self.caught, None)
-
-
-# Signals belong to the process, and so does this.
-_ending = _Ending()
-
-
-def _is_ending() -> bool:
-    """Return whether this thread is cleaning up behind a raised end."""
-    waiting: list[BaseException | None] = [sys.exc_info()[1]]
-    seen: set[int] = set()
-    while waiting:
-        error = waiting.pop()
-        if error is None or id(error) in seen:
-            continue
-        if isinstance(error, _Ended):
-            return True
-        seen.add(id(error))
-        waiting += [error.__context__, error.__cause__]
-    return False
-
-
-class held:
-    """Let a signal end the process only behind this block, for _HOLD_SECONDS at most.
-
-    For the main thread, around steps whose work is also that of other threads.
-    """
-
-    def __enter__(self) -> None:
-        _ending.held += 1
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _ending.release()
 
 
 def own_arena_path(number: int = 0) -> Path:
@@ -150,30 +69,30 @@ def _remove_abandoned(path: Path) -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Unwind the block by SystemExit at the first signal; then remove this process's arenas.
+    """Exit the process at the first signal within the block; later ones are ignored.
 
-    They are removed here, too, because a signal may come anywhere: between its making
-    and the block that would remove it, or in the middle of removing it. For the main thread.
+    Temporary files of the block lie in one folder. For the main thread.
     """
-    global _ending
-    ending = _ending = _Ending()
-    before = {signal.SIGALRM: signal.signal(signal.SIGALRM, ending.look)}
     # What was ignored stays so: nohup ignores SIGHUP.
-    before |= {
-        number: signal.signal(number, ending.catch)
-        for number in _ENDINGS
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        ending.is_over = True
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number in range(MOST_ARENAS):
-            remove_tree(own_arena_path(number).parent)
-        for number, handler in before.items():
-            # The process is about to end: nothing may change its exit code any more.
-            signal.signal(number, signal.SIG_IGN if ending.caught else handler)
+    heeded = [each for each in _ENDINGS if signal.getsignal(each) is not signal.SIG_IGN]
+    with TemporaryDirectory(prefix="splitpoint-bench-") as folder:
+
+        def end(number: int, _frame: FrameType | None) -> None:
+            for each in heeded:
+                signal.signal(each, signal.SIG_IGN)
+            for place in range(MOST_ARENAS):
+                remove_tree(own_arena_path(place).parent)
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(128 + number)
+
+        usual, tempfile.tempdir = tempfile.tempdir, folder
+        before = {each: signal.signal(each, end) for each in heeded}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+            tempfile.tempdir = usual
 
 
 def ending_by_signals(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

@@ -13,12 +13,11 @@ import torch
 from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.options.worker import NUMERICS
-from splitpoint.planning.plan import Residency, SplitLine
+from splitpoint.planning.plan import Residency
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
 from splitpoint.selection import FULL, Selection
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, Numerics, chunks_of
 from splitpoint.speculation import PLAIN, Speculation
-from splitpoint_cli.bench.ending import held
 from splitpoint_cli.bench.harness import MAX_BATCHED_TOKENS
 from splitpoint_cli.bench.local_store import LocalStore
 from worker_service.checkpoint.tensors import RandomTensors, TensorSource
@@ -114,15 +113,10 @@ def admission_of(
     *,
     residency: Residency = Residency.RESIDENT,
     split_tokens: int = 0,
-    split_line: SplitLine | None = None,
     speculation: Speculation = PLAIN,
     selection: Selection = FULL,
 ) -> Admission:
-    """Return a greedy request for exactly `new_tokens` tokens.
-
-    `split_line`: the engine follows it, and draws it anew when costs change; None: the
-    split stays.
-    """
+    """Return a greedy request for exactly `new_tokens` tokens, whose split stays."""
     return Admission(
         request_id=name,
         attempt=0,
@@ -131,7 +125,6 @@ def admission_of(
         sampling=Sampling(max_tokens=new_tokens, ignore_eos=True),
         residency=residency,
         split_tokens=split_tokens,
-        split_line=split_line,
         salt=b"",
         speculation=speculation,
         selection=selection,
@@ -149,15 +142,13 @@ def outputs_until_idle(
             decides from which step on new chunks are in the store.
     """
     while True:
-        with held():
-            output = engine.step()
+        output = engine.step()
         for finish in output.finishes:
             if finish.error is not None:
                 raise finish.error
         yield output
         if store is not None:
-            with held():
-                store.handle(output, engine.cache)
+            store.handle(output, engine.cache)
         if engine.is_idle:
             return
         if store is not None:

@@ -193,6 +193,7 @@ class HeavyHitterHost:
             steps=tuple(steps),
             tokens=tuple(map(tuple, texts)),
             device_bytes=self._model.weight_bytes + buffers.nbytes + sums,
+            token_count=len(steps) * len(texts),
             pull_count=len(steps) * len(texts),
         )
 

@@ -11,29 +11,20 @@ from typing import Annotated, Any
 
 import typer
 
-from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.checkpoint.resolve import BUNDLED_MODEL, resolve_model
 from splitpoint.config import parse_rate
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
-from splitpoint.selection import (
-    FULL,
-    Selection,
-    SelectionMethod,
-    check_served,
-    check_speculation,
-)
-from splitpoint.shapes import DataType, Encoding
+from splitpoint.selection import Selection, SelectionMethod, check_served, check_speculation
+from splitpoint.shapes import Encoding
 from splitpoint.speculation import ALIASES, DraftMethod, Speculation
 from splitpoint_cli.bench import harness
 from splitpoint_cli.bench.harness import Progress, hand_over_report
 from splitpoint_cli.bench.offload_report import (
     OffloadWorkload,
     compared_report_of,
-    drafts_report_of,
     picture_of,
     report_of,
-    select_report_of,
     table_of,
 )
 from splitpoint_cli.files import check_output
@@ -54,13 +45,6 @@ _Shape = Annotated[
     ),
 ]
 _Sweep = Annotated[bool, typer.Option("--sweep", help="Also measure the step time over the split.")]
-_ChangedRate = Annotated[
-    float | None,
-    typer.Option(
-        help="Also a run in whose middle the emulated link's rate is multiplied by this.",
-        metavar="FACTOR",
-    ),
-]
 _WeightsOnHost = Annotated[
     bool,
     typer.Option(
@@ -71,16 +55,15 @@ _Encodings = Annotated[
     list[str],
     typer.Option(
         "--kv-encoding",
-        help="Also the pipelined split, or the selection of --select, from a store with this "
-        "encoding; may be repeated.",
+        help="Also the pipelined split, or each selection that does not verify, from a store with "
+        "this encoding; may be repeated.",
         metavar="int8|int4",
     ),
 ]
 _Speculate = Annotated[
     str | None,
     typer.Option(
-        help="Measure these drafts beside plain streaming instead. SHAPE is then a checkpoint, "
-        "read with its weights; absent: the bundled model.",
+        help="Measure these drafts beside full load instead. SHAPE absent: the bundled model.",
         metavar="METHOD",
     ),
 ]
@@ -105,9 +88,9 @@ _Select = Annotated[
     list[str],
     typer.Option(
         "--select",
-        help="Measure steps that read by this selection beside full load instead. SHAPE absent: "
-        "the bundled model. With --speculate self, drafts also attend what it fetches. May be "
-        "repeated, for one table of selections that verify or not, and of H2O from host memory.",
+        help="Measure steps that read by this selection beside full load instead, or H2O from host "
+        "memory; may be repeated. SHAPE absent: the bundled model. With --speculate self, drafts "
+        "attend what it fetches.",
         metavar="METHOD:RATIO",
     ),
 ]
@@ -115,13 +98,14 @@ _Lengths = Annotated[
     list[int],
     typer.Option(
         "--length",
-        help="--select: prompts of this many tokens; may be repeated. Absent: --prompt.",
+        help="--speculate, --select: prompts of this many tokens; may be repeated. Absent: "
+        "--prompt.",
         min=1,
     ),
 ]
 _Layers = Annotated[
     int | None,
-    typer.Option(help="--select: layers of a built-in shape. Absent: its own.", min=1),
+    typer.Option(help="--speculate, --select: layers of a built-in shape. Absent: its own.", min=1),
 ]
 _Text = Annotated[
     list[Path],
@@ -153,7 +137,6 @@ def offload(
     threads: harness.Threads = 0,
     repeats: harness.Repeats = 5,
     sweep: _Sweep = False,
-    change_link_rate: _ChangedRate = None,
     weights_on_host: _WeightsOnHost = False,
     kv_encoding: _Encodings = [],  # noqa: B006 - typer's way to say "none"
     seed: harness.Seed = 0,
@@ -194,29 +177,23 @@ def offload(
     if png_file is not None and (not sweep or speculate is not None or select):
         raise InvalidArgument("--png draws what --sweep measures", field="png")
     check_picture(png_file)
-    if speculate is not None:
-        method = _method(speculate)
-        workload = replace(workload, speculate=method, select=_drafting(select, method))
-        report = _measured_drafts(resolve_model(shape), workload)
-    elif select:
-        lengths = tuple(dict.fromkeys(length)) or (prompt,)
-        selections = tuple(_selection(each) for each in dict.fromkeys(select))
-        workload = replace(workload, lengths=lengths, kv_encodings=_encodings(kv_encoding))
-        if len(selections) == 1 and _is_measured_alone(selections[0]):
-            workload = replace(workload, select=selections[0])
-        else:
-            _check_comparable(selections, kv_encoding)
-            workload = replace(workload, compared=selections)
-        report = _measured_selections(shape, workload)
+    workload = replace(workload, kv_encodings=_encodings(kv_encoding))
+    if speculate is not None or select:
+        method = None if speculate is None else _method(speculate)
+        workload = replace(
+            workload,
+            speculate=method,
+            compared=_selections(select, method),
+            lengths=tuple(dict.fromkeys(length)) or (prompt,),
+        )
+        report = _compared(shape, workload)
     else:
         _check_alone(kv_heads=kv_heads, length=length, layers=layers, text=text)
         check_output(trace_file, "trace")
         workload = replace(
             workload,
             sweep=sweep,
-            changed_link_factor=_factor(change_link_rate),
             weights_on_host=weights_on_host,
-            kv_encodings=_encodings(kv_encoding),
         )
         report = _measured(shape or "opt-125m", workload, trace_file)
     if png_file is not None:
@@ -234,28 +211,17 @@ def _measured(name: str, workload: OffloadWorkload, trace_file: Path | None) -> 
     return report_of(workload, run_all(shape, workload, progress, peer, trace_file))
 
 
-def _measured_drafts(folder: Path, workload: OffloadWorkload) -> dict[str, Any]:
-    from splitpoint_cli.bench.offload_runs import run_drafts
-
-    shape = read_shape(folder, data_type=DataType(workload.dtype))
-    runs, facts = run_drafts(folder, shape, workload, Progress())
-    return drafts_report_of(workload, runs, facts)
-
-
-def _measured_selections(name: str | None, workload: OffloadWorkload) -> dict[str, Any]:
+def _compared(name: str | None, workload: OffloadWorkload) -> dict[str, Any]:
     # The bundled model has no name that is found.
     named = find_named(name or str(resolve_model(None)), workload.dtype)
     if workload.layers is not None and named.folder is not None:
         raise InvalidArgument("a checkpoint has its own layers", field="layers")
-    if workload.new < LEAST_SELECTED:
+    if workload.new < LEAST_SELECTED and not all(each.verify for each in workload.compared):
         # Steps that build screens and fill rows are not counted, and two are compared.
         raise InvalidArgument(f"--select needs at least {LEAST_SELECTED} new tokens", field="new")
-    from splitpoint_cli.bench.offload_runs import run_compared, run_selections
+    from splitpoint_cli.bench.offload_runs import run_compared
 
-    if workload.compared:
-        return compared_report_of(workload, *run_compared(named, workload, Progress()))
-    lengths, facts = run_selections(named, workload, Progress())
-    return select_report_of(workload, lengths, facts)
+    return compared_report_of(workload, *run_compared(named, workload, Progress()))
 
 
 def _check_alone(**given: object) -> None:
@@ -264,12 +230,6 @@ def _check_alone(**given: object) -> None:
         if value:
             flag = f"--{name.replace('_', '-')}"
             raise InvalidArgument(f"{flag} needs --select or --speculate", field=name)
-
-
-def _factor(value: float | None) -> float | None:
-    if value is not None and not 0 < value < float("inf"):
-        raise InvalidArgument("the factor must be above 0", field="change_link_rate")
-    return value
 
 
 def _encodings(names: list[str]) -> tuple[str, ...]:
@@ -282,6 +242,26 @@ def _encodings(names: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def _selections(texts: list[str], method: DraftMethod | None) -> tuple[Selection, ...]:
+    """Return what is compared; with drafts all of them verify. Raises InvalidArgument."""
+    found = [_selection(each) for each in dict.fromkeys(texts)]
+    if method is not None:
+        found = [replace(each, verify=True) for each in found]
+    columns: dict[SelectionMethod, int | None] = {}
+    for each in found:
+        if each.method is not SelectionMethod.H2O or each.verify:
+            check_served(each)
+        if method is not None:
+            check_speculation(each, Speculation(method))
+        if each.method.is_calibrated and columns.setdefault(each.method, each.columns) != (
+            each.columns
+        ):
+            raise InvalidArgument(
+                f"{each.method} needs the same columns in every --select", field="select"
+            )
+    return tuple(found)
+
+
 def _selection(text: str) -> Selection:
     """Return what decode steps read. Raises InvalidArgument for what cannot be measured here."""
     selection = Selection.parsed(text)
@@ -289,43 +269,6 @@ def _selection(text: str) -> Selection:
         raise InvalidArgument(f"{selection} reads every token: full load does", field="select")
     if selection.pool is not None:
         raise InvalidArgument("bounded pools are not measured here", field="select")
-    if selection.method is not SelectionMethod.H2O or selection.verify:
-        check_served(selection)
-    return selection
-
-
-def _is_measured_alone(selection: Selection) -> bool:
-    """Return True if its steps read by rows that one run can watch, without factors."""
-    method = selection.method
-    return not (selection.verify or method.is_calibrated or method is SelectionMethod.H2O)
-
-
-def _check_comparable(selections: tuple[Selection, ...], kv_encoding: list[str]) -> None:
-    """Raise InvalidArgument for selections that cannot be in one table."""
-    if kv_encoding:
-        raise InvalidArgument(
-            "--kv-encoding takes one --select, without verify, of a method without factors",
-            field="kv_encoding",
-        )
-    columns: dict[SelectionMethod, int | None] = {}
-    for each in selections:
-        if each.method.is_calibrated and columns.setdefault(each.method, each.columns) != (
-            each.columns
-        ):
-            raise InvalidArgument(
-                f"{each.method} needs the same columns in every --select", field="select"
-            )
-
-
-def _drafting(texts: list[str], method: DraftMethod) -> Selection:
-    """Return what drafts attend. Raises InvalidArgument."""
-    if not texts:
-        return FULL
-    if len(texts) > 1:
-        raise InvalidArgument("--speculate takes one --select", field="select")
-    selection = replace(Selection.parsed(texts[0]), verify=True)
-    check_served(selection)
-    check_speculation(selection, Speculation(method))
     return selection
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.plan import SplitLine
 from splitpoint.planning.planner import plan_batch
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts
@@ -20,12 +19,11 @@ from splitpoint.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """A split of every sequence. The planner's has a reason, and a line to follow."""
+    """A split of every sequence. The planner's has a reason."""
 
     split_tokens: int
     step_seconds: float
     reason: str = ""
-    line: SplitLine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class BatchCosts:
         )
         split = plan.line.at(self.cached, self.chunk_tokens)
         why = "; ".join(map(sentence, plan.reasons))
-        return BatchSplit(split, self.step_seconds(split), why, plan.line)
+        return BatchSplit(split, self.step_seconds(split), why)
 
     def best(self, schedule: Schedule) -> BatchSplit:
         """Return the split with the shortest step in this order; whole chunks, or everything."""

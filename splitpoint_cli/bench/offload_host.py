@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +17,12 @@ import torch
 from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from splitpoint.planning.plan import Residency, SplitLine
+from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_schedule import WeightOrder
-from splitpoint.selection import FULL, Selection
+from splitpoint.selection import FULL, UNUSED, Selection, SelectionUsage
 from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, chunks_of
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
-from splitpoint_cli.bench.ending import held
 from splitpoint_cli.bench.engine import (
     admission_of,
     exact_memory,
@@ -55,17 +54,12 @@ from worker_service.retrieval.selector import ScreensOf
 from worker_service.speculation.self_draft import SelfDrafter
 from worker_service.store.write_back import BATCH_CHUNKS
 
-# Called after a step: with how many tokens each sequence has at least.
-OnStep = Callable[[int], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Way:
     """One way to decode: the order of a step, its split, and where cache and weights lie.
 
     Attributes:
-        split_line: the engine follows it, and draws it anew when costs change; None: the
-            split stays.
         weights: the order of weights on the host, if there are any.
         selection: which of the stored tokens are read, or drafted by.
     """
@@ -73,7 +67,6 @@ class Way:
     schedule: Schedule = Schedule.PIPELINED
     residency: Residency = Residency.STREAMED
     split_tokens: int = 0
-    split_line: SplitLine | None = None
     weights: WeightOrder = WeightOrder.FINE
     selection: Selection = FULL
 
@@ -136,8 +129,7 @@ class OffloadHost:
         ours = self._make_engine(Schedule.PIPELINED)
         self._engines = {Schedule.PIPELINED: ours}
         description = describe_device(self.device)
-        with held():
-            self.profile: Profile = measure(model, self.device, description, lanes=ours.lanes)
+        self.profile: Profile = measure(model, self.device, description, lanes=ours.lanes)
         ours.watch_costs(self.profile)
         self.store = LocalStore(layout, self._slot_count(), self.device)
         self._run_count = 0
@@ -184,17 +176,16 @@ class OffloadHost:
         *,
         prompts: Prompts | None = None,
         speculation: Speculation = PLAIN,
-        on_step: OnStep | None = None,
     ) -> OffloadSample:
         """Decode stored prompts together; None: all of them.
 
-        What `on_step` takes is no part of a step. Raises FailedPrecondition if a selection that
-        reads less, or drafts, was not used.
+        Raises FailedPrecondition if a selection that reads less, or drafts, was not used.
         """
         engine, names = self._admit(prompts or self.prompts, new_tokens, way, speculation)
         tokens: dict[str, list[int]] = {name: [] for name in names}
         steps: list[Step] = []
         times: list[StepTimes] = []
+        selected = UNUSED
         begun: float | None = None
         reached = used_bytes = counted = before = pulls = drafted = accepted = 0
         for output in outputs_until_idle(engine, self.store):
@@ -212,19 +203,18 @@ class OffloadHost:
                 pulls += len({event.key for event in output.tokens})
                 drafted += sum(each.drafted for each in output.drafts)
                 accepted += sum(each.accepted for each in output.drafts)
+            for each in output.selections:
+                selected += each.usage
             if output.ran and engine.last_step is not None:
                 times.append(engine.last_step)
             least = min(len(each) for each in tokens.values())
             # If a sequence had to wait for a page, the engine's next step is a part of this one.
             is_over = least > reached
             if is_over and begun is not None:
-                steps.append(_step(now - begun, times, counted - before))
+                steps.append(_step(now - begun, times, counted - before, selected))
                 before = counted
-            if least and on_step is not None:
-                on_step(least)
-                now = time.perf_counter()
             if is_over:
-                begun, reached, times = now, least, []
+                begun, reached, times, selected = now, least, [], UNUSED
         plan = engine.memory_plan
         return OffloadSample(
             steps=tuple(steps),
@@ -262,7 +252,6 @@ class OffloadHost:
                 new_tokens,
                 residency=way.residency,
                 split_tokens=way.split_tokens,
-                split_line=way.split_line,
                 speculation=speculation,
                 selection=way.selection,
             )
@@ -370,7 +359,9 @@ def _drawn_prompts(shape: ModelShape, workload: OffloadWorkload) -> Prompts:
     return tuple(tuple(row) for row in drawn.tolist())
 
 
-def _step(seconds: float, times: Sequence[StepTimes], token_count: int) -> Step:
+def _step(
+    seconds: float, times: Sequence[StepTimes], token_count: int, selected: SelectionUsage
+) -> Step:
     """Return a step of the batch: one of the engine, or more if a sequence waited."""
     predicted = [each.predicted_seconds for each in times]
     known = [each for each in predicted if each is not None]
@@ -379,6 +370,6 @@ def _step(seconds: float, times: Sequence[StepTimes], token_count: int) -> Step:
         predicted_seconds=sum(known) if known and len(known) == len(predicted) else None,
         link_bytes=sum(each.link_bytes for each in times),
         link_seconds=sum(each.link_busy for each in times),
-        loaded_tokens=sum(each.loaded_tokens for each in times),
         token_count=token_count,
+        selected=selected,
     )

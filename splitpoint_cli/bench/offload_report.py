@@ -1,7 +1,7 @@
 """The workload and the results of `bench offload`, as JSON and as a table; needs no torch.
 
-One kind of sample serves all forms: loading in several orders, drafts (`--speculate`), steps that
-read by a selection (`--select`), and several selections. A step is one token for each sequence.
+One kind of sample serves both forms: loading in several orders, and drafts (`--speculate`) and
+selections (`--select`) beside full load. A step is one token for each sequence.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from splitpoint.config import counted, format_size
 from splitpoint.costs.profile import Profile
-from splitpoint.residency.selecting import SelectedStep
-from splitpoint.selection import FULL, Selection
+from splitpoint.selection import UNUSED, Selection, SelectionUsage
 from splitpoint.speculation import DraftMethod
 from splitpoint_cli.bench.harness import (
     Column,
@@ -41,12 +40,6 @@ COARSE = "coarse weights"
 RESIDENT = "resident"
 ENCODED = "pipelined split, "  # and the encoding
 PEER = "transformers "  # and its cache and attention implementation
-PLAIN_STREAMING = "plain streaming"
-SELECTED = "selected"
-# Rows that are on the device are forgotten after each step, and all are fetched anew.
-ANEW = "selected, all anew"
-# Once the link's rate has changed: a smaller error counts as recovered (Done-when of the refit).
-RECOVERED_ERROR = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +49,12 @@ class OffloadWorkload:
     Attributes:
         shape: a built-in shape or a checkpoint, as the user named it.
         link_rate: bytes per second of an emulated link; None: the device's own.
-        repeats: rounds; with drafts each has its own prompts, the same for all contenders.
-        changed_link_factor: what the rate is multiplied with in the run that follows it.
-        kv_encodings: of further stores, from which the pipelined split is decoded, too, or the
-            selection of `--select`.
+        kv_encodings: of further stores, from which the pipelined split is decoded, too, or
+            selections that do not verify.
         speculate: method of the drafts that are measured; None: none.
         draft_tokens: most drafts of a sequence in a step; None: the worker decides.
-        select: what steps read, or what drafts attend besides what the device has; FULL: all, or
-            nothing.
-        compared: several selections, each beside the others, H2O from host memory and full load.
-        lengths: tokens of the prompts of `--select`, each measured by itself; else `prompt`.
+        compared: what steps read, or what drafts attend besides what the device has.
+        lengths: tokens of the prompts of the second form, each measured by itself.
         layers, kv_heads: of the model, in place of its own; None: its own.
         text: files that a checkpoint's prompts are cut from; empty: files that the bundled model
             has not seen.
@@ -82,24 +71,28 @@ class OffloadWorkload:
     threads: int
     seed: int
     sweep: bool = False
-    changed_link_factor: float | None = None
     weights_on_host: bool = False
     kv_encodings: tuple[str, ...] = ()
     speculate: DraftMethod | None = None
     draft_tokens: int | None = None
-    select: Selection = FULL
     compared: tuple[Selection, ...] = ()
     lengths: tuple[int, ...] = ()
     layers: int | None = None
     kv_heads: int | None = None
     text: tuple[str, ...] = ()
 
+    @property
+    def drafts(self) -> DraftMethod:
+        """What drafts: as asked for, or for selections that verify."""
+        if self.speculate is None and any(each.verify for each in self.compared):
+            return DraftMethod.SELF
+        return self.speculate or DraftMethod.OFF
+
     def json(self) -> dict[str, Any]:
         return {
             **asdict(self),
             "kv_encodings": list(self.kv_encodings),
             "speculate": self.speculate and self.speculate.value,
-            "select": None if self.select.is_full else str(self.select),
             "compared": [str(each) for each in self.compared],
             "lengths": list(self.lengths),
             "text": list(self.text),
@@ -115,16 +108,16 @@ class Step:
         predicted_seconds: what the engine expected before the step; None: nothing.
         link_bytes, link_seconds: of what came towards the device. On a GPU, which alone knows how
             many selected rows were missing, rows count as if all of them had been.
-        loaded_tokens: tokens that were loaded from the store as a whole, summed over layers.
         token_count: tokens that all sequences got.
+        selected: what it read by selection.
     """
 
     seconds: float
     predicted_seconds: float | None = None
     link_bytes: int = 0
     link_seconds: float = 0.0
-    loaded_tokens: int = 0
     token_count: int = 0
+    selected: SelectionUsage = UNUSED
 
     @property
     def error(self) -> float | None:
@@ -132,28 +125,6 @@ class Step:
         if self.predicted_seconds is None:
             return None
         return abs(self.predicted_seconds - self.seconds) / self.seconds
-
-
-class RowSums(NamedTuple):
-    """Rows of one KV head in one layer, of some steps.
-
-    Attributes:
-        chosen: rows that the steps wanted; fetched: those of them that crossed the link.
-        read: rows that attention read; visible: stored tokens.
-        link_bytes: of the fetched rows.
-    """
-
-    chosen: int = 0
-    fetched: int = 0
-    read: int = 0
-    visible: int = 0
-    link_bytes: int = 0
-
-    def plus(self, other: RowSums, sign: int = 1) -> RowSums:
-        return RowSums(*(one + sign * more for one, more in zip(self, other, strict=True)))
-
-
-NO_ROWS = RowSums()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +136,9 @@ class OffloadSample:
         tokens: all tokens of each sequence.
         device_bytes: weights, workspace (staging included) and the most pages in use; None: not
             counted.
-        token_count: tokens of all sequences in that time.
+        token_count: tokens of all sequences, those of steps that are left out, too.
         pull_count: decode steps of the single sequences: a streamed one reads its cache once.
         drafted, accepted: drafts that steps verified, and those that were right.
-        rows: what the steps did with single rows.
-        expected_bytes: of the tiles and rows that the steps chose to read, by their numbers. None
-            on a GPU: they are not those of `Step.link_bytes`.
-        overlap: of the rows that a step chose, the share that the one before chose, too; None:
-            not seen.
     """
 
     steps: tuple[Step, ...]
@@ -182,9 +148,6 @@ class OffloadSample:
     pull_count: int = 0
     drafted: int = 0
     accepted: int = 0
-    rows: RowSums = NO_ROWS
-    expected_bytes: int | None = None
-    overlap: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -200,11 +163,7 @@ class OffloadSample:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.token_count / self.seconds
-
-    @property
-    def link_bytes_per_token(self) -> float:
-        return self.link_bytes / self.token_count
+        return sum(step.token_count for step in self.steps) / self.seconds
 
 
 Runs = Sequence[OffloadSample]
@@ -256,41 +215,6 @@ class SweepPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkChange:
-    """A run in which the link's rate changed after `changed_at` steps."""
-
-    factor: float
-    changed_at: int
-    steps: tuple[Step, ...]
-
-    def steps_to_recover(self, limit: float = RECOVERED_ERROR) -> int | None:
-        """Return the steps after the change until predictions hold again; None: they never do.
-
-        They hold from the first step on whose own error, and the median of it and all
-        later ones, is below the limit.
-        """
-        errors = [step.error for step in self.steps[self.changed_at :]]
-        known = [error for error in errors if error is not None]
-        if len(known) < len(errors):
-            return None
-        for count, error in enumerate(known):
-            if error < limit and statistics.median(known[count:]) < limit:
-                return count
-        return None
-
-    def json(self) -> dict[str, Any]:
-        predicted = [step.predicted_seconds for step in self.steps]
-        return {
-            "factor": self.factor,
-            "changed_at_step": self.changed_at,
-            "steps_after": len(self.steps) - self.changed_at,
-            "steps_to_recover": self.steps_to_recover(),
-            "step_seconds": [_rounded(step.seconds) for step in self.steps],
-            "predicted_seconds": [None if each is None else _rounded(each) for each in predicted],
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class OffloadResults:
     """All orders of loading.
 
@@ -306,22 +230,9 @@ class OffloadResults:
     bound: tuple[float, float]
     contenders: Mapping[str, Contender]
     sweep: tuple[SweepPoint, ...] = ()
-    change: LinkChange | None = None
     pinning: str = ""
     kernels: str = ""
     skipped: tuple[str, ...] = field(default=())
-
-
-@dataclass(frozen=True, slots=True)
-class LengthResults:
-    """What was measured of a selection at one length.
-
-    `predicted`: by the cost model, without the rows that are on the device already.
-    """
-
-    cached: int
-    runs: Mapping[str, Runs]
-    predicted: SelectedStep
 
 
 # -- loading ------------------------------------------------------------------------------
@@ -357,8 +268,6 @@ def report_of(workload: OffloadWorkload, results: OffloadResults) -> dict[str, A
         report["sweep_points"] = [asdict(point) for point in results.sweep]
         best = min(results.sweep, key=lambda point: point.seconds)
         report["best_swept_split"] = best.split_tokens
-    if results.change is not None:
-        report["link_change"] = results.change.json()
     return json_report("offload", workload.json(), report)
 
 
@@ -425,150 +334,7 @@ def _link(results: OffloadResults) -> dict[str, Any]:
     }
 
 
-# -- drafts -------------------------------------------------------------------------------
-
-
-def drafts_report_of(
-    workload: OffloadWorkload, runs: Mapping[str, Runs], facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the JSON object of drafts. `facts`: of the model and its device memory."""
-    plain = runs[PLAIN_STREAMING]
-    drafted = runs[str(workload.speculate)]
-    measured = {
-        "contenders": {name: _drafting(each, plain) for name, each in runs.items()},
-        "ratios": _draft_ratios(drafted, plain),
-    }
-    return json_report("offload", workload.json(), {**facts, **measured})
-
-
-def _drafting(runs: Runs, plain: Runs) -> dict[str, Any]:
-    tokens, pulls, drafted, accepted, link_bytes = (
-        sum(getattr(run, name) for run in runs)
-        for name in ("token_count", "pull_count", "drafted", "accepted", "link_bytes")
-    )
-    return {
-        "tokens_per_second": round(statistics.median(run.tokens_per_second for run in runs), 3),
-        "tokens_per_pull": round(tokens / pulls, 4),
-        "link_bytes_per_token": round(link_bytes / tokens, 1),
-        "acceptance": round(accepted / drafted, 4) if drafted else None,
-        "drafted": drafted,
-        "accepted": accepted,
-        "tokens": tokens,
-        "pulls": pulls,
-        "seconds_of_runs": [_rounded(run.seconds) for run in runs],
-        "tokens_per_pull_of_runs": [round(run.token_count / run.pull_count, 3) for run in runs],
-        "agreeing_token_share": _agreeing(runs, plain),
-    }
-
-
-def _draft_ratios(drafted: Runs, plain: Runs) -> dict[str, float]:
-    """Return the ratios to plain streaming: medians over the rounds."""
-    pairs = list(zip(drafted, plain, strict=True))
-    ratios = {
-        "tokens_per_second_over_plain": [
-            one.tokens_per_second / other.tokens_per_second for one, other in pairs
-        ],
-        "link_bytes_per_token_over_plain": [
-            one.link_bytes_per_token / other.link_bytes_per_token
-            for one, other in pairs
-            if other.link_bytes
-        ],
-    }
-    return {name: round(statistics.median(each), 3) for name, each in ratios.items() if each}
-
-
-# -- selections ---------------------------------------------------------------------------
-
-
-def select_report_of(
-    workload: OffloadWorkload, lengths: Sequence[LengthResults], facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the JSON object of selections. `facts`: of the model."""
-    measured = {
-        "full_layers": workload.select.exact_layers,
-        "results": [_length(each, workload.link_rate) for each in lengths],
-    }
-    return json_report("offload", workload.json(), {**facts, **measured})
-
-
-def _length(results: LengthResults, link_rate: float | None) -> dict[str, Any]:
-    full = results.runs[FULL_LOAD]
-    contenders = {name: _selecting(runs, full) for name, runs in results.runs.items()}
-    selected, anew = (contenders[name] for name in (SELECTED, ANEW))
-    rows, anew_rows = (_rows(results.runs[name]) for name in (SELECTED, ANEW))
-    overlaps = [run.overlap for run in results.runs[ANEW] if run.overlap is not None]
-    overlap = statistics.fmean(overlaps)
-    steps = sum(len(run.steps) for run in results.runs[SELECTED])
-    row_bytes = anew_rows.link_bytes / anew_rows.fetched
-    saved_bytes = anew["link_bytes_per_step"] - selected["link_bytes_per_step"]
-    runs = [run for each in results.runs.values() for run in each]
-    expected = [run.expected_bytes for run in runs]
-    return {
-        "cached": results.cached,
-        "contenders": contenders,
-        # Medians of medians.
-        "speed_up": round(contenders[FULL_LOAD]["step_seconds"] / selected["step_seconds"], 3),
-        # Of a round each, so that both met the same machine.
-        "encoded_step_over_native": {
-            name.removeprefix(f"{SELECTED}, "): _over(each, results.runs[SELECTED])
-            for name, each in results.runs.items()
-            if name.startswith(f"{SELECTED}, ") and name != ANEW
-        },
-        # None: see OffloadSample.
-        "link_bytes_are_those_chosen": (
-            None if None in expected else [run.link_bytes for run in runs] == expected
-        ),
-        "predicted_step_seconds": asdict(results.predicted),
-        "fetching_differences": {
-            "overlap": round(overlap, 4),
-            "saved_rows_share": round(1 - rows.fetched / rows.chosen, 4),
-            # Predicted: rows that the step before did not choose. Measured: rows of earlier
-            # steps are there, too.
-            "predicted_row_bytes_per_step": round((1 - overlap) * rows.chosen * row_bytes / steps),
-            "row_bytes_per_step": round(rows.link_bytes / steps),
-            "predicted_saved_seconds_per_step": (
-                None if link_rate is None else _rounded(saved_bytes / link_rate)
-            ),
-            "saved_seconds_per_step": _rounded(anew["step_seconds"] - selected["step_seconds"]),
-        },
-    }
-
-
-def _over(runs: Runs, others: Runs) -> float:
-    """Return the median over the rounds of a step's time over the other's."""
-    pairs = zip(runs, others, strict=True)
-    return round(statistics.median(one.median_step / other.median_step for one, other in pairs), 4)
-
-
-def _rows(runs: Runs) -> RowSums:
-    rows = NO_ROWS
-    for run in runs:
-        rows = rows.plus(run.rows)
-    return rows
-
-
-def _selecting(runs: Runs, full: Runs) -> dict[str, Any]:
-    steps = [run.median_step for run in runs]
-    rows = _rows(runs)
-
-    def share(count: int) -> float | None:
-        return round(count / rows.visible, 4) if rows.visible else None
-
-    return {
-        "step_seconds": _rounded(statistics.median(steps)),
-        "step_over_full_load": _over(runs, full),
-        "step_seconds_of_runs": [_rounded(each) for each in steps],
-        "link_bytes_per_step": round(
-            statistics.fmean(step.link_bytes for run in runs for step in run.steps), 1
-        ),
-        "read_share": share(rows.read),
-        "chosen_share": share(rows.chosen),
-        "fetched_share": share(rows.fetched),
-        "agreeing_token_share": _agreeing(runs, full),
-    }
-
-
-# -- several selections -------------------------------------------------------------------
+# -- drafts and selections ----------------------------------------------------------------
 
 
 def compared_report_of(
@@ -576,7 +342,10 @@ def compared_report_of(
     lengths: Mapping[int, Mapping[str, Runs]],
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the JSON object of several selections, by cached tokens and contender."""
+    """Return the JSON object of drafts and selections, by cached tokens and contender.
+
+    `facts`: of the model.
+    """
     results = [
         {
             "cached": cached,
@@ -588,22 +357,32 @@ def compared_report_of(
 
 
 def _compared(runs: Runs, full: Runs) -> dict[str, Any]:
-    """Return a contender's medians; of the ratios each is of a round's runs."""
-
-    def per_second(run: OffloadSample) -> float:
-        return sum(step.token_count for step in run.steps) / run.seconds
-
-    tokens = sum(step.token_count for run in runs for step in run.steps)
-    drafted = sum(run.drafted for run in runs)
-    pairs = zip(runs, full, strict=True)
+    """Return a contender's medians; a ratio is that of a round's runs, which met one machine."""
+    steps = [step for run in runs for step in run.steps]
+    tokens, moved = sum(step.token_count for step in steps), sum(run.link_bytes for run in runs)
+    pulls, drafted, accepted = (
+        sum(getattr(run, name) for run in runs) for name in ("pull_count", "drafted", "accepted")
+    )
+    selected = sum((step.selected for step in steps), UNUSED)
+    rows = selected.fetched_row_count + selected.reused_row_count
+    pairs = [*zip(runs, full, strict=True)]
+    faster = [one.tokens_per_second / other.tokens_per_second for one, other in pairs]
+    steps_over = [one.median_step / other.median_step for one, other in pairs]
+    pulled = sum(run.token_count for run in runs)
     return {
-        "tokens_per_second": round(statistics.median(map(per_second, runs)), 3),
-        "tokens_per_second_of_runs": [round(per_second(run), 3) for run in runs],
-        "over_full_load": round(
-            statistics.median(per_second(one) / per_second(other) for one, other in pairs), 3
-        ),
-        "link_bytes_per_token": round(sum(run.link_bytes for run in runs) / tokens, 1),
-        "acceptance": round(sum(run.accepted for run in runs) / drafted, 4) if drafted else None,
+        "tokens_per_second": round(statistics.median(run.tokens_per_second for run in runs), 3),
+        "tokens_per_second_of_runs": [round(run.tokens_per_second, 3) for run in runs],
+        "over_full_load": round(statistics.median(faster), 3),
+        "step_seconds": _rounded(statistics.median(run.median_step for run in runs)),
+        "step_over_full_load": round(statistics.median(steps_over), 4),
+        "link_bytes_per_token": round(moved / tokens, 1),
+        "link_bytes_per_step": round(moved / len(steps), 1),
+        "tokens_per_pull": round(pulled / pulls, 4) if pulls else None,
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance": round(accepted / drafted, 4) if drafted else None,
+        "read_share": round(selected.read_ratio, 4) if selected.step_count else None,
+        "fetched_share": round(selected.fetched_row_count / rows, 4) if rows else None,
         "agreeing_token_share": _agreeing(runs, full),
         "device_bytes": max(run.device_bytes or 0 for run in runs),
     }
@@ -680,25 +459,14 @@ def _title(report: Mapping[str, Any]) -> str:
         heads = f", {report['query_heads']}/{report['kv_heads']} heads{averaged}"
         heads += f", {report['layers']} layers, {report['weights']} weights"
     cached = "" if report["lengths"] else f", prompt {report['prompt']}"
-    what = "drafts by " if report["speculate"] else ""
-    selects = f", {what}{report['select']}" if report["select"] else ""
     return (
         f"{report['shape']} {report['dtype']}{heads}: {counted(report['batch'], 'sequence')}"
-        f"{cached}, {report['new']} new, cache on the host, {report['device']}{link}{selects}"
+        f"{cached}, {report['new']} new, cache on the host, {report['device']}{link}"
     )
 
 
 def _caption(report: Mapping[str, Any]) -> Iterable[str]:
     yield from ratio_lines(report.get("ratios", {}))
-    for length in () if report["compared"] else report.get("results", ()):
-        difference = length["fetching_differences"]
-        yield (
-            f"{length['cached']:,} cached: {length['speed_up']:.2f} times as fast as full load; "
-            f"adjacent steps share {100 * difference['overlap']:.0f} % of the chosen rows; "
-            f"fetching differences saves {100 * difference['saved_rows_share']:.0f} % of the rows"
-        )
-        for encoding, ratio in length["encoded_step_over_native"].items():
-            yield f"{length['cached']:,} cached: a step from {encoding} takes {ratio:.2f} of native"
     if "prediction" in report:
         error, missing = (report["prediction"][name] for name in ("median_error", "missing"))
         yield (
@@ -706,9 +474,6 @@ def _caption(report: Mapping[str, Any]) -> Iterable[str]:
             if error is None
             else f"prediction error, median: {100 * error:.1f} %"
         )
-    if "link_change" in report:
-        steps = report["link_change"]["steps_to_recover"]
-        yield f"steps until predictions held again after the change: {steps}"
     yield from report.get("skipped", ())
 
 

@@ -1,18 +1,18 @@
-"""The runs of `bench offload`, in its forms; contenders take turns.
+"""The runs of `bench offload`, in its two forms; contenders take turns.
 
-`run_all` loads in several orders, `run_drafts` drafts, `run_selections` reads by a selection, and
-`run_compared` by several, beside H2O from host memory.
-Imported, with torch, only once the benchmark starts.
+`run_all` loads in several orders; `run_compared` drafts and reads by selections, beside H2O from
+host memory. Imported, with torch, only once the benchmark starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,6 @@ from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
 from splitpoint.planning.weight_schedule import WeightOrder
-from splitpoint.residency.selecting import predict_step
 from splitpoint.selection import Selection, SelectionMethod
 from splitpoint.shapes import DataType, Encoding, ModelShape
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
@@ -30,25 +29,18 @@ from splitpoint_cli.bench.harness import CHUNK_TOKENS, Progress, importing_peer
 from splitpoint_cli.bench.heavy_hitters import HeavyHitterHost, KeptTokens
 from splitpoint_cli.bench.offload_host import ON_DEVICE, STREAMED, OffloadHost, Way
 from splitpoint_cli.bench.offload_report import (
-    ANEW,
     COARSE,
     ENCODED,
     FULL_LOAD,
     KVPR,
-    NO_ROWS,
     PEER,
     PIPELINED,
-    PLAIN_STREAMING,
     RESIDENT,
-    SELECTED,
     SEQUENTIAL,
     Contender,
-    LengthResults,
-    LinkChange,
     OffloadResults,
     OffloadSample,
     OffloadWorkload,
-    RowSums,
     Runs,
     SweepPoint,
 )
@@ -58,10 +50,8 @@ from splitpoint_cli.models import NamedModel
 from worker_service.device.choice import choose_device
 from worker_service.distillation.calibrate import calibrate
 from worker_service.distillation.training import Training
-from worker_service.engine.engine import Engine
 from worker_service.model.decoder import Decoder
 from worker_service.retrieval.selector import ScreenSource
-from worker_service.retrieval.sequence_reads import SequenceReads
 from worker_service.selection.artifacts import Artifacts
 
 if TYPE_CHECKING:
@@ -75,7 +65,6 @@ MOST_REFERENCE_TOKENS = 32
 DRAFT_WARM_UP_TOKENS = 8
 # Steps of a selection that build screens, and fill the rows.
 FIRST_STEPS = 2
-SELECT_WARM_UP_TOKENS = FIRST_STEPS + 3
 
 
 # -- loading ------------------------------------------------------------------------------
@@ -125,12 +114,6 @@ def run_all(
         contenders = bench.rounds()
         compute = contenders[RESIDENT].step_seconds
         sweep = bench.sweep(compute) if workload.sweep else ()
-        change = None
-        if workload.changed_link_factor is not None:
-            if host.link is None:
-                skipped.append("a changed link: a device's own link has no rate to change")
-            else:
-                change = bench.changed_link(workload.changed_link_factor)
         if trace_file is not None:
             host.trace.write(trace_file)
         # Half way through its growth, as the median of its steps is.
@@ -141,7 +124,6 @@ def run_all(
             bound=grown.bound(bench.split),
             contenders=contenders,
             sweep=sweep,
-            change=change,
             pinning=host.store.pinning,
             kernels=kernels,
             skipped=tuple(skipped),
@@ -198,7 +180,6 @@ class _Bench:
         costs = host.costs(workload.prompt, compute)
         planned = costs.planned()
         self.split, self.reason = planned.split_tokens, planned.reason
-        self._line = planned.line
         self._serial_split = costs.best(Schedule.SERIAL).split_tokens
         self._kvpr_split = costs.best(Schedule.COLUMN).split_tokens
 
@@ -267,32 +248,6 @@ class _Bench:
             for split in splits
         )
 
-    def changed_link(self, factor: float) -> LinkChange:
-        """Run with a link whose rate changes in the middle; restore its rate afterwards.
-
-        The split follows the plan's line, which the engine draws anew as it learns.
-        """
-        link = self._host.link
-        if link is None:
-            raise RuntimeError("only an emulated link has a rate to change")
-        self._progress.say(f"a link that changes to {factor:g} of its rate")
-        before, middle = link.bytes_per_second, self._workload.new // 2
-
-        def change(token_count: int) -> None:
-            # The first token is no step.
-            if token_count - 1 == middle:
-                link.bytes_per_second = before * factor
-
-        try:
-            run = self._host.decode(
-                self._workload.new,
-                Way(split_tokens=self.split, split_line=self._line),
-                on_step=change,
-            )
-        finally:
-            link.bytes_per_second = before
-        return LinkChange(factor, middle, run.steps)
-
     def _swept_splits(self) -> list[int]:
         """Return whole chunks from nothing to everything, and the planner's choice."""
         prompt = self._workload.prompt
@@ -303,118 +258,17 @@ class _Bench:
         return sorted(chunks | {self.split, prompt})
 
 
-# -- drafts -------------------------------------------------------------------------------
+# -- drafts and selections ----------------------------------------------------------------
 
 
-def run_drafts(
-    folder: Path, shape: ModelShape, workload: OffloadWorkload, progress: Progress
-) -> tuple[dict[str, Runs], dict[str, Any]]:
-    """Measure plain streaming and drafts, each round with prompts of its own.
-
-    Both decode with the checkpoint's own weights: random ones have no text that could be guessed.
-    `shape`: the checkpoint's own, with all its KV heads. Returns the runs, and facts of the report.
-    """
-    torch.set_num_threads(workload.threads)
-    progress.say("loading weights, cutting prompts")
-    kernels = _use_kernels(workload, shape)
-    model, files = _checkpoint_of(folder, workload)
-    batch, method = workload.batch, workload.speculate
-    prompts = beginnings(files, folder, batch * workload.repeats, workload.prompt)
-    if method is None:
-        raise RuntimeError("the workload has no drafts")
-    with (
-        closing(OffloadHost(model, workload, prompts=prompts)) as plain,
-        closing(
-            OffloadHost(model, workload, link=plain.link, prompts=prompts, drafts=method)
-        ) as drafting,
-    ):
-        progress.say("storing the prompts")
-        for host in (plain, drafting):
-            host.prefill()
-        speculation = Speculation(method=method, num_speculative_tokens=workload.draft_tokens)
-        ways = {
-            PLAIN_STREAMING: (plain, STREAMED, PLAIN),
-            method.value: (drafting, Way(selection=workload.select), speculation),
-            RESIDENT: (plain, ON_DEVICE, PLAIN),
-        }
-        decodes = {}
-        for name, (host, way, chosen) in ways.items():
-            progress.say(f"warming up {name}")
-            decode = partial(host.decode, way=way, speculation=chosen)
-            decode(DRAFT_WARM_UP_TOKENS, prompts=prompts[:batch])
-            decodes[name] = _in_batches(partial(decode, workload.new), prompts, batch)
-        runs = progress.in_turns("timed runs", decodes, workload.repeats)
-        memory, chunk = drafting.memory, drafting.store.layout.chunk_tokens
-        window = {
-            "window_tokens": memory.window_page_count * chunk,
-            "sink_tokens": memory.sink_page_count * chunk,
-        }
-        facts = _model_facts(model.shape, shape.kv_head_count, files, kernels)
-        return {name: tuple(each) for name, each in runs.items()}, {**window, **facts}
-
-
-def _in_batches(
-    decode: Callable[..., OffloadSample], prompts: Prompts, batch: int
-) -> Callable[[], OffloadSample]:
-    """Return a contender that decodes the next prompts each time."""
-    batches = (prompts[first : first + batch] for first in range(0, len(prompts), batch))
-    return lambda: decode(prompts=next(batches))
-
-
-def _checkpoint_of(folder: Path, workload: OffloadWorkload) -> tuple[Decoder, list[Path]]:
-    """Return a checkpoint's model, and the files that its prompts are cut from."""
-    device, data_type = choose_device(workload.device), DataType(workload.dtype)
-    model = load_pooled(folder, workload.kv_heads, device, data_type)
-    return model, [Path(each) for each in workload.text] or held_back_files()
-
-
-def _model_facts(
-    shape: ModelShape, kv_head_count: int, files: Sequence[Path], kernels: str
-) -> dict[str, Any]:
-    """Return what a report says of a model; `kv_head_count`: before any heads were averaged."""
-    return {
-        "text": [path.name for path in files],
-        "weights": "checkpoint" if files else "random",
-        "layers": shape.layer_count,
-        "kv_heads": shape.kv_head_count,
-        "query_heads": shape.query_head_count,
-        "heads_are_averaged": shape.kv_head_count < kv_head_count,
-        "kv_bytes_per_token": shape.kv_bytes_per_token,
-        "kernels": kernels,
-    }
-
-
-# -- selections ---------------------------------------------------------------------------
-
-
-def run_selections(
+def run_compared(
     named: NamedModel, workload: OffloadWorkload, progress: Progress
-) -> tuple[list[LengthResults], dict[str, Any]]:
-    """Measure each length, with prompts of its own; return facts of the report, too.
+) -> tuple[dict[int, dict[str, Runs]], dict[str, Any]]:
+    """Measure drafts and selections beside full load, H2O from host memory among them.
 
-    A contender more fetches all chosen rows in each step: it shows how many of them adjacent steps
-    share, and what fetching differences saves.
+    Factors are made first, from text that no prompt is cut from, as `splitpoint calibrate` makes
+    them; of random weights from random tokens. Returns the runs by length, and facts of the report.
     """
-    loaded = _load(named, workload, progress)
-    lengths = [
-        _measure(
-            loaded.model, named.folder, loaded.files, replace(workload, prompt=length), progress
-        )
-        for length in workload.lengths
-    ]
-    return lengths, loaded.facts
-
-
-class _Loaded(NamedTuple):
-    """A model, the files that its prompts are cut from, and facts of the report."""
-
-    model: Decoder
-    files: list[Path]
-    facts: dict[str, Any]
-
-
-def _load(named: NamedModel, workload: OffloadWorkload, progress: Progress) -> _Loaded:
-    """Return a checkpoint's model, or a built-in shape's with random weights."""
     torch.set_num_threads(workload.threads)
     progress.say("loading weights")
     kernels = _use_kernels(workload, named.shape)
@@ -423,8 +277,32 @@ def _load(named: NamedModel, workload: OffloadWorkload, progress: Progress) -> _
         shape = _random_shape(shape, workload)
         model = model_of(shape, workload)
     else:
-        model, files = _checkpoint_of(named.folder, workload)
-    return _Loaded(model, files, _model_facts(model.shape, shape.kv_head_count, files, kernels))
+        device, data_type = choose_device(workload.device), DataType(workload.dtype)
+        model = load_pooled(named.folder, workload.kv_heads, device, data_type)
+        files = [Path(each) for each in workload.text] or held_back_files()
+    # One of each method, whose columns are alike.
+    by_method = {each.method: each for each in workload.compared if each.method.is_calibrated}
+    factors = {
+        method: _factors(model, named.folder, each, workload, progress)
+        for method, each in by_method.items()
+    }
+    source = ScreenSource(model.config, factors)
+    runs = {
+        length: _compare(
+            model, source, named.folder, files, replace(workload, prompt=length), progress
+        )
+        for length in workload.lengths
+    }
+    return runs, {
+        "text": [path.name for path in files],
+        "weights": "checkpoint" if files else "random",
+        "layers": model.shape.layer_count,
+        "kv_heads": model.shape.kv_head_count,
+        "query_heads": model.shape.query_head_count,
+        "heads_are_averaged": model.shape.kv_head_count < shape.kv_head_count,
+        "kv_bytes_per_token": model.shape.kv_bytes_per_token,
+        "kernels": kernels,
+    }
 
 
 def _random_shape(shape: ModelShape, workload: OffloadWorkload) -> ModelShape:
@@ -439,143 +317,6 @@ def _random_shape(shape: ModelShape, workload: OffloadWorkload) -> ModelShape:
     if workload.kv_heads is None:
         return shape
     return pooled_shape(replace(shape, kv_head_count=shape.query_head_count), workload.kv_heads)
-
-
-def _measure(
-    model: Decoder,
-    folder: Path | None,
-    files: Sequence[Path],
-    workload: OffloadWorkload,
-    progress: Progress,
-) -> LengthResults:
-    prompts: Prompts | None = None
-    if folder is not None:
-        prompts = beginnings(files, folder, workload.batch, workload.prompt)
-    with ExitStack() as hosts:
-        host = hosts.enter_context(closing(OffloadHost(model, workload, prompts=prompts)))
-        selecting = Way(selection=workload.select)
-        ways = {
-            FULL_LOAD: (host, STREAMED),
-            SELECTED: (host, selecting),
-            ANEW: (host, selecting),
-            RESIDENT: (host, ON_DEVICE),
-        }
-        for name in workload.kv_encodings:
-            other = OffloadHost(model, workload, Encoding(name), host.link, host.prompts)
-            ways[f"{SELECTED}, {name}"] = hosts.enter_context(closing(other)), selecting
-        progress.say(f"storing prompts of {workload.prompt:,} tokens")
-        for each in dict.fromkeys(each for each, _ in ways.values()):
-            each.prefill()
-        decodes = {}
-        for name in progress.track("warming up", list(ways)):
-            here, way = ways[name]
-            decode = partial(_decode, here, way=way, all_anew=name == ANEW)
-            decode(SELECT_WARM_UP_TOKENS)
-            decodes[name] = partial(decode, workload.new)
-        runs = progress.in_turns("timed runs", decodes, workload.repeats)
-        chunk = host.store.layout.chunk_tokens
-        stored = (workload.prompt + workload.new // 2) // chunk * chunk
-        predicted = predict_step(model.shape, host.refitted_profile, workload.select, stored)
-        return LengthResults(workload.prompt, runs, predicted)
-
-
-def _decode(host: OffloadHost, new_tokens: int, *, way: Way, all_anew: bool) -> OffloadSample:
-    """Decode all sequences together; count the steps behind the first ones."""
-    watched = _Watched(host.engine(way.schedule), all_anew)
-    run = host.decode(new_tokens, way, on_step=watched.step_ended)
-    steps, rows, expected = run.steps[FIRST_STEPS:], watched.rows, None
-    if host.device.type == "cpu":
-        loaded = sum(step.loaded_tokens for step in steps)
-        expected = rows.link_bytes + loaded * host.store.layout.stored_kv_bytes_per_token_layer
-    return replace(run, steps=steps, rows=rows, expected_bytes=expected, overlap=watched.overlap)
-
-
-class _Watched:
-    """The rows of an engine's sequences, from step to step."""
-
-    def __init__(self, engine: Engine, all_anew: bool) -> None:
-        """`all_anew`: forget the rows after each step, so that the next one fetches all."""
-        self._engine = engine
-        self._all_anew = all_anew
-        # Sequences that have ended keep their counts.
-        self._seen: set[SequenceReads] = set()
-        self._before: RowSums | None = None
-        self._last = NO_ROWS
-        self._chosen: dict[tuple[tuple[str, int, int], int], torch.Tensor] = {}
-        self._shared = self._adjacent = 0
-
-    @property
-    def rows(self) -> RowSums:
-        """What the counted steps did."""
-        return NO_ROWS if self._before is None else self._last.plus(self._before, -1)
-
-    @property
-    def overlap(self) -> float | None:
-        return self._shared / self._adjacent if self._adjacent else None
-
-    def step_ended(self, token_count: int) -> None:
-        """Look at the rows; the steps behind the first ones count."""
-        running = self._engine.queues.running
-        reads = {each.key: each.reads for each in running if each.reads is not None}
-        self._seen |= set(reads.values())
-        self._last = _sums(self._seen)
-        if token_count > FIRST_STEPS and self._before is None:
-            self._before = self._last
-        if self._all_anew:
-            for key, each in reads.items():
-                self._compare(key, each)
-                each.forget_rows()
-
-    def _compare(self, key: tuple[str, int, int], reads: SequenceReads) -> None:
-        """Count the rows that this step and the one before chose; all that are there."""
-        if not reads.is_built:
-            return
-        for layer in reads.layers:
-            chosen = reads.tokens(layer)
-            before = self._chosen.get((key, layer))
-            if before is not None and chosen.numel():
-                for head, other in zip(chosen, before, strict=True):
-                    attended = head[head >= 0]
-                    self._shared += int(torch.isin(attended, other).sum())
-                    self._adjacent += attended.numel()
-            if chosen.numel():
-                self._chosen[key, layer] = chosen.clone()
-
-
-def _sums(reads: Iterable[SequenceReads]) -> RowSums:
-    sums = NO_ROWS
-    for each in reads:
-        counts = each.counts
-        sums = sums.plus(
-            RowSums(counts.wanted, counts.fetched, counts.read, counts.visible, counts.link_bytes)
-        )
-    return sums
-
-
-# -- several selections -------------------------------------------------------------------
-
-
-def run_compared(
-    named: NamedModel, workload: OffloadWorkload, progress: Progress
-) -> tuple[dict[int, dict[str, Runs]], dict[str, Any]]:
-    """Measure several selections, H2O among them, each round with prompts of its own.
-
-    Factors are made first, from text that no prompt is cut from, as `splitpoint calibrate` makes
-    them; of random weights from random tokens.
-    """
-    loaded = _load(named, workload, progress)
-    # One of each method, whose columns are alike.
-    by_method = {each.method: each for each in workload.compared if each.method.is_calibrated}
-    factors = {
-        method: _factors(loaded.model, named.folder, each, workload, progress)
-        for method, each in by_method.items()
-    }
-    source = ScreenSource(loaded.model.config, factors)
-    runs = {
-        length: _compare(loaded, source, named.folder, replace(workload, prompt=length), progress)
-        for length in workload.lengths
-    }
-    return runs, loaded.facts
 
 
 def _factors(
@@ -608,20 +349,23 @@ def _factors(
 
 
 def _compare(
-    loaded: _Loaded,
+    model: Decoder,
     source: ScreenSource,
     folder: Path | None,
+    files: Sequence[Path],
     workload: OffloadWorkload,
     progress: Progress,
 ) -> dict[str, Runs]:
-    """Return the runs of each contender with prompts of one length."""
-    model, batch = loaded.model, workload.batch
-    count = batch * workload.repeats
+    """Return the runs of each contender with prompts of one length.
+
+    Each round of a checkpoint has prompts of its own.
+    """
     if folder is None:
         size = model.shape.vocabulary_size
-        prompts = random_prompts(size, count, workload.prompt, workload.seed)
+        prompts = random_prompts(size, workload.batch, workload.prompt, workload.seed)
     else:
-        prompts = beginnings(loaded.files, folder, count, workload.prompt)
+        count = workload.batch * workload.repeats
+        prompts = beginnings(files, folder, count, workload.prompt)
     make = partial(
         OffloadHost,
         model,
@@ -630,38 +374,50 @@ def _compare(
         screens_of=source.screens,
         stores_inputs=any(each.method.keeps_inputs for each in workload.compared),
     )
-    with ExitStack() as hosts:
-        plain = hosts.enter_context(closing(make()))
-        drafting = None
-        if any(each.verify for each in workload.compared):
-            drafting = hosts.enter_context(closing(make(link=plain.link, drafts=DraftMethod.SELF)))
+    with ExitStack() as stack:
+        plain = stack.enter_context(closing(make()))
+        encoded = {
+            name: stack.enter_context(closing(make(encoding=Encoding(name), link=plain.link)))
+            for name in workload.kv_encodings
+        }
+        hosts, drafting, drafts = [plain, *encoded.values()], plain, PLAIN
+        if workload.drafts is not DraftMethod.OFF:
+            drafts = Speculation(workload.drafts, workload.draft_tokens)
+            drafting = stack.enter_context(closing(make(link=plain.link, drafts=workload.drafts)))
+            hosts.append(drafting)
         progress.say(f"storing prompts of {workload.prompt:,} tokens")
-        for host in filter(None, (plain, drafting)):
+        for host in hosts:
             host.prefill()
         decodes: dict[str, Callable[..., OffloadSample]] = {
             FULL_LOAD: partial(plain.decode, way=STREAMED)
         }
+        approximate = set[str]()
+        if workload.speculate is not None:
+            decode = partial(drafting.decode, way=STREAMED, speculation=drafts)
+            decodes[str(workload.speculate)] = decode
         for selection in workload.compared:
-            way = Way(selection=selection)
+            name, way = str(selection), Way(selection=selection)
+            if selection.verify:
+                decodes[name] = partial(drafting.decode, way=way, speculation=drafts)
+                continue
+            approximate.add(name)
             if selection.method is SelectionMethod.H2O:
-                kept = hosts.enter_context(closing(HeavyHitterHost(model, selection, plain.link)))
+                kept = stack.enter_context(closing(HeavyHitterHost(model, selection, plain.link)))
                 progress.say(f"prompts of {selection}")
                 left = {each: kept.prefill(each, workload.new) for each in prompts}
-                decodes[str(selection)] = partial(_decode_kept, kept, left)
-            elif selection.verify and drafting is not None:
-                drafts = Speculation(
-                    method=DraftMethod.SELF, num_speculative_tokens=workload.draft_tokens
-                )
-                decodes[str(selection)] = partial(drafting.decode, way=way, speculation=drafts)
-            else:
-                decodes[str(selection)] = partial(plain.decode, way=way)
+                decodes[name] = partial(_decode_kept, kept, left)
+                continue
+            decodes[name] = partial(plain.decode, way=way)
+            for encoding, host in encoded.items():
+                decodes[f"{name}, {encoding}"] = partial(host.decode, way=way)
+                approximate.add(f"{name}, {encoding}")
         decodes[RESIDENT] = partial(plain.decode, way=ON_DEVICE)
         turns = {}
         for name in progress.track("warming up", list(decodes)):
-            decodes[name](SELECT_WARM_UP_TOKENS, prompts=prompts[:batch])
-            turns[name] = _in_batches(partial(decodes[name], workload.new), prompts, batch)
+            decodes[name](DRAFT_WARM_UP_TOKENS, prompts=prompts[: workload.batch])
+            decode = partial(decodes[name], workload.new)
+            turns[name] = _in_batches(decode, prompts, workload.batch)
         runs = progress.in_turns("timed runs", turns, workload.repeats)
-        approximate = {str(each) for each in workload.compared if not each.verify}
         # Steps that build screens and fill rows, or read what they left. Verified drafts have few
         # steps, and each reads everything.
         return {
@@ -670,6 +426,14 @@ def _compare(
             else each
             for name, each in runs.items()
         }
+
+
+def _in_batches(
+    decode: Callable[..., OffloadSample], prompts: Prompts, batch: int
+) -> Callable[[], OffloadSample]:
+    """Return a contender that decodes the next prompts each time, again and again."""
+    batches = cycle(prompts[first : first + batch] for first in range(0, len(prompts), batch))
+    return lambda: decode(prompts=next(batches))
 
 
 def _decode_kept(

@@ -10,11 +10,13 @@ In the place of either it may send `{"error": TEXT, "is_missing": BOOL}`.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -27,6 +29,7 @@ ATTENTIONS = ("sdpa", "eager")
 # Of models that have experts.
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 _GIB = 1 << 30
+_PR_SET_PDEATHSIG = 1
 # Tokens of a block of vLLM's cache, to whose multiple each sequence is rounded up.
 _BLOCK_TOKENS = 128
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -274,6 +277,8 @@ def serve(lines: TextIO, answers: TextIO) -> None:
 
 
 def main() -> None:
+    # It ends with the benchmark, however that ends.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # What native code prints must not come between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

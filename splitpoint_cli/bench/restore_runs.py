@@ -21,7 +21,6 @@ from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
 from splitpoint.planning.split_search import best_pipeline_options, best_split
 from splitpoint.planning.token_recompute import RecomputeEstimate, TokenRecompute
 from splitpoint.shapes import chunks_of
-from splitpoint_cli.bench.ending import held
 from splitpoint_cli.bench.engine import make_model, use_worker_kernels
 from splitpoint_cli.bench.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS, Progress
 from splitpoint_cli.bench.restore_report import (
@@ -95,16 +94,15 @@ class Restorer:
         transfer = self._whole_transfer if schedule is Schedule.COLUMN else self._transfer
         spans: list[Span] = []
         for sequence in self.stored.sequences:
-            with held():
-                spans += restore(
-                    transfer,
-                    self.serial_lanes if serial else self.lanes,
-                    sequence.prefix(split),
-                    self.stored.pages.keys,
-                    self.stored.pages.values,
-                    schedule=schedule,
-                    tile_tokens=tile_tokens,
-                )
+            spans += restore(
+                transfer,
+                self.serial_lanes if serial else self.lanes,
+                sequence.prefix(split),
+                self.stored.pages.keys,
+                self.stored.pages.values,
+                schedule=schedule,
+                tile_tokens=tile_tokens,
+            )
         return spans
 
     def both_ends(self, expected_tokens: int) -> list[Span]:
@@ -119,16 +117,15 @@ class Restorer:
     def _from_both_ends(self, lanes: Lanes, expected_tokens: int) -> list[Span]:
         spans: list[Span] = []
         for sequence in self.stored.sequences:
-            with held():
-                spans += restore_from_both_ends(
-                    self._transfer,
-                    lanes,
-                    sequence.prefix(0),
-                    self.stored.pages.keys,
-                    self.stored.pages.values,
-                    block_tokens=MAX_BATCHED_TOKENS,
-                    expected_tokens=expected_tokens,
-                )
+            spans += restore_from_both_ends(
+                self._transfer,
+                lanes,
+                sequence.prefix(0),
+                self.stored.pages.keys,
+                self.stored.pages.values,
+                block_tokens=MAX_BATCHED_TOKENS,
+                expected_tokens=expected_tokens,
+            )
         return spans
 
 
@@ -220,8 +217,7 @@ def _measure(
     progress.say("measuring link and device alone")
     stored = restorer.stored
     description = describe_device(stored.device)
-    with held():
-        at_start = measure(stored.model, stored.device, description, lanes=restorer.lanes)
+    at_start = measure(stored.model, stored.device, description, lanes=restorer.lanes)
     profile = _refitted(at_start, workload, restorer)
     planned = Planned.of(workload, profile)
     tile = planned.pipelined.tile_tokens

@@ -410,14 +410,6 @@ class SequenceReads:
         if self.pool is not None:
             self.pool.drop()
 
-    def forget_rows(self) -> None:
-        """Hold no row any more: the next `begin` of each layer fetches all.
-
-        A benchmark measures so what it saves to fetch only what is new.
-        """
-        for layer in self._caches:
-            self._caches[layer] = RowCache(len(self._heads), self._cache.device)
-
     def _grow(self) -> None:
         """Use as many row pages as the stored tokens want."""
         wanted = chunks_of(wanted_rows(self.selection, self.stored_tokens), self._chunk)

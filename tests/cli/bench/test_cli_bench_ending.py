@@ -101,59 +101,21 @@ def test_a_signal_leaves_nothing_behind(
         process.wait()
 
 
-# Programs that get a signal at a chosen instruction. Each ends with `print("cleaned up")`.
+# Programs that get a signal at a chosen instruction.
 LOST = """
 class Noted:
     def __del__(self):
-        os.kill(os.getpid(), signal.SIGHUP)  # its exception is reported and dropped
+        os.kill(os.getpid(), signal.SIGHUP)  # an exception would be reported and dropped
 
 with ended_by_signals():
-    try:
-        Noted()
-        while True:
-            pass
-    finally:
-        print("cleaned up")
+    file = tempfile.NamedTemporaryFile(delete=False)
+    print(os.path.dirname(file.name), flush=True)
+    Noted()
+    while True:
+        pass
 """
-CLEANING = """
-with ended_by_signals():
-    try:
-        os.kill(os.getpid(), signal.SIGHUP)
-        while True:
-            pass
-    finally:
-        began = time.monotonic()
-        while time.monotonic() < began + 1:  # several looks
-            try:
-                {}["missing"]
-            except KeyError:
-                time.sleep(0.01)
-        print("cleaned up")
-"""
-HELD = """
-with ended_by_signals():
-    try:
-        with held():
-            with held():
-                os.kill(os.getpid(), signal.SIGHUP)
-            print("whole")
-        print("too far")
-    finally:
-        print("cleaned up")
-"""
-ENDLESS = """
-ending._HOLD_SECONDS = 0.5
-with ended_by_signals():
-    try:
-        with held():
-            os.kill(os.getpid(), signal.SIGHUP)
-            print("whole")
-            threading.Event().wait()
-    finally:
-        print("cleaned up")
-"""
-# The signal comes when work was noted, and not yet given to the lane's thread: without `held`
-# `close` would wait for it forever.
+# The signal comes when work was noted, and not yet given to the lane's thread, for which `close`
+# would wait forever.
 LANES = """
 class Interrupted(collections.deque):
     def append(self, item):
@@ -163,12 +125,11 @@ class Interrupted(collections.deque):
 lanes = ThreadLanes(torch.device("cpu"))
 lanes._queued = Interrupted()
 with ended_by_signals():
+    print(tempfile.gettempdir(), flush=True)
     try:
-        with held():
-            lanes.run(Lane.LINK_IN, Work("piece", lambda: print("whole")))
+        lanes.run(Lane.LINK_IN, Work("piece", lambda: print("too far")))
     finally:
         lanes.close()
-        print("cleaned up")
 """
 # A second signal comes when the loop has taken its handlers away.
 CLOSING = """
@@ -193,9 +154,8 @@ async def work():
 run_until_signal(work())
 """
 HEADER = """
-import collections, os, signal, threading, time
-from splitpoint_cli.bench import ending
-from splitpoint_cli.bench.ending import ended_by_signals, held
+import collections, os, signal, tempfile
+from splitpoint_cli.bench.ending import ended_by_signals
 """
 LANE_HEADER = """
 import torch
@@ -205,20 +165,8 @@ from worker_service.lanes.work import Work
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "printed"),
-    [
-        (LOST, ["cleaned up"]),
-        (CLEANING, ["cleaned up"]),
-        (HELD, ["whole", "cleaned up"]),
-        (ENDLESS, ["whole", "cleaned up"]),
-        (LANE_HEADER + LANES, ["whole", "cleaned up"]),
-        (CLOSING, ["cleaned up"]),
-    ],
-    ids=["lost", "while it cleans up", "held", "held for too long", "lanes", "closing"],
-)
-def test_a_signal_ends_the_process_wherever_it_comes(program: str, printed: list[str]) -> None:
-    """In a finalizer, a held block, or lanes; and cleaning up is not interrupted again."""
+def ended_by_a_signal(program: str) -> str:
+    """Run a program that gets SIGHUP; return the line that it printed."""
     done = subprocess.run(
         [sys.executable, "-c", HEADER + program],
         capture_output=True,
@@ -229,7 +177,21 @@ def test_a_signal_ends_the_process_wherever_it_comes(program: str, printed: list
         preexec_fn=heed_signals,
         check=False,
     )
-    assert (done.returncode, done.stdout.splitlines()) == (129, printed), done.stderr
+    assert done.returncode == 129, done.stderr
+    (line,) = done.stdout.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("program", [LOST, LANE_HEADER + LANES], ids=["lost", "lanes"])
+def test_a_signal_ends_the_process_wherever_it_comes(program: str) -> None:
+    """In a finalizer or in the lanes, with the temporary files."""
+    folder = Path(ended_by_a_signal(program))
+    assert folder.name.startswith("splitpoint-bench-")
+    assert not folder.exists()
+
+
+def test_services_are_stopped_before_the_end() -> None:
+    assert ended_by_a_signal(CLOSING) == "cleaned up"
 
 
 HOLDER = """

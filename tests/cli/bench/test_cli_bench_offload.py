@@ -1,6 +1,6 @@
 """`splitpoint bench offload`: what is counted and reported, and small runs of the real thing.
 
-In its three forms: loading in several orders, drafts (`--speculate`) and selections (`--select`).
+In its two forms: loading in several orders, and drafts (`--speculate`) and selections (`--select`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
-from splitpoint.residency.selecting import SelectedStep
-from splitpoint.selection import Selection
+from splitpoint.selection import UNUSED, Selection, SelectionUsage
 from splitpoint.shapes import DataType, ModelShape
-from splitpoint.speculation import DraftMethod
 from splitpoint_cli.bench import offload_runs
 from splitpoint_cli.bench.harness import Progress
 from splitpoint_cli.bench.limits import Peer
@@ -36,27 +34,20 @@ from splitpoint_cli.bench.offload import offload
 from splitpoint_cli.bench.offload_costs import BatchCosts
 from splitpoint_cli.bench.offload_host import OffloadHost, Way
 from splitpoint_cli.bench.offload_report import (
-    ANEW,
     COARSE,
     ENCODED,
     FULL_LOAD,
     KVPR,
     PIPELINED,
-    PLAIN_STREAMING,
     RESIDENT,
-    SELECTED,
     SEQUENTIAL,
     Contender,
-    LengthResults,
-    LinkChange,
     OffloadResults,
     OffloadSample,
     OffloadWorkload,
-    RowSums,
     Step,
-    drafts_report_of,
+    compared_report_of,
     report_of,
-    select_report_of,
     table_of,
 )
 from splitpoint_cli.bench.offload_runs import model_of, peer_of, run_all
@@ -69,7 +60,7 @@ PROFILE = Profile(1e6, 0.0, 1e6, 0.0, 1e6, step_compute_seconds=0.5)
 BOUND = (0.8, 0.7)
 WORKLOAD = OffloadWorkload("By hand", "float32", 2, 100, 4, None, 2, "cpu", 1, 0)
 SELECTING = replace(
-    WORKLOAD, link_rate=1000.0, select=Selection.parsed("columns:0.1"), lengths=(100,)
+    WORKLOAD, link_rate=1000.0, compared=(Selection.parsed("columns:0.1"),), lengths=(100,)
 )
 MULTI_HEAD = ModelShape("By hand", "llama", 1, 8, 4, 4, 2, 16, 128, 512, DataType.FLOAT32)
 FACTS = {
@@ -135,24 +126,6 @@ def test_a_batch_may_be_longer_than_any_sequence() -> None:
     planned = batch.planned()
     best = min(batch.step_seconds(split) for split in range(0, 449, 64))
     assert planned.step_seconds <= 1.02 * best < batch.step_seconds(0)
-    line = planned.line
-    assert line is not None
-    assert line.at(batch.cached, 64) == planned.split_tokens
-
-
-def change(*predicted: float | None) -> LinkChange:
-    """Steps of a second, after three that do not count."""
-    before = [Step(1.0, 9.0)] * 3
-    return LinkChange(0.5, 3, (*before, *(Step(1.0, each) for each in predicted)))
-
-
-def test_recovered_is_a_prediction_that_stays_right() -> None:
-    assert change(1.0, 1.1, 1.0).steps_to_recover() == 0
-    assert change(2.0, 1.3, 1.1, 0.9, 1.0).steps_to_recover() == 2
-    # By luck at first, then wrong again for most of what follows.
-    assert change(1.0, 2.0, 2.0, 2.0, 1.1, 1.1).steps_to_recover() == 4
-    assert change(2.0, 2.0).steps_to_recover() is None
-    assert change(1.0, None).steps_to_recover() is None
 
 
 def some_report() -> dict[str, Any]:
@@ -221,7 +194,6 @@ def test_without_predictions_it_says_why() -> None:
     [
         ("dtype", {"dtype": "int4"}),
         ("link_rate", {"link_rate": "fast"}),
-        ("change_link_rate", {"change_link_rate": 0.0}),
         ("png", {"png_file": Path("x.png")}),
         ("kv_encoding", {"kv_encoding": ["int8", "native"]}),
         ("trace", {"trace_file": Path("/no/such/folder.json")}),
@@ -302,7 +274,6 @@ def test_a_small_run_ends_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[
         threads=1,
         repeats=1,
         sweep=True,
-        change_link_rate=0.5,
         weights_on_host=True,
         kv_encoding=["int8", "int4", "int8"],
         png_file=tmp_path / "sweep.png",
@@ -330,40 +301,57 @@ def test_a_small_run_ends_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[
     splits = [point["split_tokens"] for point in report["sweep_points"]]
     assert splits == sorted({*splits, 0, 64, 128, 130})
     assert report["contenders"][PIPELINED]["split_tokens"] in splits
-    assert report["link_change"]["changed_at_step"] == 4
-    assert len(report["link_change"]["step_seconds"]) == 7
     assert "needs a GPU" in report["skipped"][0]
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(files["trace_file"].read_text())["traceEvents"]
 
 
-# -- drafts -----------------------------------------------------------------------------
+# -- drafts and selections ----------------------------------------------------------------
 
 
-def draft_run(
-    seconds: float, pulls: int, link_bytes: int, drafted: int, accepted: int, *tokens: int
+def compared_run(
+    seconds: float, size: int, *tokens: int, fetched: int = 0, **counts: int
 ) -> OffloadSample:
-    steps = (Step(seconds, link_bytes=link_bytes),)
-    return OffloadSample(steps, (tokens,), None, 8, pulls, drafted, accepted)
+    """Two steps of four tokens each."""
+    rows = SelectionUsage(
+        step_count=1,
+        visible_token_count=100,
+        read_token_count=12,
+        fetched_row_count=fetched,
+        reused_row_count=10 - fetched,
+    )
+    steps = (Step(seconds, link_bytes=size, token_count=4, selected=rows if fetched else UNUSED),)
+    return OffloadSample(steps * 2, (tokens,), token_count=8, **counts)
 
 
-def test_a_report_of_drafts_divides_by_tokens_and_compares_rounds() -> None:
-    plain = draft_run(8.0, 8, 8000, 0, 0, 1, 2, 3)
-    slow = draft_run(4.0, 4, 4000, 12, 4, 1, 2, 3)
-    fast = draft_run(2.0, 2, 2000, 8, 6, 1, 2, 4)
-    runs = {PLAIN_STREAMING: (plain, plain), "self": (slow, fast), RESIDENT: (plain, plain)}
-    report = drafts_report_of(replace(WORKLOAD, speculate=DraftMethod.SELF), runs, FACTS)
-    drafted = report["contenders"]["self"]
-    assert drafted["tokens_per_pull"] == 2.6667  # 16 in 6
-    assert drafted["link_bytes_per_token"] == 375
-    assert drafted["acceptance"] == 0.5
-    assert drafted["tokens_per_second"] == 3
-    assert drafted["agreeing_token_share"] == 0.8333
-    assert report["contenders"][PLAIN_STREAMING]["acceptance"] is None
-    assert report["ratios"] == {
-        "tokens_per_second_over_plain": 3.0,
-        "link_bytes_per_token_over_plain": 0.375,
-    }
+def test_a_report_divides_by_tokens_and_compares_rounds() -> None:
+    full = (compared_run(1.0, 800, 1, 2, 3, pull_count=8), compared_run(2.0, 800, 1, 2, 3))
+    selected = tuple(compared_run(each, 132, 1, 2, 4, fetched=4) for each in (0.2, 0.4))
+    drafting = compared_run(0.5, 400, 1, 2, 3, pull_count=2, drafted=8, accepted=6)
+    runs = {FULL_LOAD: full, "columns:0.1": selected, "self": (drafting, drafting)}
+    report = compared_report_of(SELECTING, {100: runs}, FACTS)
+    (length,) = report["results"]
+    assert length["cached"] == 100
+    found = length["contenders"]
+    assert (
+        found["columns:0.1"]
+        | {
+            "step_over_full_load": 0.2,
+            "over_full_load": 5,
+            "link_bytes_per_step": 132,
+            "link_bytes_per_token": 33,
+            "read_share": 0.12,
+            "fetched_share": 0.4,
+            "agreeing_token_share": 0.6667,
+            "acceptance": None,
+            "tokens_per_pull": None,
+        }
+        == found["columns:0.1"]
+    )
+    assert found["self"]["tokens_per_pull"] == 4
+    assert found["self"]["acceptance"] == 0.75
+    assert found["self"]["over_full_load"] == 3
+    assert found[FULL_LOAD]["read_share"] is None
     assert json.loads(json.dumps(report)) == report
     assert table_of(report).row_count == 3
 
@@ -405,16 +393,9 @@ def test_prompts_begin_where_files_begin(tmp_path: Path) -> None:
     assert {path.parent.name for path in held_back_files()} == {"asyncio", "unittest"}
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "select"),
-    [
-        (None, None),
-        pytest.param(2, None, marks=pytest.mark.chaos),
-        (2, "columns:0.1,int8"),
-    ],
-)
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(None, marks=pytest.mark.chaos)])
 def test_a_small_run_of_drafts_gives_equal_texts_and_fewer_bytes(
-    kv_heads: int | None, select: str | None, tmp_path: Path
+    kv_heads: int | None, tmp_path: Path
 ) -> None:
     found = tmp_path / "found.json"
     offload(
@@ -422,7 +403,7 @@ def test_a_small_run_of_drafts_gives_equal_texts_and_fewer_bytes(
         # By measurement there may be none on a busy machine.
         draft_tokens=4,
         kv_heads=kv_heads,
-        select=[select] if select else [],
+        select=["columns:0.1,int8"],
         batch=2,
         prompt=512,
         new=16,
@@ -433,20 +414,21 @@ def test_a_small_run_of_drafts_gives_equal_texts_and_fewer_bytes(
     )
     report = json.loads(found.read_text())
     assert report["kernels"] == str(in_use())
-    drafted, plain = (report["contenders"][name] for name in ("self", PLAIN_STREAMING))
-    # Near ties may fall differently: several rows are other products than one.
-    assert drafted["agreeing_token_share"] > 0.6
-    # Those of the steps after the one in which the later sequence began.
-    assert 10 < drafted["tokens"] <= 2 * 15
-    assert plain["tokens_per_pull"] == 1
-    assert drafted["tokens_per_pull"] > 1
-    assert drafted["accepted"] == drafted["tokens"] - drafted["pulls"]
     assert report["kv_heads"] == (kv_heads or 4)
     assert report["heads_are_averaged"] is (kv_heads == 2)
-    assert report["select"] == (select and f"{select},verify")
-    # The first and the newest four of eight chunks stay.
-    assert report["window_tokens"] == 256
-    assert report["ratios"]["link_bytes_per_token_over_plain"] < 0.5
+    selection = "columns:0.1,int8,verify"
+    assert report["compared"] == [selection]
+    (length,) = report["results"]
+    contenders = length["contenders"]
+    assert list(contenders) == [FULL_LOAD, "self", selection, RESIDENT]
+    assert contenders[FULL_LOAD]["tokens_per_pull"] == 1
+    for name in ("self", selection):
+        drafted = contenders[name]
+        # Near ties may fall differently: several rows are other products than one.
+        assert drafted["agreeing_token_share"] > 0.6
+        assert drafted["tokens_per_pull"] > 1
+        assert 0 < drafted["accepted"] < drafted["drafted"]
+        assert drafted["link_bytes_per_token"] < 0.5 * contenders[FULL_LOAD]["link_bytes_per_token"]
 
 
 def test_a_selection_needs_self_drafts() -> None:
@@ -457,57 +439,6 @@ def test_a_selection_needs_self_drafts() -> None:
 def test_a_method_without_a_measurement_is_named() -> None:
     with pytest.raises(InvalidArgument, match="none of self"):
         offload(speculate="oracle")
-
-
-# -- selections -------------------------------------------------------------------------
-
-
-def chosen_run(
-    seconds: float, size: int, rows: RowSums, overlap: float | None = None
-) -> OffloadSample:
-    steps = (Step(seconds, link_bytes=size),) * 2
-    return OffloadSample(steps, ((1, 2, 3),), rows=rows, expected_bytes=2 * size, overlap=overlap)
-
-
-def test_a_report_of_selections_compares_steps_and_says_what_differences_save() -> None:
-    """Ten rows of eight bytes are chosen in a step, and six of them were there."""
-    nothing = RowSums()
-    selected = RowSums(chosen=20, fetched=8, read=24, visible=200, link_bytes=64)
-    anew = RowSums(chosen=24, fetched=24, read=24, visible=200, link_bytes=192)
-    length = LengthResults(
-        100,
-        {
-            FULL_LOAD: (chosen_run(1.0, 800, nothing), chosen_run(2.0, 800, nothing)),
-            SELECTED: (chosen_run(0.2, 132, selected), chosen_run(0.4, 132, selected)),
-            ANEW: (chosen_run(0.3, 196, anew, 0.5), chosen_run(0.4, 196, anew, 0.7)),
-            RESIDENT: (chosen_run(0.1, 0, nothing), chosen_run(0.1, 0, nothing)),
-        },
-        SelectedStep(1.1, 0.3),
-    )
-    report = select_report_of(SELECTING, (length,), FACTS)
-    (found,) = report["results"]
-    assert found["contenders"][SELECTED]["step_over_full_load"] == 0.2
-    assert found["contenders"][SELECTED]["read_share"] == 0.12
-    assert found["contenders"][SELECTED]["fetched_share"] == 0.04
-    assert found["speed_up"] == 5
-    assert found["link_bytes_are_those_chosen"]
-    assert found["fetching_differences"] == {
-        "overlap": 0.6,
-        "saved_rows_share": 0.6,
-        "predicted_row_bytes_per_step": 32,
-        "row_bytes_per_step": 32,
-        "predicted_saved_seconds_per_step": 0.064,
-        "saved_seconds_per_step": 0.05,
-    }
-    assert json.loads(json.dumps(report)) == report
-    assert table_of(report).row_count == 4
-    # A GPU does not say which of the chosen rows crossed the link.
-    runs = {
-        name: tuple(replace(each, expected_bytes=None) for each in all_runs)
-        for name, all_runs in length.runs.items()
-    }
-    (found,) = select_report_of(SELECTING, (replace(length, runs=runs),), FACTS)["results"]
-    assert found["link_bytes_are_those_chosen"] is None
 
 
 def small_run_of_a_selection(folder: Path, **options: Any) -> dict[str, Any]:
@@ -530,33 +461,23 @@ def small_run_of_a_selection(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def test_a_small_run_of_a_selection_counts_what_crosses_the_link(tmp_path: Path) -> None:
-    report = small_run_of_a_selection(tmp_path, link_rate="10MB/s", length=[300, 450])
+    # Slow enough for a selection to gain from int8.
+    report = small_run_of_a_selection(
+        tmp_path, link_rate="4MB/s", length=[300, 450], kv_encoding=["int8"]
+    )
     assert report["weights"] == "random"
     assert [each["cached"] for each in report["results"]] == [300, 450]
     for length in report["results"]:
-        assert length["link_bytes_are_those_chosen"]
         contenders = length["contenders"]
+        sizes = {name: each["link_bytes_per_step"] for name, each in contenders.items()}
         # Two layers read everything, one a tenth, in whole pages.
-        ratio = (
-            contenders[SELECTED]["link_bytes_per_step"]
-            / contenders[FULL_LOAD]["link_bytes_per_step"]
-        )
-        assert 2 / 3 <= ratio < 0.75
-        assert contenders[RESIDENT]["link_bytes_per_step"] == 0
-        assert contenders[SELECTED]["fetched_share"] <= contenders[ANEW]["fetched_share"]
-
-
-def test_a_selection_is_measured_from_an_encoded_store_too(tmp_path: Path) -> None:
-    # Slow enough for a selection to gain from int8.
-    rate, encodings = "4MB/s", ["int8"]
-    report = small_run_of_a_selection(tmp_path, link_rate=rate, length=[300], kv_encoding=encodings)
-    (length,) = report["results"]
-    assert length["link_bytes_are_those_chosen"]
-    # 66 bytes for 256; whole chunks and rows alike.
-    encoded, native = (length["contenders"][name] for name in (f"{SELECTED}, int8", SELECTED))
-    share = encoded["link_bytes_per_step"] / native["link_bytes_per_step"]
-    assert share == pytest.approx(66 / 256, rel=0.05)
-    assert list(length["encoded_step_over_native"]) == ["int8"]
+        assert 2 / 3 <= sizes["columns:0.1"] / sizes[FULL_LOAD] < 0.75
+        assert sizes[RESIDENT] == 0
+        # 66 bytes for 256; whole chunks and rows alike.
+        share = sizes["columns:0.1, int8"] / sizes["columns:0.1"]
+        assert share == pytest.approx(66 / 256, rel=0.05)
+        assert 0.1 <= contenders["columns:0.1"]["read_share"] < 0.5
+        assert 0 < contenders["columns:0.1"]["fetched_share"] <= 1
 
 
 @pytest.mark.parametrize("kv_heads", [2, pytest.param(4, marks=pytest.mark.chaos)])
@@ -608,8 +529,6 @@ def test_what_cannot_be_measured_is_refused() -> None:
         offload(select=["h2o:0.1,verify"])
     with pytest.raises(InvalidArgument, match="needs the same columns in every"):
         offload(select=["lowrank:0.1", "lowrank:0.1,columns=8"])
-    with pytest.raises(InvalidArgument, match="takes one --select, without verify"):
-        offload(select=["columns:0.1", "window:0.1"], kv_encoding=["int8"])
     with pytest.raises(InvalidArgument, match="pools are not measured here"):
         offload(select=["columns:0.1,full_layers=0,pool=0.6"])
     with pytest.raises(InvalidArgument, match="has its own layers"):

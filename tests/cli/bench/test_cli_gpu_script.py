@@ -43,7 +43,11 @@ def offload_report(ours: float, peer: float | None, ratio: float) -> dict[str, A
 
 
 def select_report(*speed_ups: float) -> dict[str, Any]:
-    return {"results": [{"speed_up": speed_up} for speed_up in speed_ups]}
+    return {
+        "results": [
+            {"contenders": {"columns:0.1": {"step_over_full_load": 1 / each}}} for each in speed_ups
+        ]
+    }
 
 
 def test_claims_about_selections() -> None:

@@ -237,18 +237,19 @@ def test_a_larger_alpha_reads_more_and_bytes_follow(prefix: StoredPrefix) -> Non
     for alpha in (0.1, 0.3, 1, 3):
         cache, lanes = cache_of(prefix, PAGES), SerialLanes(CPU)
         text = f"columns:alpha={alpha},cap=0.9,sinks=0,recent=1,full_layers=0"
-        reads = reads_of(prefix, text, cache, lanes)
+        read.append(0)
         for position in range(STORED - 20, STORED):
-            reads.forget_rows()
+            # Each has no rows yet.
+            reads = reads_of(prefix, text, cache, lanes)
             for layer in reads.layers:
                 guess = replace(guess_at(prefix, layer, position), first_position=STORED)
                 lanes.wait_event(reads.begin(layer, guess))
-        counts = reads.counts
-        assert counts.read == counts.wanted == counts.fetched
-        assert counts.link_bytes == counts.read * row_bytes
-        spans = [span for span in lanes.finish() if span.lane is Lane.LINK_IN]
-        assert sum(span.amount for span in spans) == counts.link_bytes
-        read.append(counts.read)
+            counts = reads.counts
+            assert counts.read == counts.wanted == counts.fetched
+            assert counts.link_bytes == counts.read * row_bytes
+            spans = [span for span in lanes.finish() if span.lane is Lane.LINK_IN]
+            assert sum(span.amount for span in spans) == counts.link_bytes
+            read[-1] += counts.read
     assert all(more > 1.2 * less for less, more in pairwise(read))
 
 
