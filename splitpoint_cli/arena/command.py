@@ -7,7 +7,6 @@ the file (and needs numpy) is imported only once a command runs.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +16,6 @@ from rich.progress import Progress
 
 from splitpoint import config
 from splitpoint.arena.format import ArenaFormatError
-from splitpoint.config import counted
 from splitpoint.errors import NotFound
 from splitpoint_cli.output import AsJson, OutputFile, err, hand_over, out
 
@@ -30,28 +28,34 @@ Which = Annotated[
         metavar="PATH|INSTANCE",
     ),
 ]
-WhichOrTier = Annotated[
-    str,
-    typer.Argument(
-        help="The file, the instance of `splitpoint up` (port-50050 unless told otherwise), or the "
-        "folder of a disk tier.",
-        metavar="PATH|INSTANCE|DIR",
-    ),
-]
 
 
 @app.callback()
 def arena() -> None:
-    """Inspect, verify or remove the shared-memory file of a store; look at its disk tier."""
+    """Inspect, verify or remove the shared-memory file of a store."""
 
 
 @app.command()
-def inspect(which: WhichOrTier, as_json: AsJson = False, output: OutputFile = None) -> None:
+def inspect(which: Which, as_json: AsJson = False, output: OutputFile = None) -> None:
     """Show what an arena is and what its slots hold; exit code 1 when anything is damaged.
 
-    Reads superblocks, records and tokens, no payload. Of the folder of a disk tier: its layouts,
-    segments and chunks, by the headers of all records.
+    Reads superblocks, records and tokens, no payload.
     """
+    _look_at(which, with_payload=False, as_json=as_json, output=output)
+
+
+@app.command()
+def verify(which: Which, as_json: AsJson = False, output: OutputFile = None) -> None:
+    """As `inspect`, and check the payload of every sealed chunk against its checksum.
+
+    Names each damaged slot and the invariant of docs/arena-format.md that it
+    violates; exit code 1 when there is one. Changes nothing. Slots that a
+    running store changes meanwhile are looked at again, and no damage.
+    """
+    _look_at(which, with_payload=True, as_json=as_json, output=output)
+
+
+def _look_at(which: str, *, with_payload: bool, as_json: bool, output: Path | None) -> None:
     from splitpoint.arena.mapping import Arena
     from splitpoint_cli.arena.check import Damage, read_contents, read_superblocks
     from splitpoint_cli.arena.report import (
@@ -62,11 +66,8 @@ def inspect(which: WhichOrTier, as_json: AsJson = False, output: OutputFile = No
     )
 
     path = find(which)
-    if path.is_dir():
-        _look_at_tier(path, with_payload=False, as_json=as_json, output=output)
-        return
     copies = read_superblocks(path)
-    report = describe_file(path, copies)
+    report = describe_file(path, copies) | {"payload_compared": with_payload}
     is_whole = not any(isinstance(copy, Damage) for copy in copies)
     try:
         mapped = Arena.attach_read_only(path)
@@ -75,7 +76,12 @@ def inspect(which: WhichOrTier, as_json: AsJson = False, output: OutputFile = No
         is_whole = False
     else:
         try:
-            contents = read_contents(mapped)
+            hidden = not (with_payload and err.is_terminal)
+            with Progress(console=err, transient=True, disable=hidden) as progress:
+                task = progress.add_task("slots", total=mapped.slot_count)
+                contents = read_contents(
+                    mapped, with_payload=with_payload, done=lambda: progress.advance(task)
+                )
             report |= describe_arena(mapped) | describe_contents(contents)
             is_whole = is_whole and not contents.damages
         finally:
@@ -87,59 +93,6 @@ def inspect(which: WhichOrTier, as_json: AsJson = False, output: OutputFile = No
 
     hand_over(report, show, as_json=as_json, output=output)
     if not is_whole:
-        raise typer.Exit(1)
-
-
-@app.command()
-def verify(which: WhichOrTier, as_json: AsJson = False, output: OutputFile = None) -> None:
-    """Check every record and the payload of every sealed chunk against its checksum.
-
-    Names each damaged slot and the invariant of docs/arena-format.md that it
-    violates; exit code 1 when there is one. Changes nothing. Slots that a
-    running store changes meanwhile are looked at again, and no damage. Of the
-    folder of a disk tier: every record and payload (docs/arena-format.md).
-    """
-    from splitpoint.arena.mapping import Arena
-    from splitpoint_cli.arena.check import Damage, read_contents, read_superblocks
-
-    path = find(which)
-    if path.is_dir():
-        _look_at_tier(path, with_payload=True, as_json=as_json, output=output)
-        return
-    copies = read_superblocks(path)
-    mapped = Arena.attach_read_only(path)
-    try:
-        with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
-            task = progress.add_task("slots", total=mapped.slot_count)
-            contents = read_contents(mapped, with_payload=True, done=lambda: progress.advance(task))
-        payload_bytes = contents.chunk_count * mapped.layout.chunk_bytes
-        slot_count = mapped.slot_count
-    finally:
-        mapped.close()
-    damages = [*(copy for copy in copies if isinstance(copy, Damage)), *contents.damages]
-    report = {
-        "path": str(path),
-        "slot_count": slot_count,
-        "whole_chunk_count": contents.chunk_count,
-        "whole_payload_bytes": payload_bytes,
-        "changing_slot_count": contents.changing_count,
-        "damages": [asdict(damage) for damage in damages],
-    }
-
-    def show() -> None:
-        for damage in damages:
-            out.print(f"{damage.place}: {damage.invariant}: {escape(damage.message)}")
-        changing = (
-            f", {contents.changing_count} changed all the time" if contents.changing_count else ""
-        )
-        out.print(
-            f"{counted(slot_count, 'slot')}: {counted(contents.chunk_count, 'chunk')} whole "
-            f"({config.format_size(payload_bytes)} compared), "
-            f"{counted(len(damages), 'damage')}{changing}"
-        )
-
-    hand_over(report, show, as_json=as_json, output=output)
-    if damages:
         raise typer.Exit(1)
 
 
@@ -167,25 +120,6 @@ def rm(which: Which) -> None:
     err.print(f"removed {path}" + ("" if folder.exists() else " and its folder"))
 
 
-def _look_at_tier(path: Path, *, with_payload: bool, as_json: bool, output: Path | None) -> None:
-    """Show the folder of a disk tier; exit code 1 when anything in it is damaged."""
-    from splitpoint_cli.arena.disk_tier import describe_folder, folder_bytes, folder_lines
-
-    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task("segments", total=folder_bytes(path))
-        report = describe_folder(
-            path, with_payload=with_payload, done=lambda size: progress.advance(task, size)
-        )
-
-    def show() -> None:
-        for line in folder_lines(report):
-            out.print(escape(line))
-
-    hand_over(report, show, as_json=as_json, output=output)
-    if report["damages"]:
-        raise typer.Exit(1)
-
-
 def find(which: str) -> Path:
     """Return the arena's path. Raises NotFound with the arenas that exist."""
     path = Path(which).absolute() if "/" in which else config.arena_path(which)
@@ -195,8 +129,6 @@ def find(which: str) -> Path:
             for found in config.SHARED_MEMORY.glob(f"{_folder_prefix()}*/{path.name}")
         )
         there = f"; instances with one: {', '.join(known)}" if known else ""
-        if "/" not in which and Path(which).exists():
-            there += f"; of the disk tier in the folder {which}, write ./{which}"
         raise NotFound(f"there is no arena at {path}{there}")
     return path
 

@@ -94,6 +94,7 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
         f"chunks      {report['chunk_count']:,} of {format_size(report['chunk_bytes'])}, "
         f"{counted(report['token_count'], 'token')}, "
         f"{counted(report['salt_count'], 'salt')}"
+        f"{', each compared with its checksum' if report['payload_compared'] else ''}"
     )
     for damage in report["damages"]:
         yield f"{damage['place']}: {damage['invariant']}: {damage['message']}"

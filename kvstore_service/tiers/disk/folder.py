@@ -107,24 +107,6 @@ class TierFolder:
         os.close(self._lock_fd)
 
 
-def holder_of(path: Path) -> str | None:
-    """Return the text about the process that holds the folder's lock. None if none holds it.
-
-    Takes the lock in shared mode for a moment. Raises OSError if the folder cannot be read.
-    """
-    try:
-        fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return os.pread(fd, 256, 0).decode(errors="replace").strip()
-    finally:
-        os.close(fd)
-
-
 def segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:012d}.segment"
 
