@@ -47,7 +47,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
         f"{report['rank']}",
         "layer",
         *("loss at start", "loss at end", "epochs"),
-        *("recall, closed form", "recall", "weight, closed form", "weight", "int8 ranks"),
+        *("recall, closed form", "recall", "weight, closed form", "weight"),
     )
     for layer in layers:
         losses = layer["losses"]
@@ -56,18 +56,16 @@ def table_of(report: Mapping[str, Any]) -> Table:
             *((f"{losses[0]:.4g}", f"{min(losses):.4g}") if losses else ("-", "-")),
             str(len(losses) - 1) if losses else "-",
             *(f"{layer[name]:.3f}" for name in _SHARES),
-            f"{layer['int8_agreement']:.4f}",
         )
     table.add_row(
         *("mean", "", "", ""),
         *(f"{mean_of(layers, name):.3f}" for name in _SHARES),
-        f"{mean_of(layers, 'int8_agreement'):.4f}",
     )
     tuned = report.get("fine_tuning")
     table.caption = "" if tuned is None else _tuned(tuned)
     table.caption += (
         "recall, weight: of a query's true top tenth of the tokens, and of its attention, in the "
-        "guessed top tenth; int8 ranks: Spearman correlation with unrounded scores\n"
+        "guessed top tenth\n"
         f"{duration_text(report['seconds'])}, {report['peak_memory_bytes'] / _MIB:,.0f} MiB at "
         f"most; {report['path']}"
     )

@@ -23,7 +23,7 @@ from worker_service.distillation.factors import (
     skew,
 )
 from worker_service.distillation.fine_tuning import FineTuning, fine_tune
-from worker_service.distillation.measures import rank_agreement, recall, weight
+from worker_service.distillation.measures import found_by
 from worker_service.distillation.training import Training, train
 from worker_service.model.attention import prefill_alone
 from worker_service.model.decoder import Decoder
@@ -90,7 +90,6 @@ class LayerResult:
         closed_recall: of the true top tenth of the tokens, by the closed form of the same rank.
         recall: the same by these factors, in the form in which a screen keeps rows by default.
         closed_weight, weight: the share of attention that goes to the guessed top tenth.
-        int8_agreement: Spearman correlation of the scores with int8 rows and with full ones.
     """
 
     layer: int
@@ -99,7 +98,6 @@ class LayerResult:
     recall: float
     closed_weight: float
     weight: float
-    int8_agreement: float
 
 
 class Track(Protocol):
@@ -265,11 +263,11 @@ class _Layer:
             rows, scales = to_int8(factor.transpose(0, -1))
             tensors[name] = rows.transpose(0, -1).contiguous()
             tensors[f"{name}_scale"] = scales.float().transpose(0, -1).contiguous()
-        closed, plain, screen = (
+        closed, screen = (
             partial(MapleScreen, self.shape, made)
-            for made in (fit.start, weights, maple_weights(tensors.__getitem__))
+            for made in (fit.start, maple_weights(tensors.__getitem__))
         )
-        return tensors, self._result(SelectionMethod.MAPLE, screen, closed, fit.losses, plain)
+        return tensors, self._result(SelectionMethod.MAPLE, screen, closed, fit.losses)
 
     def _result(
         self,
@@ -277,23 +275,12 @@ class _Layer:
         screen: _MakeScreen,
         closed: _MakeScreen,
         losses: tuple[float, ...] = (),
-        exact: _MakeScreen | None = None,
     ) -> LayerResult:
-        """Measure the screen beside that of the closed form.
-
-        `exact`: the screen with factors that are not quantised; None: `screen` has these.
-        """
+        """Measure the screen beside that of the closed form."""
         start, made = partial(closed, int8=False), partial(screen, int8=method.is_int8)
-        pair = partial(screen, int8=True), partial(exact or screen, int8=False)
-        return LayerResult(
-            layer=self.index,
-            losses=losses,
-            closed_recall=recall(start, self.shape, self.unseen),
-            recall=recall(made, self.shape, self.unseen),
-            closed_weight=weight(start, self.shape, self.unseen),
-            weight=weight(made, self.shape, self.unseen),
-            int8_agreement=rank_agreement(*pair, self.shape, self.unseen),
-        )
+        closed_recall, closed_weight = found_by(start, self.shape, self.unseen)
+        recall, weight = found_by(made, self.shape, self.unseen)
+        return LayerResult(self.index, losses, closed_recall, recall, closed_weight, weight)
 
 
 # Makes an empty screen of the layer; takes `int8`.

@@ -1,9 +1,10 @@
-"""How well screens rank: recall of the true top tokens, and agreement of two screens' ranks."""
+"""How well screens rank: the true top tokens, and the attention, that they find."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 import torch
 
@@ -23,70 +24,23 @@ TOP_SHARE = 0.1
 _QUERIES = 64
 
 
-def recall(
+def found_by(
     make: Callable[[], LayerScreen], shape: AttentionShape, passages: Sequence[TokenRows]
-) -> float:
-    """Return the mean share of a query's true top tenth that is in the guessed top tenth."""
-    return _beside_the_truth(make, shape, passages, _hits)
+) -> tuple[float, float]:
+    """Return the shares of a query's true top tenth, and of its attention, in the guessed one.
 
-
-def weight(
-    make: Callable[[], LayerScreen], shape: AttentionShape, passages: Sequence[TokenRows]
-) -> float:
-    """Return the mean share of a query's attention that goes to the guessed top tenth."""
-    return _beside_the_truth(make, shape, passages, _caught)
-
-
-def _beside_the_truth(
-    make: Callable[[], LayerScreen],
-    shape: AttentionShape,
-    passages: Sequence[TokenRows],
-    measure: Callable[[torch.Tensor, torch.Tensor], float],
-) -> float:
-    """Return the mean of a measure of guessed and true scores."""
-    return _mean_over_rows(
-        passages, shape, lambda rows: (_guessed(make, rows), _true(rows, shape)), measure
-    )
-
-
-def rank_agreement(
-    one: Callable[[], LayerScreen],
-    other: Callable[[], LayerScreen],
-    shape: AttentionShape,
-    passages: Sequence[TokenRows],
-) -> float:
-    """Return the mean Spearman correlation of two screens' scores of a query's visible tokens."""
-    return _mean_over_rows(
-        passages, shape, lambda rows: (_guessed(one, rows), _guessed(other, rows)), spearman
-    )
-
-
-def spearman(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the mean rank correlation of the rows of `[n, S]`; ties count in their order."""
-    ranks = [
-        each.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True).double()
-        for each in (one, other)
-    ]
-    first, second = (each - each.mean(-1, keepdim=True) for each in ranks)
-    products = (first * second).sum(-1)
-    return float((products / (first.norm(dim=-1) * second.norm(dim=-1))).mean())
-
-
-def _mean_over_rows(
-    passages: Sequence[TokenRows],
-    shape: AttentionShape,
-    scores: Callable[[TokenRows], tuple[torch.Tensor, torch.Tensor]],
-    measure: Callable[[torch.Tensor, torch.Tensor], float],
-) -> float:
-    """Return the mean of a measure of two `[n_q, S]` over queries of the second half."""
-    values = []
+    Both are means over queries of the second half of each passage.
+    """
+    hits, caught = [], []
     for rows in passages:
         tokens = len(rows.keys)
-        one, other = scores(rows)
+        guessed, true = _guessed(make, rows), _true(rows, shape)
         for place, position in enumerate(_positions(tokens)):
             seen = visible_tokens(position, 1, tokens, shape.window, rows.keys.device)[0]
-            values.append(measure(one[place][:, seen], other[place][:, seen]))
-    return math.fsum(values) / len(values)
+            pair = guessed[place][:, seen], true[place][:, seen]
+            hits.append(_hits(*pair))
+            caught.append(_caught(*pair))
+    return fmean(hits), fmean(caught)
 
 
 def _positions(tokens: int) -> list[int]:

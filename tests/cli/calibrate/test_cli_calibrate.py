@@ -68,7 +68,7 @@ def test_text_and_folder_can_be_named(folder: Path, tmp_path: Path) -> None:
         *("--artifacts", str(artifacts), "--output", str(tmp_path / "report.json")),
     )
     assert result.exit_code == 0, result.output
-    assert "int8 ranks" in result.stdout
+    assert "guessed top tenth" in result.stdout
     assert opened(folder, "infinigen", artifacts).layer(2) is not None
     report = json.loads((tmp_path / "report.json").read_text())
     assert all(layer["losses"] == [] for layer in report["layers"])

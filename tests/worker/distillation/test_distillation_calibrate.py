@@ -13,7 +13,7 @@ from tiny_models import FAMILY_CASES, VOCABULARY, write_tiny
 from splitpoint.errors import InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.distillation.calibrate import Item, LayerResult, calibrate
-from worker_service.distillation.measures import TOP_SHARE, spearman
+from worker_service.distillation.measures import TOP_SHARE
 from worker_service.distillation.training import Training, train
 from worker_service.model.decoder import Decoder
 from worker_service.selection.artifacts import Artifacts
@@ -93,8 +93,6 @@ def test_every_screen_is_calibrated_on_every_family(
     for result in results:
         assert 0.0 < result.recall <= 1.0
         assert 0.0 < result.weight <= 1.0
-        # Random models of 16 to 32 dimensions; the bundled one agrees to 0.999.
-        assert result.int8_agreement > 0.99
     assert sum(result.recall for result in results) / layers > LEAST_RECALL
     assert sum(result.weight for result in results) / layers > 1.3 * TOP_SHARE
     trained = method is SelectionMethod.MAPLE
@@ -180,11 +178,3 @@ def test_trained_artefacts_have_one_rank(tmp_path: Path) -> None:
             track=untracked,
             say=print,
         )
-
-
-def test_spearman_compares_ranks() -> None:
-    one = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-    assert spearman(one, one.exp()) == pytest.approx(1.0)
-    assert spearman(one, -one) == pytest.approx(-1.0)
-    swapped = torch.tensor([[2.0, 1.0, 3.0, 4.0]])
-    assert spearman(one, swapped) == pytest.approx(1 - 6 * 2 / (4 * 15))
