@@ -7,7 +7,6 @@ the one has the other.
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
@@ -69,26 +68,6 @@ def plain_reason(message: str) -> str:
 def print_json(value: Mapping[str, object], *, indent: int | None = 2) -> None:
     """Print one object on stdout and nothing else."""
     print(json.dumps(value, indent=indent, ensure_ascii=False))
-
-
-def picture(width: int) -> Console:
-    """Return a console of its own, for `save_picture`."""
-    return Console(
-        file=io.StringIO(),
-        record=True,
-        width=width,
-        highlight=False,
-        force_terminal=True,
-        color_system="truecolor",
-    )
-
-
-def save_picture(console: Console, path: str, title: str) -> None:
-    """Write what was printed on a console of `picture` as SVG, for the documentation."""
-    svg = console.export_svg(title=title)
-    # Without the fonts that it would fetch from elsewhere: each viewer has its own.
-    own_fonts = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
-    Path(path).write_text(own_fonts, encoding="utf-8")
 
 
 def seconds_text(seconds: float) -> str:

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -22,7 +22,7 @@ from splitpoint.options import service, store, worker
 from splitpoint.options.option import Option
 from splitpoint_cli.checks.finding import Places
 from splitpoint_cli.options import of, takes_options
-from splitpoint_cli.output import AsJson, OutputFile, hand_over, out, picture, save_picture
+from splitpoint_cli.output import AsJson, OutputFile, hand_over, out
 from splitpoint_cli.stack import options as up
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ _SIGNS = {
     "problem": ("✗", "X", "bold red"),
 }
 _NAME_WIDTH = 18
-_PICTURE_COLUMNS = 100
 
 
 @takes_options
@@ -87,7 +86,6 @@ def doctor(
     options: DoctorOptions,
     as_json: AsJson = False,
     output: OutputFile = None,
-    svg: Annotated[str | None, typer.Option(hidden=True, metavar="FILE")] = None,
 ) -> None:
     """Check this host for a stack with these options, and say what to do about each finding.
 
@@ -100,17 +98,12 @@ def doctor(
     # Warnings of the shared code are findings here, and would be shown twice.
     logging.getLogger().addHandler(logging.NullHandler())
     findings = tuple(examine(options))
-    if svg is not None:
-        console = picture(_PICTURE_COLUMNS)
-        print_findings(console, findings)
-        save_picture(console, svg, "splitpoint doctor")
-    else:
-        hand_over(
-            findings_json(findings),
-            lambda: print_findings(out, findings),
-            as_json=as_json,
-            output=output,
-        )
+    hand_over(
+        findings_json(findings),
+        lambda: print_findings(out, findings),
+        as_json=as_json,
+        output=output,
+    )
     if has_problem(findings):
         raise typer.Exit(1)
 

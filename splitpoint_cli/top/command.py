@@ -34,8 +34,6 @@ from splitpoint_cli.output import (
     code_name,
     hand_over,
     out,
-    picture,
-    save_picture,
 )
 from splitpoint_cli.request.observed import read_status
 from splitpoint_cli.request.status import status_json
@@ -111,7 +109,6 @@ _POLL_SECONDS = 0.2
 # Limit of each call: a scheduler that hangs must show as one that is away.
 _CALL_SECONDS = 3.0
 _HINT = "q quits"
-_PICTURE_COLUMNS = 120
 
 Show = Callable[[Frame], None]
 
@@ -128,7 +125,6 @@ def top(
     ] = False,
     as_json: AsJson = False,
     output: OutputFile = None,
-    svg: Annotated[str | None, typer.Option(hidden=True, metavar="FILE")] = None,
 ) -> None:
     """Watch a running stack: requests, each worker's link, power and split, stores, gateway, queue.
 
@@ -141,8 +137,8 @@ def top(
             raise InvalidArgument(f"--{option} is for one snapshot: add --once", field=option)
     identity = client_identity(ca=ca, token_file=token_file)
     with Client(address, timeout=_CALL_SECONDS, identity=identity) as client:
-        if once or svg is not None:
-            _once(client, interval, as_json=as_json, output=output, svg=svg)
+        if once:
+            _once(client, interval, as_json=as_json, output=output)
         elif not out.is_terminal:
             raise InvalidArgument("this is no terminal: add --once", field="once")
         else:
@@ -155,9 +151,7 @@ def read(client: Client) -> Reading:
     return Reading(time.monotonic(), status)
 
 
-def _once(
-    client: Client, interval: float, *, as_json: bool, output: Path | None, svg: str | None
-) -> None:
+def _once(client: Client, interval: float, *, as_json: bool, output: Path | None) -> None:
     begun = first(read(client))
     time.sleep(interval)
     deadline = time.monotonic() + _TELLING_SECONDS
@@ -169,17 +163,12 @@ def _once(
         begun = with_newcomers(begun, readings)
         time.sleep(_POLL_SECONDS)
     frame = Frame(client.address, readings)
-    if svg is not None:
-        console = picture(_PICTURE_COLUMNS)
-        console.print(frame)
-        save_picture(console, svg, "splitpoint top")
-    else:
-        hand_over(
-            readings_json(readings),
-            lambda: out.print(frame, soft_wrap=False),
-            as_json=as_json,
-            output=output,
-        )
+    hand_over(
+        readings_json(readings),
+        lambda: out.print(frame, soft_wrap=False),
+        as_json=as_json,
+        output=output,
+    )
 
 
 def _live(client: Client, interval: float) -> None:

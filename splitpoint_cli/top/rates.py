@@ -5,11 +5,12 @@ Counters restart with their process; then there is no rate until the next readin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from splitpoint.client.answers import SchedulerStatus, Telemetry, Worker
-from splitpoint.v1.kvstore_pb2 import GetStatsResponse
+from splitpoint.v1.kvstore_pb2 import GetStatsResponse, TierStats
 from splitpoint_cli.request.observed import Gateway, GatewayCounts, Status, Store
 
 
@@ -48,6 +49,26 @@ class Window(Generic[C]):
     def seconds(self) -> float:
         """Seconds between both readings; 0 if there is one only."""
         return self.after.uptime_seconds - self.before.uptime_seconds if self.before else 0.0
+
+    def change(self, *counts: Callable[[C], float]) -> float:
+        """Return by how much the sum of the counts grew; 0 if there is one reading only."""
+        if self.before is None:
+            return 0.0
+        return sum(count(self.after) - count(self.before) for count in counts)
+
+    def rate(self, count: Callable[[C], float]) -> float | None:
+        """Return its change in a second; None if no time passed or the counter went back."""
+        change, seconds = self.change(count), self.seconds
+        return change / seconds if seconds > 0 and change >= 0 else None
+
+    def busy(self, seconds: Callable[[C], float]) -> float | None:
+        """Return the busy share, at most 1: work is counted when it ends."""
+        share = self.rate(seconds)
+        return None if share is None else min(1.0, share)
+
+    def share(self, part: Callable[[C], float], *whole: Callable[[C], float]) -> float | None:
+        """Return the change of `part` by that of `whole`; None if `whole` did not grow."""
+        return _share(self.change(part), self.change(*whole))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +180,11 @@ def _is_same_store(before: GetStatsResponse, after: GetStatsResponse) -> bool:
 class SchedulerRates:
     """Rates over the interval. None: nothing to count, or one reading only."""
 
-    generated_per_second: float | None
-    prompt_per_second: float | None
-    ttft_seconds: float | None
-    itl_seconds: float | None
-    cached_share: float | None
+    generated_per_second: float | None = None
+    prompt_per_second: float | None = None
+    ttft_seconds: float | None = None
+    itl_seconds: float | None = None
+    cached_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +218,9 @@ class WorkerRates:
 class StoreRates:
     """Over the interval, as above. `hit_share`: of the tokens that were asked for."""
 
-    hit_share: float | None
-    evicted_per_second: float | None
-    sealed_per_second: float | None
+    hit_share: float | None = None
+    evicted_per_second: float | None = None
+    sealed_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,116 +240,87 @@ class GatewayRates:
 
 
 def scheduler_rates(window: Window[SchedulerStatus]) -> SchedulerRates:
-    before, after = window.before, window.after
-    if before is None:
-        return SchedulerRates(None, None, None, None, None)
     return SchedulerRates(
-        generated_per_second=_rate(
-            after.generated_token_count - before.generated_token_count, window.seconds
-        ),
-        prompt_per_second=_rate(
-            after.prompt_token_count - before.prompt_token_count, window.seconds
-        ),
-        ttft_seconds=_share(
-            after.ttft_seconds_sum - before.ttft_seconds_sum, after.ttft_count - before.ttft_count
-        ),
-        itl_seconds=_share(
-            after.itl_seconds_sum - before.itl_seconds_sum, after.itl_count - before.itl_count
-        ),
-        cached_share=_share(
-            after.cached_token_count - before.cached_token_count,
-            after.prompt_token_count - before.prompt_token_count,
+        generated_per_second=window.rate(lambda now: now.generated_token_count),
+        prompt_per_second=window.rate(lambda now: now.prompt_token_count),
+        ttft_seconds=window.share(lambda now: now.ttft_seconds_sum, lambda now: now.ttft_count),
+        itl_seconds=window.share(lambda now: now.itl_seconds_sum, lambda now: now.itl_count),
+        cached_share=window.share(
+            lambda now: now.cached_token_count, lambda now: now.prompt_token_count
         ),
     )
 
 
 def worker_rates(window: Window[Telemetry]) -> WorkerRates:
+    def loaded(now: Telemetry) -> float:
+        return now.loaded_token_count
+
+    def rebuilt(now: Telemetry) -> float:
+        return now.rebuilt_token_count
+
+    def recomputed(now: Telemetry) -> float:
+        return now.recomputed_token_count
+
     before, after = window.before, window.after
-    ratio = _share(after.measured_seconds, after.predicted_seconds)
-    if before is None:
-        return WorkerRates(measured_over_predicted=ratio)
-    seconds = window.seconds
-    loaded = after.loaded_token_count - before.loaded_token_count
-    rebuilt = after.rebuilt_token_count - before.rebuilt_token_count
-    recomputed = after.recomputed_token_count - before.recomputed_token_count
-    brought = loaded + rebuilt + recomputed
-    energy = None
-    if before.cpu_energy_joules is not None and after.cpu_energy_joules is not None:
-        energy = after.cpu_energy_joules - before.cpu_energy_joules
+    has_energy = before is not None and None not in (
+        before.cpu_energy_joules,
+        after.cpu_energy_joules,
+    )
     return WorkerRates(
-        steps_per_second=_rate(after.step_count - before.step_count, seconds),
-        generated_per_second=_rate(
-            after.generated_token_count - before.generated_token_count, seconds
+        steps_per_second=window.rate(lambda now: now.step_count),
+        generated_per_second=window.rate(lambda now: now.generated_token_count),
+        prefilled_per_second=window.rate(lambda now: now.prefilled_token_count),
+        tokens_per_step=window.share(
+            lambda now: now.scheduled_token_count, lambda now: now.step_count
         ),
-        prefilled_per_second=_rate(
-            after.prefilled_token_count - before.prefilled_token_count, seconds
+        link_in=window.rate(lambda now: now.link_in_bytes),
+        link_out=window.rate(lambda now: now.link_out_bytes),
+        link_in_share=window.busy(lambda now: now.link_in_busy_seconds),
+        compute_share=window.busy(lambda now: now.compute_busy_seconds),
+        loaded_share=window.share(loaded, loaded, rebuilt, recomputed),
+        rebuilt_share=window.share(rebuilt, loaded, rebuilt, recomputed),
+        recomputed_share=window.share(recomputed, loaded, rebuilt, recomputed),
+        accepted_share=window.share(
+            lambda now: now.accepted_token_count, lambda now: now.draft_token_count
         ),
-        tokens_per_step=_share(
-            after.scheduled_token_count - before.scheduled_token_count,
-            after.step_count - before.step_count,
+        read_share=window.share(
+            lambda now: now.selection_read_token_count,
+            lambda now: now.selection_visible_token_count,
         ),
-        link_in=_rate(after.link_in_bytes - before.link_in_bytes, seconds),
-        link_out=_rate(after.link_out_bytes - before.link_out_bytes, seconds),
-        link_in_share=_busy(after.link_in_busy_seconds - before.link_in_busy_seconds, seconds),
-        compute_share=_busy(after.compute_busy_seconds - before.compute_busy_seconds, seconds),
-        loaded_share=_share(loaded, brought),
-        rebuilt_share=_share(rebuilt, brought),
-        recomputed_share=_share(recomputed, brought),
-        accepted_share=_share(
-            after.accepted_token_count - before.accepted_token_count,
-            after.draft_token_count - before.draft_token_count,
-        ),
-        read_share=_share(
-            after.selection_read_token_count - before.selection_read_token_count,
-            after.selection_visible_token_count - before.selection_visible_token_count,
-        ),
-        measured_over_predicted=ratio,
-        host_cpu_watts=None if energy is None else _rate(energy, seconds),
+        measured_over_predicted=_share(after.measured_seconds, after.predicted_seconds),
+        host_cpu_watts=window.rate(lambda now: now.cpu_energy_joules or 0.0)
+        if has_energy
+        else None,
     )
 
 
 def store_rates(window: Window[StoreTelling]) -> StoreRates:
-    if window.before is None:
-        return StoreRates(None, None, None)
-    before, after = window.before.stats, window.after.stats
     return StoreRates(
-        hit_share=_share(
-            after.hit_token_count - before.hit_token_count,
-            after.query_token_count - before.query_token_count,
+        hit_share=window.share(
+            lambda now: now.stats.hit_token_count, lambda now: now.stats.query_token_count
         ),
-        evicted_per_second=_rate(
-            after.evicted_chunk_count - before.evicted_chunk_count, window.seconds
-        ),
-        sealed_per_second=_rate(
-            after.sealed_chunk_count - before.sealed_chunk_count, window.seconds
-        ),
+        evicted_per_second=window.rate(lambda now: now.stats.evicted_chunk_count),
+        sealed_per_second=window.rate(lambda now: now.stats.sealed_chunk_count),
     )
 
 
 def tier_rates(window: Window[StoreTelling], tier: int) -> TierRates:
     """Return the rates of one tier of a store, by its number in the protocol."""
-    if window.before is None:
-        return TierRates()
-    before = next((each for each in window.before.stats.tiers if each.tier == tier), None)
-    after = next((each for each in window.after.stats.tiers if each.tier == tier), None)
-    if before is None or after is None:
-        return TierRates()
+
+    def of(told: StoreTelling) -> TierStats:
+        return next(each for each in told.stats.tiers if each.tier == tier)
+
     return TierRates(
-        read=_rate(after.read_bytes - before.read_bytes, window.seconds),
-        written=_rate(after.written_bytes - before.written_bytes, window.seconds),
+        read=window.rate(lambda now: of(now).read_bytes),
+        written=window.rate(lambda now: of(now).written_bytes),
     )
 
 
 def gateway_rates(window: Window[GatewayTelling]) -> GatewayRates:
-    if window.before is None:
+    requests = window.rate(lambda now: now.counts.request_count)
+    if requests is None:  # one reading, or a new process with new counters
         return GatewayRates()
-    before, after = window.before.counts, window.after.counts
-    if after.request_count < before.request_count:  # a new process with new counters
-        return GatewayRates()
-    return GatewayRates(
-        requests_per_second=_rate(after.request_count - before.request_count, window.seconds),
-        failed_per_second=_rate(after.failed_count - before.failed_count, window.seconds),
-    )
+    return GatewayRates(requests, window.rate(lambda now: now.counts.failed_count))
 
 
 def link_limit(worker: Worker) -> tuple[float | None, str]:
@@ -349,7 +341,7 @@ def rates_of(readings: Readings, worker: str) -> WorkerRates:
 
 def rates_of_store(readings: Readings, store: Store) -> StoreRates:
     window = readings.stores.get(store.address)
-    return StoreRates(None, None, None) if window is None else store_rates(window)
+    return StoreRates() if window is None else store_rates(window)
 
 
 def rates_of_gateway(readings: Readings, gateway: Gateway) -> GatewayRates:
@@ -362,16 +354,5 @@ def rates_of_tier(readings: Readings, store: Store, tier: int) -> TierRates:
     return TierRates() if window is None else tier_rates(window, tier)
 
 
-def _rate(amount: float, seconds: float) -> float | None:
-    """Return the rate; None if no time passed or a counter went back."""
-    return amount / seconds if seconds > 0 and amount >= 0 else None
-
-
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 and part >= 0 else None
-
-
-def _busy(busy: float, seconds: float) -> float | None:
-    """Return the busy share, at most 1: work is counted when it ends."""
-    share = _rate(busy, seconds)
-    return None if share is None else min(1.0, share)
