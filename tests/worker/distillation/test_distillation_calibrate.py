@@ -14,7 +14,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.distillation.calibrate import Item, LayerResult, calibrate
 from worker_service.distillation.measures import TOP_SHARE
-from worker_service.distillation.training import Training, train
+from worker_service.distillation.training import Training, squared_error, train
 from worker_service.model.decoder import Decoder
 from worker_service.selection.artifacts import Artifacts
 from worker_service.selection.screen import AttentionShape, TokenRows
@@ -139,6 +139,12 @@ def test_the_true_products_have_no_loss() -> None:
     )
     [found] = trained.losses
     assert found == pytest.approx(0.0, abs=1e-6)
+
+
+def test_tokens_that_a_row_does_not_see_have_no_error() -> None:
+    guessed = torch.tensor([[1.0, 9.0], [1.0, 3.0]])
+    seen = torch.tensor([[True, False], [True, True]])
+    assert squared_error(guessed, torch.zeros(2, 2), seen) == (1 + 5) / 2
 
 
 def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
