@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scheduler_doubles import (
+    StoreDouble,
     WorkerDouble,
     answer,
     ids_request,
@@ -134,8 +135,9 @@ async def test_keys_made_of_layer_inputs_need_a_store_that_keeps_them() -> None:
 
 
 async def test_trained_artefacts_decide_the_columns() -> None:
+    store = StoreDouble()
     worker = selecting_worker(SelectionMethod.MAPLE)
-    worker.layout = replace(worker.layout, has_activations=True)
+    worker.kvstore_address = await store.start()
     worker.selections[0].columns = 28
     async with stack(worker) as running:
         for text in ("maple:0.1", "maple:0.1,columns=28"):
@@ -145,6 +147,7 @@ async def test_trained_artefacts_decide_the_columns() -> None:
         assert isinstance(error, InvalidArgument)
         assert error.field == "selection.columns"
         assert "trained for 28" in error.message
+    await store.stop()
 
 
 async def test_a_verified_selection_is_exact() -> None:
