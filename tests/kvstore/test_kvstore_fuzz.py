@@ -15,7 +15,7 @@ from kvstore_service.server import SERVICE_NAME
 from splitpoint.v1 import kvstore_pb2 as pb
 
 pytestmark = pytest.mark.scaled
-ROUNDS = scaled(500, chaos=2000)
+ROUNDS = scaled(200, chaos=2000)
 SEED = 20260101
 UNARY = {
     "Attach": pb.AttachRequest,

@@ -15,7 +15,7 @@ from scheduler_service.limits import Limits
 from scheduler_service.options import load_served_model
 from splitpoint.v1 import scheduler_pb2
 
-CASES = scaled(500, chaos=2000)
+CASES = scaled(200, chaos=2000)
 AT_ONCE = 50
 CHAT = scheduler_pb2.ChatPrompt(
     messages='[{"role": "user", "content": "x"}]', tools='[{"type": "function"}]'

@@ -63,7 +63,7 @@ def byte_runs_are_text(backend: tokenizers.Tokenizer, ids: list[int]) -> bool:
 
 @pytest.mark.scaled
 @given(name=names, text=texts | st.text("ab \n", min_size=500, max_size=900))
-@settings(max_examples=scaled(80, chaos=400))
+@settings(max_examples=scaled(50, chaos=400))
 def test_bytes_tell_the_fewest_tokens(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     fewest, ids = tokenizer.fewest_tokens(text), tokenizer.encode(text)
@@ -128,7 +128,7 @@ def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
 
 @pytest.mark.scaled
 @given(name=names, data=st.data())
-@settings(max_examples=scaled(150, chaos=600))
+@settings(max_examples=scaled(80, chaos=600))
 def test_random_tokens_stream_to_the_whole_decode(name: str, data: st.DataObject) -> None:
     backend, tokenizer = BACKENDS[name], TOKENIZERS[name]
     # Half of the ids come from the bytes and special tokens at the front.
@@ -146,7 +146,7 @@ def test_random_tokens_stream_to_the_whole_decode(name: str, data: st.DataObject
 
 @pytest.mark.scaled
 @given(name=names, text=texts)
-@settings(max_examples=scaled(75, chaos=300))
+@settings(max_examples=scaled(50, chaos=300))
 def test_texts_come_back(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(text)
@@ -165,7 +165,7 @@ def bytes_of(tokenizer: Tokenizer, ids: list[int]) -> bytes:
 
 @pytest.mark.scaled
 @given(name=names, text=texts)
-@settings(max_examples=scaled(75, chaos=300))
+@settings(max_examples=scaled(50, chaos=300))
 def test_the_bytes_of_tokens_are_those_of_their_text(name: str, text: str) -> None:
     """Also of tokens that are parts of a character.
 
@@ -182,7 +182,7 @@ def test_the_bytes_of_tokens_are_those_of_their_text(name: str, text: str) -> No
 
 @pytest.mark.scaled
 @given(name=names, data=st.data())
-@settings(max_examples=scaled(75, chaos=300))
+@settings(max_examples=scaled(50, chaos=300))
 def test_the_bytes_of_any_tokens_make_the_streamed_text(name: str, data: st.DataObject) -> None:
     backend, tokenizer = BACKENDS[name], TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(3, backend.get_vocab_size() + 20), max_size=30))
@@ -207,7 +207,7 @@ def test_special_tokens_have_the_bytes_of_their_spelling_and_unknown_ones_none()
 
 @pytest.mark.scaled
 @given(name=names, data=st.data())
-@settings(max_examples=scaled(60, chaos=200))
+@settings(max_examples=scaled(40, chaos=200))
 def test_special_tokens_stay_in_the_text_if_asked(name: str, data: st.DataObject) -> None:
     backend, tokenizer = BACKENDS[name], TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(0, 5) | st.integers(0, 290), max_size=20))
@@ -218,7 +218,7 @@ def test_special_tokens_stay_in_the_text_if_asked(name: str, data: st.DataObject
 
 @pytest.mark.scaled
 @given(name=names, text=texts)
-@settings(max_examples=scaled(60, chaos=200))
+@settings(max_examples=scaled(40, chaos=200))
 def test_no_push_ends_inside_a_character(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     whole, seen = TextStream(tokenizer, ()), ""
@@ -234,7 +234,7 @@ def test_no_push_ends_inside_a_character(name: str, text: str) -> None:
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
     data=st.data(),
 )
-@settings(max_examples=scaled(120, chaos=500))
+@settings(max_examples=scaled(80, chaos=500))
 def test_matches_do_not_depend_on_token_borders(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
@@ -269,7 +269,7 @@ def test_matches_do_not_depend_on_token_borders(
 
 @pytest.mark.scaled
 @given(name=names, data=st.data())
-@settings(max_examples=scaled(60, chaos=200))
+@settings(max_examples=scaled(40, chaos=200))
 def test_special_tokens_can_be_kept(name: str, data: st.DataObject) -> None:
     """Each comes as it is spelled, between texts that are the same without it."""
     tokenizer = TOKENIZERS[name]

@@ -130,7 +130,7 @@ def test_closed_form_equals_brute_force_on_random_profiles(
     schedule: Schedule, scenario: Scenario
 ) -> None:
     rng = random.Random(f"{schedule.value} {scenario.value}")
-    interior, profiles = 0, scaled(600, chaos=2000)
+    interior, profiles = 0, scaled(300, chaos=2000)
     for _ in range(profiles):
         costs = random_costs(rng)
         cached = rng.randint(0, 400)

@@ -44,6 +44,12 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
 
 
+@pytest.fixture(scope="module")
+def plain(llama: Decoder) -> Transcript:
+    """What eight requests of the first family give without drafts."""
+    return run_all(make_engine(llama), eight())
+
+
 def speculating(requests: Sequence[Admission], k: int) -> list[Admission]:
     """Return the requests with drafts of `k` tokens by the doubles' method."""
     speculation = Speculation(DraftMethod.MODEL, num_speculative_tokens=k)
@@ -111,8 +117,9 @@ def test_texts_are_those_of_plain_decoding(
             assert 0 < right < tried
 
 
-def test_rows_that_do_not_speculate_run_beside_those_that_do(llama: Decoder) -> None:
-    plain = run_all(make_engine(llama), eight())
+def test_rows_that_do_not_speculate_run_beside_those_that_do(
+    llama: Decoder, plain: Transcript
+) -> None:
     double = KnowingDrafter(plain.tokens, sometimes_wrong(VOCABULARY, 2))
     requests = eight()
     mixed = [*speculating(requests[:3], 4), *requests[3:]]
@@ -133,8 +140,9 @@ def test_rows_of_sequences_that_share_a_prefix_read_its_pages_together(llama: De
     assert found.drafts
 
 
-def test_a_step_verifies_no_more_drafts_than_its_memory_was_planned_for(llama: Decoder) -> None:
-    plain = run_all(make_engine(llama), eight())
+def test_a_step_verifies_no_more_drafts_than_its_memory_was_planned_for(
+    llama: Decoder, plain: Transcript
+) -> None:
     double = KnowingDrafter(plain.tokens)
     engine = make_engine(llama, drafters={DraftMethod.MODEL: double}, max_batched_tokens=20)
     found = Transcript()
@@ -259,8 +267,9 @@ def test_penalties_and_logprobs_see_the_drafts_before_them(llama: Decoder) -> No
         assert found.steps < plain.steps
 
 
-def test_cancelling_in_the_middle_touches_no_other_request(llama: Decoder) -> None:
-    plain = run_all(make_engine(llama), eight())
+def test_cancelling_in_the_middle_touches_no_other_request(
+    llama: Decoder, plain: Transcript
+) -> None:
     double = KnowingDrafter(plain.tokens, sometimes_wrong(VOCABULARY, 3))
     engine = make_engine(llama, drafters={DraftMethod.MODEL: double})
     for each in speculating(eight(), 3):
@@ -277,8 +286,9 @@ def test_cancelling_in_the_middle_touches_no_other_request(llama: Decoder) -> No
     assert engine.cache.pages.used_count == 0
 
 
-def test_sequences_that_leave_the_device_come_back_with_the_same_text(llama: Decoder) -> None:
-    plain = run_all(make_engine(llama), eight())
+def test_sequences_that_leave_the_device_come_back_with_the_same_text(
+    llama: Decoder, plain: Transcript
+) -> None:
     double = KnowingDrafter(plain.tokens, sometimes_wrong(VOCABULARY, 4))
     engine = make_engine(llama, cache_pages=24, drafters={DraftMethod.MODEL: double})
     found = Transcript()
@@ -329,8 +339,7 @@ def test_a_draft_that_gives_nan_spoils_nothing(llama: Decoder, tmp_path: Path, k
         assert plane.isfinite().all()
 
 
-def test_large_values_in_spare_rows_change_nothing(llama: Decoder) -> None:
-    plain = run_all(make_engine(llama), eight())
+def test_large_values_in_spare_rows_change_nothing(llama: Decoder, plain: Transcript) -> None:
     double = KnowingDrafter(plain.tokens, sometimes_wrong(VOCABULARY, 6))
     engine = make_engine(llama, drafters={DraftMethod.MODEL: double})
     for each in speculating(eight(), 4):
