@@ -245,10 +245,10 @@ PREFILL_POWER = 0.85
 # limit: all from data sheets; idle watts are typical readings. NVLink-C2C has 450 GB/s in each
 # direction. The last one is the bottleneck paper's thought (7.1): the host shares a GB200's memory.
 _MACHINES = {
-    "a100-40": ("A100 40 GB, PCIe 4 x16", 25, 312, 1.555, 42.9, 55, 400),
-    "a100-80": ("A100 80 GB, PCIe 4 x16", 25, 312, 1.94, 85.9, 60, 400),
+    "a100-40": ("A100 40 GB, PCIe 4 x16", 25, 312, 1.555, 42.94967296, 55, 400),
+    "a100-80": ("A100 80 GB, PCIe 4 x16", 25, 312, 1.94, 85.89934592, 60, 400),
     "l40s": ("L40S, PCIe 4 x16", 25, 362, 0.864, 48.0, 35, 350),
-    "h100": ("H100, PCIe 5 x16", 52, 989, 3.35, 85.9, 70, 700),
+    "h100": ("H100, PCIe 5 x16", 52, 989, 3.35, 85.89934592, 70, 700),
     "h200": ("H200, PCIe 5 x16", 54, 989, 4.8, 141.0, 75, 700),
     "b200": ("B200, PCIe 5 x16", 55, 2250, 8.0, 180.0, 140, 1000),
     "gh200": ("GH200, NVLink-C2C", 400, 989, 4.0, 96.0, 100, 700),
@@ -260,7 +260,7 @@ MACHINES: dict[str, Machine] = {
     name: Machine(
         name,
         assumed_profile(words, link, flops, memory),
-        int(MEMORY_SHARE * size * 1e9),
+        round(MEMORY_SHARE * size * 1e9),
         idle,
         full,
     )
