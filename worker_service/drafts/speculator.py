@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from splitpoint.selection import Selection
-from splitpoint.speculation import DraftMethod
+from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.drafts.draft_length import (
     PROBE_TOKENS,
     Acceptance,
@@ -30,6 +30,12 @@ MOST_CHOSEN_TOKENS = 16
 _MOST_EMPTY = 64
 # Selections of which new requests suppose what those before them found: the ones met last.
 _MOST_SELECTIONS = 64
+
+
+def most_tokens(speculation: Speculation) -> int:
+    """Return how many tokens of a request one step drafts at most."""
+    most = speculation.num_speculative_tokens
+    return MOST_CHOSEN_TOKENS if most is None else most
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +229,7 @@ class Speculator(Generic[Target]):
             self._known[target.key] = history
         history.is_away = False
         speculation = target.speculation
-        wanted, most = speculation.method, speculation.num_speculative_tokens
+        wanted = speculation.method
         methods = [wanted]
         if wanted is DraftMethod.AUTO:
             methods = [DraftMethod.SELF, DraftMethod.MODEL]
@@ -234,11 +240,12 @@ class Speculator(Generic[Target]):
         return _Plan(
             target,
             history,
-            min(room, MOST_CHOSEN_TOKENS if most is None else most),
+            min(room, most_tokens(speculation)),
             tuple(
                 each for each in methods if each in self._drafters and each != DraftMethod.SUFFIX
             ),
-            is_fixed=most is not None and wanted is not DraftMethod.AUTO,
+            is_fixed=speculation.num_speculative_tokens is not None
+            and wanted is not DraftMethod.AUTO,
             found=[] if has_suffix and DraftMethod.SUFFIX in self._drafters else None,
         )
 

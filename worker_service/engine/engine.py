@@ -22,7 +22,7 @@ from splitpoint.speculation import DraftMethod
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan, largest_tile
 from worker_service.drafts.drafter import Drafter
-from worker_service.drafts.speculator import Speculator
+from worker_service.drafts.speculator import Speculator, most_tokens
 from worker_service.engine.batch import Batch, build_batch
 from worker_service.engine.messages import (
     Call,
@@ -421,7 +421,7 @@ class Engine:
     ) -> None:
         """Let the drafters guess the next tokens of decoding sequences."""
         spare = [
-            (sequence, sequence.spare_rows(self.chunk_tokens))
+            (sequence, self._draft_room(sequence))
             for sequence in decodes
             if sequence.speculation.is_on
             and not sequence.skips_drafts
@@ -445,6 +445,11 @@ class Engine:
             drafted.target.drafts = tokens
             drafted.target.drafted_by = drafted.method
         self._drafting_seconds = time.perf_counter() - began
+
+    def _draft_room(self, sequence: Sequence) -> int:
+        """Return how many guesses of a decoding sequence fit its answer and have pages."""
+        most = min(sequence.most_drafts, most_tokens(sequence.speculation))
+        return self.page_manager.grow_for_drafts(sequence, most)
 
     # -- postprocess --------------------------------------------------------------------
 

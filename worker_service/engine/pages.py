@@ -281,21 +281,34 @@ class PageManager:
                 return max(0, index * chunk - sequence.computed)
         return count
 
+    def grow_for_drafts(self, sequence: Sequence, most: int) -> int:
+        """Allocate pages for guesses behind the newest token, which has one.
+
+        Return how many of at most `most` have pages: no sequence leaves the device for a guess.
+        After the step `free_unused` takes the pages back that no computed token is in.
+        """
+        return self.grow(sequence, 1 + most) - 1
+
     def shrink(self, sequence: Sequence) -> None:
         """Free the pages of tokens that were to be computed in a step that failed."""
         end = chunks_of(sequence.computed, self._chunk_tokens)
         pages = [page for page in sequence.pages[end:] if page is not None]
         for plane in (*self._cache.keys, *self._cache.values):
             plane[pages] = 0  # see `clear_unwritten`
-        for page in pages:
-            self._claims.free(sequence.claim, page)
+        inputs = [page for index, page in sequence.input_pages.items() if index >= end]
+        for plane in self._cache.inputs:
+            plane[inputs] = 0
+        self.free_unused(sequence)
+
+    def free_unused(self, sequence: Sequence) -> None:
+        """Free the pages behind the computed tokens; what is in them must be finite."""
+        end = chunks_of(sequence.computed, self._chunk_tokens)
+        for page in sequence.pages[end:]:
+            if page is not None:
+                self._claims.free(sequence.claim, page)
         del sequence.pages[end:]
-        inputs = {index: page for index, page in sequence.input_pages.items() if index >= end}
-        for index, page in inputs.items():
-            for plane in self._cache.inputs:
-                plane[page] = 0
-            self._cache.input_pages.free(page)
-            del sequence.input_pages[index]
+        for index in [index for index in sequence.input_pages if index >= end]:
+            self._cache.input_pages.free(sequence.input_pages.pop(index))
 
     def _has_pages(self, sequence: Sequence, index: int) -> bool:
         """Allocate what the chunk lacks, X first; return False if it must wait."""
@@ -562,14 +575,15 @@ class PageManager:
         See `clear_unwritten`.
         """
         cache = self._cache
-        index, row = divmod(sequence.computed, self._chunk_tokens)
-        page = sequence.pages[index] if index < len(sequence.pages) else None
-        if page is not None:
-            for plane in (*cache.keys, *cache.values):
-                plane[page, :, row:] = 0
-        if index in sequence.input_pages:
-            for plane in cache.inputs:
-                plane[sequence.input_pages[index], row:] = 0
+        first, row = divmod(sequence.computed, self._chunk_tokens)
+        for index in range(first, len(sequence.pages)):
+            page, start = sequence.pages[index], row if index == first else 0
+            if page is not None:
+                for plane in (*cache.keys, *cache.values):
+                    plane[page, :, start:] = 0
+            if index in sequence.input_pages:
+                for plane in cache.inputs:
+                    plane[sequence.input_pages[index], start:] = 0
 
     def free_input_pages(self, sequence: Sequence) -> None:
         for page in sequence.input_pages.values():

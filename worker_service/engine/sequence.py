@@ -305,11 +305,10 @@ class Sequence:
             return self.ends.front_tokens(self.computed)
         return len(self.tokens) - self.computed
 
-    def spare_rows(self, chunk_tokens: int) -> int:
-        """Return how many guesses fit behind the newest token: in its page and in the answer."""
-        in_page = chunk_tokens - 1 - self.computed % chunk_tokens
-        in_answer = self.admission.sampling.max_tokens - self.generated_count - 1
-        return max(0, min(in_page, in_answer))
+    @property
+    def most_drafts(self) -> int:
+        """Guesses that its answer has room for behind the newest token."""
+        return max(0, self.admission.sampling.max_tokens - self.generated_count - 1)
 
     @property
     def mean_step_seconds(self) -> float | None:

@@ -5,7 +5,7 @@ rows of its other tokens, too, once its screens are built: those that each layer
 first token of a draft are fetched into the sequence's row pages, and serve the tokens that follow.
 So no layer of a draft reads everything, and the step that verifies does.
 
-A round is one decode row for each sequence: its K and V go to the spare rows of the tail's page,
+A round is one decode row for each sequence: its K and V go to the spare rows behind the text,
 where the next round finds them and the step that verifies them overwrites them. Nothing is
 sealed, no X is kept, and no screen learns from a draft. Without a selection nothing crosses the
 link.
@@ -119,16 +119,13 @@ class SelfDrafter:
         return [draft.tokens for draft in drafts]
 
     def forget(self, key: TargetKey, *, has_ended: bool) -> None:
-        """Do nothing: all that is kept for a sequence is in its own page."""
+        """Do nothing: all that is kept for a sequence is in its own pages."""
 
     def _most(self, sequence: Sequence, wanted: int) -> int:
-        """Return how many of the wanted drafts have a row in the page of the newest token."""
-        index, row = divmod(sequence.computed, self._chunk)
+        """Return how many of the wanted drafts have a row behind those of the text."""
         if not sequence.is_streamed or not self._model.is_resident:
             return 0
-        if index >= len(sequence.pages) or sequence.pages[index] is None:
-            return 0
-        return min(wanted, self._chunk - row)
+        return max(0, min(wanted, len(sequence.pages) * self._chunk - sequence.computed))
 
     def _draft_one(self, rows: Rows[_Draft]) -> None:
         """Run the model on one row of each sequence, and append the token that it gives."""

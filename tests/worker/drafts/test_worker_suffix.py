@@ -77,9 +77,9 @@ def test_a_repeated_passage_is_drafted_as_far_as_the_evidence_goes() -> None:
     target = TargetDouble(("a", 0, 0), [1, 2, *passage, 3, 4, 10])
     assert drafter.propose([(target, 8)]) == [[]]  # a single token is less than the least
     target.tokens.append(11)
-    assert drafter.propose([(target, 8)]) == [[12, 13]]
+    assert drafter.propose([(target, 8)]) == [[12, 13, 14, 15]]
     target.tokens += [12, 13, 14, 15]
-    assert drafter.propose([(target, 8)]) == [[16, 17, 18, 19, 20, 21]]
+    assert drafter.propose([(target, 8)]) == [[*range(16, 24)]]
     assert drafter.propose([(target, 3)]) == [[16, 17, 18]]
     target.tokens += [99]
     assert drafter.propose([(target, 8)]) == [[]]
@@ -88,7 +88,7 @@ def test_a_repeated_passage_is_drafted_as_far_as_the_evidence_goes() -> None:
 def test_the_latest_of_several_occurrences_goes_on() -> None:
     drafter = SuffixDrafter()
     target = TargetDouble(("a", 0, 0), [5, 6, 7, 1, 5, 6, 8, 2, 5, 6])
-    assert drafter.propose([(target, 8)]) == [[8, 2]]
+    assert drafter.propose([(target, 8)]) == [[8, 2, 5, 6]]
 
 
 def test_a_text_that_repeats_itself_is_drafted_round_and_round() -> None:
@@ -99,7 +99,7 @@ def test_a_text_that_repeats_itself_is_drafted_round_and_round() -> None:
 
 def test_the_least_length_is_the_requests_own() -> None:
     drafter = SuffixDrafter()
-    for least, drafted in ((1, [7]), (2, [])):
+    for least, drafted in ((1, [7, 8]), (2, [])):
         speculation = Speculation(DraftMethod.SUFFIX, prompt_lookup_min=least)
         key = (str(least), 0, 0)
         target = TargetDouble(key, [6, 7, 8, 6], speculation=speculation)
@@ -117,7 +117,7 @@ def test_answers_are_drafted_to_their_tenant_only() -> None:
     mine = TargetDouble(("b", 0, 0), [7, 50, 51, 52, 53], prompt_length=1, salt=b"one")
     other = TargetDouble(("c", 0, 0), [7, 50, 51, 52, 53], prompt_length=1, salt=b"two")
     prompt = TargetDouble(("d", 0, 0), [9, 9, 8, 1, 2], prompt_length=1, salt=b"one")
-    assert drafter.propose([(mine, 8), (other, 8), (prompt, 8)]) == [[54, 55, 56, 57], [], []]
+    assert drafter.propose([(mine, 8), (other, 8), (prompt, 8)]) == [[*range(54, 61)], [], []]
     # A draft ends with the answer that it comes from.
     mine.tokens += [54, 55, 56, 57, 58]
     assert drafter.propose([(mine, 8)]) == [[59, 60]]
@@ -127,7 +127,7 @@ def test_a_long_prompt_is_read_in_over_several_steps() -> None:
     drafter = SuffixDrafter(tokens_at_once=100)
     target = TargetDouble(("a", 0, 0), [*range(300), 0, 1])
     drafts = [drafter.propose([(target, 4)])[0] for _ in range(4)]
-    assert drafts == [[], [], [], [2, 3]]
+    assert drafts == [[], [], [], [2, 3, 4, 5]]
 
 
 def test_a_corpus_is_bounded_and_forgets_the_oldest_answers() -> None:
@@ -173,13 +173,13 @@ def test_answers_are_read_in_beside_long_prompts() -> None:
     for _ in range(5):
         drafter.propose([(long, 2)])
     mine = TargetDouble(("b", 0, 0), [7, 50, 51, 52], prompt_length=1, salt=b"one")
-    assert drafter.propose([(mine, 8), (long, 2)]) == [[53, 54, 55], []]
+    assert drafter.propose([(mine, 8), (long, 2)]) == [[*range(53, 59)], []]
 
 
 def test_a_sequence_that_leaves_the_device_is_read_in_once_and_answers_once() -> None:
     drafter = SuffixDrafter(tokens_at_once=100)
     target = TargetDouble(("a", 0, 0), [*range(80), 3, 4], prompt_length=80, salt=b"one")
-    assert drafter.propose([(target, 4)]) == [[5, 6]]
+    assert drafter.propose([(target, 4)]) == [[5, 6, 7, 8]]
     for _ in range(5):
         drafter.forget(target.key, has_ended=False)
         target.tokens.append(len(target.tokens))

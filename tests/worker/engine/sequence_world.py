@@ -231,7 +231,8 @@ class World:
         decodes, segments = self.queues.take_step(self.budget)
         for sequence in decodes:
             if self.rng.random() < 0.3:
-                sequence.drafts = [2] * self.rng.randrange(sequence.spare_rows(CHUNK) + 1)
+                most = self.rng.randrange(sequence.most_drafts + 1)
+                sequence.drafts = [2] * self.pages.grow_for_drafts(sequence, most)
         if decodes or segments:
             self.postprocessor.apply(self._computed(decodes, segments, losing))
         output, self.queues.output = self.queues.output, StepOutput()

@@ -117,6 +117,36 @@ def test_texts_are_those_of_plain_decoding(
             assert 0 < right < tried
 
 
+@pytest.mark.parametrize(("pages", "second"), [(None, [8, 8, 2]), (3, [3, 8, 6])])
+def test_drafts_cross_the_end_of_a_page_if_another_one_is_spare(
+    llama: Decoder, pages: int | None, second: list[int]
+) -> None:
+    """Draft 7 of 8 tokens right; of three pages for two requests the first one takes two."""
+    sampling = Sampling(max_tokens=20, ignore_eos=True)
+    requests = [admission(name, prompt_of(12, seed), sampling) for seed, name in enumerate("01")]
+    plain = run_all(make_engine(llama), requests)
+
+    def nearly_right(tokens: Sequence[int]) -> list[int]:
+        return [*tokens[:7], *wrong(VOCABULARY)(tokens[7:])]
+
+    double = KnowingDrafter(plain.tokens, nearly_right)
+    engine = make_engine(llama, drafters={DraftMethod.MODEL: double}, cache_pages=pages)
+    for each in speculating(requests, 8):
+        engine.admit(each)
+    found = Transcript()
+    while not (found.tokens and engine.is_idle):
+        found.add(engine.step())
+        # What no text is in is free between steps.
+        for sequence in engine.queues.running:
+            assert len(sequence.pages) == -(-sequence.computed // CHUNK)
+    same(found, plain)
+    drafted: dict[str, list[int]] = {"0": [], "1": []}
+    for event in found.drafts:
+        drafted[event.key[0]].append(event.drafted)
+    # The answer's last token needs no row.
+    assert drafted == {"0": [8, 8, 2], "1": second}
+
+
 def test_rows_that_do_not_speculate_run_beside_those_that_do(
     llama: Decoder, plain: Transcript
 ) -> None:
