@@ -7,6 +7,11 @@ of n rows and buckets of r, are `u * n / r` a token, beside `a * r / 2` for the 
 have their least total at the same `r* = sqrt(2 * (u / a) * n)`, and the number of growths,
 `T = N / r*`, grows with the root of N (paper: "Striking the Right Balance between Compute and
 Copy", section V-A, whose constant does not fit its own figures: so constants are measured).
+
+With speculative decoding a step computes k drafts more and yields m tokens (section VI-B, Eq. 9).
+A contiguous cache still copies once every r tokens but is read once every m: the second cost is
+`a * r / (2 * m)`, and `T = N / r*` grows with the root of N / m. A paged cache pays both costs once
+a step, so m has no part in its r*, and k only by the costs, which are those of steps with k drafts.
 `--page-tokens auto` chooses by it: policy only, from measured costs.
 """
 
@@ -22,15 +27,29 @@ from splitpoint.shapes import ModelShape, chunks_of
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A generation: `new` tokens after a prompt of `prompt` rows, in each sequence of a batch."""
+    """A generation: `new` tokens after a prompt of `prompt` rows, in each sequence of a batch.
+
+    Attributes:
+        drafts: k, drafted tokens that each step verifies.
+        step_tokens: m, tokens that each step yields, from 1 to k + 1.
+    """
 
     prompt: int
     new: int
+    drafts: int = 0
+    step_tokens: int = 1
 
     @property
     def mean(self) -> float:
         """Rows of a sequence in the middle of the generation: `s + G / 2`."""
         return self.prompt + self.new / 2
+
+    @property
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """For each step the tokens in the cache before it, and the rows that it computes."""
+        end = self.prompt + self.new
+        for length in range(self.prompt, end, self.step_tokens):
+            yield length, min(1 + self.drafts, end - length)
 
     @property
     def bucket_sizes(self) -> tuple[int, ...]:
@@ -44,7 +63,7 @@ class BucketCosts:
     """Seconds of a contiguous cache that grows by buckets, of a whole batch.
 
     Attributes:
-        step_seconds, row_seconds: attention of one token, and for each row that it reads.
+        step_seconds, row_seconds: attention of one step, and for each row that it reads.
         growth_seconds, copy_seconds: one growth, and for each row that it copies.
         spare_seconds: for each row of a new bucket, which is cleared.
     """
@@ -61,32 +80,30 @@ class BucketCosts:
         return self.copy_seconds / self.row_seconds
 
     def best_bucket(self, rows: Rows) -> float:
-        """Return r*, at most all new tokens, at least 1; not rounded.
+        """Return r*, at most all new tokens, at least 1; not rounded (Eq. 9).
 
         A growth's cost besides copying counts, too (the paper's C_0, which it drops).
         """
         growth = self.growth_seconds + self.copy_seconds * rows.mean
-        return min(max(math.sqrt(2 * growth / self.row_seconds), 1.0), float(rows.new))
+        best = math.sqrt(2 * rows.step_tokens * growth / self.row_seconds)
+        return min(max(best, 1.0), float(rows.new))
 
-    def seconds(self, rows: Rows, bucket: int, *, reads_spare: bool = True) -> float:
-        """Return the seconds of the whole generation, summed growth by growth.
-
-        reads_spare: attention reads whole buckets and masks the spare rows; False: it takes
-        a slice of the rows in use.
-        """
-        seconds = rows.new * self.step_seconds
-        for first, count in _growths(rows, bucket):
-            capacity = first + bucket
-            seconds += self.growth_seconds + self.copy_seconds * first + self.spare_seconds * bucket
-            # Token i of the bucket sees first + i + 1 rows.
-            read = capacity * count if reads_spare else first * count + count * (count + 1) // 2
-            seconds += self.row_seconds * read
+    def seconds(self, rows: Rows, bucket: int) -> float:
+        """Return the seconds of the whole generation, summed step by step."""
+        seconds, capacity = 0.0, rows.prompt
+        for length, count in rows.steps:
+            added = grown_rows(capacity, length + count, bucket)
+            if added:
+                seconds += self.growth_seconds + self.copy_seconds * length
+                seconds += self.spare_seconds * added
+                capacity += added
+            seconds += self.step_seconds + self.row_seconds * capacity
         return seconds
 
 
 @dataclass(frozen=True, slots=True)
 class PageCosts:
-    """Seconds of attention over pages, of one token of each sequence of a batch.
+    """Seconds of attention over pages, of one step of each sequence of a batch.
 
     Attributes:
         step_seconds: besides pages and rows.
@@ -106,16 +123,6 @@ class PageCosts:
         """
         return self.page_seconds / self.row_seconds if self.row_seconds else math.inf
 
-    def best_page(self, rows: Rows) -> float:
-        """Return C*, at least 1, at most all rows; not rounded."""
-        return min(max(best_rows(self.ratio, rows.mean), 1.0), float(rows.prompt + rows.new))
-
-    def seconds(self, rows: Rows, page: int) -> float:
-        """Return the seconds of the whole generation, summed step by step."""
-        pages = sum(chunks_of(rows.prompt + done + 1, page) for done in range(rows.new))
-        each = self.page_seconds + page * self.row_seconds
-        return rows.new * self.step_seconds + pages * each
-
 
 def best_rows(ratio: float, mean_rows: float) -> float:
     """Return `sqrt(2 * ratio * mean_rows)`, the size at which both costs are equal."""
@@ -131,10 +138,9 @@ def nearest_power(rows: float, *, least: int = 1, most: int) -> int:
     return max(least, min(1 << exponent, 1 << (most.bit_length() - 1)))
 
 
-def _growths(rows: Rows, bucket: int) -> Iterator[tuple[int, int]]:
-    """Yield of each growth the rows before it and the tokens until the next one."""
-    for done in range(0, rows.new, bucket):
-        yield rows.prompt + done, min(bucket, rows.new - done)
+def grown_rows(capacity: int, needed: int, bucket: int) -> int:
+    """Return the rows that a cache grows by, in whole buckets, to have those that are needed."""
+    return max(0, chunks_of(needed - capacity, bucket)) * bucket
 
 
 # Each chunk costs the store a record and some 35 us of calls; only whole chunks of a prefix are

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from splitpoint.costs.page_choice import Rows
 from splitpoint.shapes import BUILT_IN_SHAPES
 from worker_service.profiling.page_costs import fit_costs, measure_page_costs
 
@@ -38,7 +37,7 @@ def test_the_workers_attention_is_measured() -> None:
     assert costs.row_seconds > 0
     assert min(costs.step_seconds, costs.page_seconds) >= 0
     # Small pages of equal rows cost more, on any machine: 8 a page are 16 times the pages.
-    assert costs.seconds(Rows(512, 1), 1) >= costs.seconds(Rows(512, 1), 512)
+    assert costs.page_seconds >= costs.row_seconds
 
 
 def test_all_layers_of_the_shape_count() -> None:
@@ -50,7 +49,9 @@ def test_all_layers_of_the_shape_count() -> None:
             lengths=(256, 1024),
             page_sizes=(16, 64),
             device=torch.device("cpu"),
-        ).seconds(Rows(1024, 1), 64)
+        )
         for layers in (4, 400)
     )
-    assert many > 5 * few
+    assert 1024 * many.row_seconds + 16 * many.page_seconds > 5 * (
+        1024 * few.row_seconds + 16 * few.page_seconds
+    )
