@@ -112,7 +112,7 @@ class Selection:
         ratio: fraction of the visible tokens that a query reads, in (0, 1]; 1 is exact.
         alpha: heads count the tokens whose guessed logit is above their largest minus this; each
             KV head reads as many of its best as the counts are in the mean (InfiniGen, section
-            4.3). Infinity with `cap` 1 is exact.
+            4.3), and those that are always read. Infinity with `cap` 1 is exact.
         budget_tokens: tokens that a query chooses at most. Served steps also read what else is on
             the device: the window, the tail, and, as with a ratio, all rows of the pages that hold
             chosen ones.
@@ -129,7 +129,7 @@ class Selection:
         policy: which leave first; sinks and the newest tokens never do.
 
     Tokens that are always read count within ratio, cap and budget_tokens, which never lie
-    below them.
+    below them; not within what alpha counts.
     """
 
     method: SelectionMethod = SelectionMethod.FULL

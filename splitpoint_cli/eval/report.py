@@ -53,6 +53,7 @@ class SelectionResult:
         device_ratio: bytes that the screens keep over those of K and V, of these layers, in the
             checkpoint's element type.
         recall, held_weight, overlap: see SelectionCounts.
+        recalls: recall of each text; two selections are compared text by text.
         evicted: share of the tokens of these layers that left a bounded pool.
         seconds: of reading the texts.
     """
@@ -67,6 +68,7 @@ class SelectionResult:
     screened_ratio: float
     device_ratio: float
     recall: float
+    recalls: tuple[float, ...]
     held_weight: float
     overlap: float
     evicted: float

@@ -83,6 +83,7 @@ class _Tally:
         default_factory=lambda: defaultdict(list)
     )
     counts: SelectionCounts = field(default_factory=SelectionCounts)
+    recalls: list[float] = field(default_factory=list)
     kept: tuple[int, int] = (0, 0)
     seconds: float = 0.0
 
@@ -96,6 +97,7 @@ class _Tally:
         self.far_right += int((same & far).sum())
         self.far += int(far.sum())
         self.counts.add(reading.counts)
+        self.recalls.append(reading.counts.recall)
 
     def add_task(self, task: Task, reading: Reading) -> None:
         """Add the tokens of a task's answers."""
@@ -121,6 +123,7 @@ class _Tally:
             screened_ratio=counts.screened_ratio,
             device_ratio=kept / whole if whole else 0.0,
             recall=counts.recall,
+            recalls=tuple(self.recalls),
             held_weight=counts.held_weight,
             overlap=counts.overlap,
             evicted=counts.evicted_ratio,

@@ -145,8 +145,8 @@ def squared_error(guessed: torch.Tensor, true: torch.Tensor, seen: torch.Tensor)
 
 
 def logits_of(queries: torch.Tensor, keys: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-    """Return scaled and capped products `[T, n_q, S]`, with gradients."""
+    """Return scaled and capped products `[T, n_q, S]` in fp32, with gradients."""
     count, _, width = queries.shape
-    grouped = queries.view(count, shape.kv_heads, -1, width)
-    logits = torch.einsum("tkgr,skr->tkgs", grouped, keys).flatten(1, 2) * shape.scale
+    grouped = queries.float().view(count, shape.kv_heads, -1, width)
+    logits = torch.einsum("tkgr,skr->tkgs", grouped, keys.float()).flatten(1, 2) * shape.scale
     return logits if shape.cap is None else shape.cap * torch.tanh(logits / shape.cap)

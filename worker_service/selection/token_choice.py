@@ -57,7 +57,13 @@ def choose(
     weights = _joined(masked, kv_heads).nan_to_num(-math.inf, neginf=-math.inf)
     weights.masked_fill_(own, math.inf)
     forced = _always_read(visible, selection).unsqueeze(1) & (weights > -math.inf)
-    counts = _counts(masked, visible.sum(-1), selection, kv_heads).maximum(forced.sum(-1))
+    seen = visible.sum(-1)
+    counts = _counts(masked, seen, selection, kv_heads)
+    if selection.alpha is not None:
+        # A few best ones would all be among the tokens that are always read.
+        either = _largest(weights, counts) | forced
+        counts = torch.minimum(either.sum(-1), _share(seen, selection.cap).long().unsqueeze(1))
+    counts = counts.maximum(forced.sum(-1))
     weights = weights.masked_fill(forced, math.inf)
     return _largest(weights, counts) & (weights > -math.inf)
 
@@ -129,16 +135,19 @@ def choose_near(
     weights = _joined(scores, kv_heads)[0]
     if forced is None:
         forced = _ends(weights, first, newest)
-    weights = weights.masked_fill(forced, math.inf)
     # Behind the query's own token, which `choose` counts.
     least = min(first + newest, earlier)
     cap = max(least, math.ceil((earlier + 1) * selection.cap - 1e-6) - 1)
     near = scores[0] > scores[0].amax(-1, keepdim=True) - selection.alpha
     mean = (near.sum(-1) + 1).to(torch.float64).mean().round().to(torch.int64)
-    best = weights.topk(min(cap, earlier), dim=-1).indices
-    rank = torch.arange(best.shape[1], device=best.device)
-    is_read = rank < (mean - 1).clamp(least, cap)
-    is_wanted = is_read & (best >= stored.start) & (best < stored.stop)
+    most_read = min(cap, earlier)
+    rank = torch.arange(most_read, device=weights.device)
+    by_score = weights.topk(most_read, dim=-1)
+    is_best = (rank < mean - 1) & (by_score.values > -math.inf)
+    either = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, by_score.indices, is_best)
+    best = weights.masked_fill(forced, math.inf).topk(most_read, dim=-1).indices
+    counts = (either | forced).sum(-1, keepdim=True).clamp(least, cap)
+    is_wanted = (rank < counts) & (best >= stored.start) & (best < stored.stop)
     is_wanted &= is_wanted.cumsum(-1) <= most
     return ChosenRows((best - stored.start).clamp(0, len(stored) - 1), is_wanted)
 

@@ -128,6 +128,7 @@ def result(words: str, perplexity: float, read: float) -> SelectionResult:
         screened_ratio=read,
         device_ratio=0.1,
         recall=read,
+        recalls=(read, read),
         held_weight=0.9,
         overlap=0.8,
         evicted=0.2 if selection.pool else 0.0,
