@@ -53,7 +53,7 @@ class Settings:
     heads: int = 4
     vocabulary: int = 1024
     context: int = 8192
-    tokens: int = 16_000_000
+    tokens: int = 12_000_000
     tokens_per_step: int = 2048
     # Different tokens of the first passages; they double until all are in use.
     first_width: int = 32
@@ -460,7 +460,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: seconds, and no use")
     parser.add_argument("--minutes", type=_above_zero, help="end the schedule after this time")
-    parser.add_argument("--tokens", type=int, help="train on this many tokens; default: 16 M")
+    parser.add_argument("--tokens", type=int, help="train on this many tokens; default: 12 M")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="torch threads")
     options = parser.parse_args()
