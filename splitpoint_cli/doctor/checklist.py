@@ -26,7 +26,7 @@ from splitpoint.options.speculation import read_speculative_config
 from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import ArenaLayout, ModelShape, WeightFormat
 from splitpoint.transport.tls import read_identity, trusting_own_server
-from splitpoint_cli.checks import disk, gpu, memory, model, ports, security
+from splitpoint_cli.checks import disk, gpu, memory, model, ports, redis, security
 from splitpoint_cli.checks.finding import Check, Finding, Verdict, attempt, run_check
 from splitpoint_cli.doctor.command import DoctorOptions
 from splitpoint_cli.request.probe import obstacle_of
@@ -323,6 +323,11 @@ def _network(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
     if options.metrics is not None and own is None:
         metrics = options.metrics
         yield Check("metrics", lambda: _metrics(metrics, options))
+    if options.redis is not None:
+        url = options.redis
+        yield Check(
+            "Redis", lambda: redis.check_redis(url, options.redis_password_file, options.redis_ca)
+        )
     if options.tls_cert or options.tls_key or options.tls_ca:
         yield Check(
             "TLS files",

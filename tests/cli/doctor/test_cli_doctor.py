@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from own_names import free_ports
+from redis_server import RedisServer
 from typer.testing import CliRunner
 
 from splitpoint import config
@@ -209,6 +210,44 @@ def test_an_open_port_needs_tls_and_tokens() -> None:
     found = problem("listen", "--listen", f"0.0.0.0:{free_ports(1)}")
     assert "--tls-cert" in found["found"]
     assert "docs/security.md" in found["advice"]
+
+
+def test_a_redis_that_is_absent() -> None:
+    found = problem("Redis", "--redis", f"redis://127.0.0.1:{free_ports(1)}")
+    assert "is away: no connection" in found["found"]
+    assert "redis-cli" in found["advice"]
+
+
+def test_an_authority_of_redis_that_is_no_file(tmp_path: Path) -> None:
+    url = f"rediss://127.0.0.1:{free_ports(1)}"
+    found = problem("Redis", "--redis", url, "--redis-ca", str(tmp_path / "none.pem"))
+    assert "none.pem cannot be read" in found["found"]
+
+
+def test_redis_with_and_without_its_password(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        with server.client() as client:
+            client.config_set("requirepass", "right")
+        url = f"unix://{server.socket}"
+        found = problem("Redis", "--redis", url)
+        assert "--redis-password-file" in found["advice"]
+        password = tmp_path / "password"
+        password.write_text("wrong\n")
+        password.chmod(0o600)
+        options = ("--redis", url, "--redis-password-file", str(password))
+        found = problem("Redis", *options)
+        assert "wrong" not in json.dumps(found).replace("password is wrong", "")
+        password.write_text("right\n")
+        code, findings = examine_here(*options, *free_listen(), *SMALL)
+        assert code == 0
+        assert "may be written to, version" in findings["Redis"]["found"]
+        assert "right" not in json.dumps(findings)
+        password.chmod(0o644)
+        assert "chmod 600" in problem("Redis", *options)["advice"]
+    finally:
+        server.stop()
 
 
 # -- the model -----------------------------------------------------------------------------

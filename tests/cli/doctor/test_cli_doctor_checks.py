@@ -15,7 +15,7 @@ from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import MemoryFacts
 from splitpoint.shapes import ArenaLayout
-from splitpoint_cli.checks import disk, gpu, memory, security
+from splitpoint_cli.checks import disk, gpu, memory, redis, security
 from splitpoint_cli.checks.finding import Check, Finding, Places, Verdict, run_check
 from splitpoint_cli.checks.gpu import (
     Driver,
@@ -259,6 +259,13 @@ def test_torch_is_asked_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 # -- the rest -----------------------------------------------------------------------------------
+
+
+def test_a_redis_that_is_slow_or_old() -> None:
+    assert redis.judge("r", redis.Answers("7.2.4", 0.0004)).verdict == "ok"
+    assert redis.judge("r", redis.Answers("", 0.0004)).verdict == "ok"
+    assert redis.judge("r", redis.Answers("5.0.7", 0.0004)).verdict == "warning"
+    assert redis.judge("r", redis.Answers("7.2.4", 0.09)).verdict == "warning"
 
 
 @pytest.mark.parametrize(
