@@ -67,7 +67,7 @@ proto: setup $(VENV)/.proto  ## Generate the gRPC stubs from proto/
 demo: proto  ## Two CPU workers on one store: cold and warm, then everything stops
 	@$(BIN)/python -m splitpoint_cli.demo
 
-# What is beside the services: `.ci/run` tests it, and so does whoever changes it.
+# What is beside the services: `.ci/run` tests it. Run it after a change there.
 SHIPPED_TESTS := tests/deploy tests/monitoring tests/packaging tests/benchmarks \
 	$(wildcard tests/gateway/test_page*.py tests/tools/test_tools_train*.py)
 

@@ -359,7 +359,9 @@ def train(
     others = [each for name, each in trained.items() if each.dim() != 2 or "embed" in name]
     optimizers = {
         Muon(matrices, lr=settings.matrix_rate, momentum=0.95): settings.matrix_rate,
-        torch.optim.AdamW(others, lr=settings.peak_rate, betas=(0.9, 0.98)): settings.peak_rate,
+        torch.optim.AdamW(
+            others, lr=settings.peak_rate, betas=(0.9, 0.98), weight_decay=0.01
+        ): settings.peak_rate,
     }
     course = _Course(rows, settings)
     began = shown = kept = time.monotonic()

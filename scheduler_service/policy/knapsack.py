@@ -68,7 +68,8 @@ def choose(offers: Sequence[Offer], budget: Budget) -> list[int]:
 
     def per_share(index: int) -> float:
         offer = offers[index]
-        return offer.value / (offer.pages * page_share + offer.tokens * token_share)
+        share = offer.pages * page_share + offer.tokens * token_share
+        return offer.value / share if share else math.inf
 
     keys: tuple[Callable[[int], float], ...] = (per_page, per_share, lambda i: offers[i].value)
     orders = [sorted(fitting, key=key, reverse=True) for key in keys]

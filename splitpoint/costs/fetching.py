@@ -22,8 +22,8 @@ from splitpoint.tiers import ChunkSource, Transfer
 
 # 10 Gbit/s Ethernet without its overhead; a slow NVMe disk.
 ASSUMED_BYTES_PER_SECOND = 1e9
-# Asking the source for the prefix, opening the stream, sealing and looking up here. Measured by
-# 7 to 12 ms on two CPU cores.
+# Asking the source for the prefix, opening the stream, sealing and looking up here. Measured: 7
+# to 12 ms on two CPU cores.
 ROUND_TRIP_SECONDS = 10e-3
 
 
@@ -93,8 +93,8 @@ def measured_rate(size: int, seconds: float, transfer_seconds: float) -> float:
     return size / max(transfer_seconds, seconds - min(ROUND_TRIP_SECONDS, seconds / 2))
 
 
-# Write-back stores the end of the front, the loaded chunks are sealed and looked up. Measured by
-# 5 to 30 ms on two CPU cores.
+# Write-back stores the end of the front, the loaded chunks are sealed and looked up. Measured: 5 to
+# 30 ms on two CPU cores.
 MEETING_SECONDS = 20e-3
 
 

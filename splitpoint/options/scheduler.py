@@ -128,7 +128,7 @@ POLICY: Option[str] = Option(
     Policy.FIFO.value,
     "Order in which waiting requests start: fifo, by arrival; fair, by the tenants' shares of "
     "device memory, then by priority; utilisation, the set with the most prompt tokens to "
-    "compute that its memory holds, within the tenants' shares.",
+    "compute that a worker's memory holds, within the tenants' shares.",
     choices=tuple(policy.value for policy in Policy),
 )
 POLICY_AGING_SECONDS: Option[float] = Option(

@@ -34,8 +34,8 @@ from splitpoint.shapes import Encoding, ModelShape, chunks_of
 
 # Bytes of the scale of an int8 row.
 SCALE_BYTES = 2
-# Share of the tokens that alpha is expected to read, whatever it is: `splitpoint eval` reads 7 %
-# with 4 and 12 % with 5, InfiniGen's own values (section 5.1).
+# Share of the tokens that alpha is expected to read, whatever it is: with InfiniGen's own values, 4
+# and 5 (section 5.1), `splitpoint eval` reads 3 to 13 % (docs/papers/infinigen.md).
 ALPHA_SHARE = 0.1
 
 

@@ -414,7 +414,8 @@ def _compare(
         decodes[RESIDENT] = partial(plain.decode, way=ON_DEVICE)
         turns = {}
         for name in progress.track("warming up", list(decodes)):
-            decodes[name](DRAFT_WARM_UP_TOKENS, prompts=prompts[: workload.batch])
+            warm_up = min(workload.new, DRAFT_WARM_UP_TOKENS)
+            decodes[name](warm_up, prompts=prompts[: workload.batch])
             decode = partial(decodes[name], workload.new)
             turns[name] = _in_batches(decode, prompts, workload.batch)
         runs = progress.in_turns("timed runs", turns, workload.repeats)

@@ -284,10 +284,13 @@ class PageManager:
     def grow_for_drafts(self, sequence: Sequence, most: int) -> int:
         """Allocate pages for guesses behind the newest token, which has one.
 
-        Return how many of at most `most` have pages: no sequence leaves the device for a guess.
-        After the step `free_unused` takes the pages back that no computed token is in.
+        Return how many of at most `most` have pages: neither a sequence nor a cached prefix
+        leaves the device for a guess. After the step `free_unused` takes the pages back that no
+        computed token is in.
         """
-        return self.grow(sequence, 1 + most) - 1
+        in_last = -(sequence.computed + 1) % self._chunk_tokens
+        room = in_last + self._cache.pages.free_count * self._chunk_tokens
+        return self.grow(sequence, 1 + min(most, room)) - 1
 
     def shrink(self, sequence: Sequence) -> None:
         """Free the pages of tokens that were to be computed in a step that failed."""

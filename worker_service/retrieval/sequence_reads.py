@@ -443,8 +443,8 @@ class SequenceReads:
 
         Args:
             guess: of one token; its queries are those of the layer, or a guess of them.
-            on_device: int64, the pages of the sequence's other tokens in order, up to the page of
-                the guess's own token. `is_dynamic` ones rank these, too.
+            on_device: int64, the pages of the sequence's other tokens in order, at least up to
+                the page of the guess's own token. `is_dynamic` ones rank these, too.
         """
         found = carry_out("screen", layer, partial(self._moves, layer, guess, on_device))
         planes, slots = self._planes(layer), self._piece_slots

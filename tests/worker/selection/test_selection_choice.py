@@ -95,6 +95,24 @@ def test_alpha_reads_the_mean_count_of_scores_near_the_largest(alpha: float) -> 
         assert read[..., -1].all()
 
 
+def test_alpha_reads_the_best_beside_what_is_always_read() -> None:
+    """One token alone is near the largest score: its own, the first and the newest ones are not."""
+    scores = random_scores(1, 2, 300)
+    scores[:, 0, 150], scores[:, 1, 90] = 50.0, 50.0
+    selection = Selection.parsed("infinigen:alpha=2,cap=0.2")
+    ends = {*range(selection.sinks), *range(300 - selection.recent, 300)}
+    read = chosen(str(selection), scores)
+    assert [set(head.nonzero().flatten().tolist()) for head in read[0]] == [
+        ends | {150},
+        ends | {90},
+    ]
+    # What serves it knows no score of the query's own token.
+    rows = choose_near(scores[..., :-1], selection, 2, range(299), 60)
+    assert rows.is_wanted is not None
+    for head, wanted, best in zip(rows.tokens, rows.is_wanted, (150, 90), strict=True):
+        assert {*head[wanted].tolist()} == ends - {299} | {best}
+
+
 def test_the_cap_bounds_alpha() -> None:
     read = chosen("infinigen:alpha=50,cap=0.2", random_scores(1, 2, 300))
     assert read.sum(-1).tolist() == [[60, 60]]
