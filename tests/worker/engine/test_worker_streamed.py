@@ -214,7 +214,7 @@ def test_the_serial_twin_computes_the_same_bits(
     assert overlapped == serial
 
 
-@each_in_one([0, 24, 1000], 24, ("opt", "gemma3"))
+@each_in_one([0, 24, 1000], 24, ("mistral", "gemma3"))
 def test_a_long_prompt_is_prefilled_behind_a_prefix_in_the_store(
     case: Case, split: int, lanes: ThreadLanes
 ) -> None:
