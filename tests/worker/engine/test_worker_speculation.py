@@ -147,6 +147,20 @@ def test_drafts_cross_the_end_of_a_page_if_another_one_is_spare(
     assert drafted == {"0": [8, 8, 2], "1": second}
 
 
+def test_drafts_evict_no_cached_prefix(llama: Decoder) -> None:
+    """Ask for drafts across a page's end while the other pages hold an earlier request's prompt."""
+    double = KnowingDrafter({"0": [], "1": [1, 2, 3, 4, 5, 6, 7, 8, 9]})
+    engine = make_engine(llama, drafters={DraftMethod.MODEL: double}, cache_pages=5, room_pages=0)
+    run_all(engine, [admission("0", prompt_of(4 * CHUNK, 1), Sampling(max_tokens=2))])
+    double.asked.clear()
+    (second,) = speculating([admission("1", prompt_of(CHUNK - 4, 2), Sampling(max_tokens=20))], 8)
+    engine.admit(second)
+    for _ in range(2):
+        engine.step()
+    assert double.asked == [[3]], "one of four free rows is the newest token's own"
+    assert engine.cache.pages.cached_count == 4
+
+
 def test_rows_that_do_not_speculate_run_beside_those_that_do(
     llama: Decoder, plain: Transcript
 ) -> None:
