@@ -398,7 +398,7 @@ def _facts(case: Case) -> Iterator[tuple[str, str]]:
     yield "device C", f"{limits.flops_per_second / 1e12:,.0f} TFLOP/s"
     yield "kappa_M", f"{limits.kappa_model / 1e6:.3f} MFLOP a byte"
     yield "kappa_HW", f"{1e6 * limits.kappa_hardware:.3g} KB a GFLOP"
-    yield "kappa_crit", f"{amount(limits.kappa_crit)} cached tokens for each new one"
+    yield "kappa_crit", f"{amount(limits.kappa_crit)} times as many cached as new tokens"
     memory = case.memory_bytes
     words = "weights exceed it: give --kv-memory" if memory is None else format_size(memory)
     yield "memory for K, V", words

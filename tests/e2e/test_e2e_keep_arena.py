@@ -61,7 +61,8 @@ def test_a_kept_arena_serves_the_next_stack() -> None:
         assert found["salt_count"] == 1
         verified = splitpoint("arena", "verify", INSTANCE)
         assert verified.returncode == 0, verified.stderr
-        assert f"{found['chunk_count']} chunks whole" in verified.stdout
+        assert f"{found['chunk_count']} of" in verified.stdout
+        assert "each compared with its checksum" in verified.stdout
         # No process runs it, so `down` says so, and where the memory is.
         down = splitpoint("down", "--instance", INSTANCE)
         assert down.returncode == 2

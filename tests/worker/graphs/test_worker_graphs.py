@@ -131,7 +131,7 @@ def test_rows_that_verify_drafts_are_replayed(case: str, tmp_path: Path) -> None
             assert sum(each.accepted for each in found.drafts) > 0
     assert engine.graphs is not None
     sizes = {key.rows for key, size in engine.graphs._sizes.items() if size.recording}
-    assert sizes >= {4, 8, 16}
+    assert sizes >= {8, 16, 24}
     assert counts_of(engine).replayed > 2 * counts_of(engine).eager
 
 
