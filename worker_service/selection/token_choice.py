@@ -61,11 +61,11 @@ def choose(
     counts = _counts(masked, seen, selection, kv_heads)
     if selection.alpha is not None:
         # A few best ones would all be among the tokens that are always read.
-        either = _largest(weights, counts) | forced
+        either = _largest(weights, counts, int(counts.max())) | forced
         counts = torch.minimum(either.sum(-1), _share(seen, selection.cap).long().unsqueeze(1))
     counts = counts.maximum(forced.sum(-1))
     weights = weights.masked_fill(forced, math.inf)
-    return _largest(weights, counts) & (weights > -math.inf)
+    return _largest(weights, counts, int(counts.max())) & (weights > -math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +140,11 @@ def choose_near(
     cap = max(least, math.ceil((earlier + 1) * selection.cap - 1e-6) - 1)
     near = scores[0] > scores[0].amax(-1, keepdim=True) - selection.alpha
     mean = (near.sum(-1) + 1).to(torch.float64).mean().round().to(torch.int64)
-    most_read = min(cap, earlier)
-    rank = torch.arange(most_read, device=weights.device)
-    by_score = weights.topk(most_read, dim=-1)
-    is_best = (rank < mean - 1) & (by_score.values > -math.inf)
-    either = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, by_score.indices, is_best)
-    best = weights.masked_fill(forced, math.inf).topk(most_read, dim=-1).indices
-    counts = (either | forced).sum(-1, keepdim=True).clamp(least, cap)
-    is_wanted = (rank < counts) & (best >= stored.start) & (best < stored.stop)
+    either = _largest(weights, (mean - 1).expand(kv_heads), cap) & (weights > -math.inf) | forced
+    best = weights.masked_fill(forced, math.inf).topk(min(cap, earlier), dim=-1).indices
+    rank = torch.arange(best.shape[1], device=best.device)
+    is_wanted = rank < either.sum(-1, keepdim=True).clamp(least, cap)
+    is_wanted &= (best >= stored.start) & (best < stored.stop)
     is_wanted &= is_wanted.cumsum(-1) <= most
     return ChosenRows((best - stored.start).clamp(0, len(stored) - 1), is_wanted)
 
@@ -201,10 +198,12 @@ def _joined(masked: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return logs.logsumexp(2)
 
 
-def _largest(weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the `counts[t, h]` largest of each row of `weights` `[T, n_kv, S]`, as bool."""
-    most = min(int(counts.max()), weights.shape[-1])
-    best = weights.topk(most, dim=-1).indices
-    rank = torch.arange(most, device=weights.device)
+def _largest(weights: torch.Tensor, counts: torch.Tensor, most: int) -> torch.Tensor:
+    """Return the `counts[..., h]` largest of each row of `weights` `[..., n_kv, S]`, as bool.
+
+    `most`: of each row at most. The host knows it, so that no device is waited for.
+    """
+    best = weights.topk(min(most, weights.shape[-1]), dim=-1).indices
+    rank = torch.arange(best.shape[-1], device=weights.device)
     kept = rank < counts.unsqueeze(-1)
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, best, kept)
