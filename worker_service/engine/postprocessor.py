@@ -90,7 +90,8 @@ class Postprocessor:
         # Also of requests that end here: this step is one of theirs.
         seconds = time.perf_counter() - batch.started
         for sequence in batch.sequences[: batch.decode_count]:
-            self._page_manager.free_unused(sequence)
+            if sequence.speculation.is_on:
+                self._page_manager.free_unused(sequence)
             if sequence.is_streamed:
                 sequence.step_count += 1
                 sequence.step_seconds += seconds
