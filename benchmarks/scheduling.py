@@ -305,7 +305,11 @@ _COLUMNS = {
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the median of each figure, and under it the range over all rounds."""
-    titles = {name: title for name, title in _COLUMNS.items() if name in result["runs"][0]}
+    titles = {
+        name: title
+        for name, title in _COLUMNS.items()
+        if all(name in run for run in result["runs"])
+    }
     print(f"{'':<12}" + "".join(f"{title:>{len(title) + 8}}" for title in titles.values()))
     for policy, medians in result["medians"].items():
         runs = [run for run in result["runs"] if run["policy"] == policy]

@@ -127,7 +127,7 @@ class Case:
             "requests_at_once": memory and limits.requests_at_once(memory, cached, new),
             "scheduled_tokens": memory and limits.scheduled_tokens(memory, cached, new),
             "joules": self._joules(cached, new),
-            "help": {name: ttft / better for name, better in self._help(workload).items()},
+            "help": self._help(cached, new, ttft, overlapped),
         }
 
     def restore(self, workload: Workload) -> Plan | None:
@@ -156,43 +156,34 @@ class Case:
         idle = machine.idle_watts * limits.link_seconds(cached)
         return idle + machine.prefill_watts * limits.compute_seconds(new)
 
-    def _help(self, workload: Workload) -> dict[str, float]:
-        """Return the mean seconds to the first token with each change that would help."""
+    def _help(self, cached: float, new: float, ttft: float, overlapped: float) -> dict[str, float]:
+        """Return by which factor each change brings the first token earlier, the best one first."""
         limits, shape, profile = self.limits, self.shape, self.machine.profile
         token, link = limits.kv_bytes_per_token, limits.link_bytes_per_second
-        changes = {
-            "twice the lanes, or the next PCIe generation": replace(
-                limits, link_bytes_per_second=2 * link
-            ),
-            "NVLink-C2C": replace(
-                limits, link_bytes_per_second=MACHINES["gh200"].profile.link_bytes_per_second
-            ),
-            "grouped queries": replace(
-                limits, kv_bytes_per_token=token * _GROUPED_HEADS / shape.kv_head_count
-            ),
-            "latent attention": replace(
-                limits,
-                kv_bytes_per_token=shape.layer_count * _LATENT_WIDTH * shape.data_type.size,
-            ),
+        rates = {
+            "twice the lanes, or the next PCIe generation": 2 * link,
+            "NVLink-C2C": MACHINES["gh200"].profile.link_bytes_per_second,
         }
         if profile.memory_seconds_per_byte:
-            changes["unified HBM"] = replace(
-                limits, link_bytes_per_second=1 / profile.memory_seconds_per_byte
-            )
+            rates["unified HBM"] = 1 / profile.memory_seconds_per_byte
+        sizes: dict[str, float] = {}
+        if shape.latent_width is None:
+            sizes["grouped queries"] = token * _GROUPED_HEADS / shape.kv_head_count
+            sizes["latent attention"] = shape.layer_count * _LATENT_WIDTH * shape.data_type.size
         for encoding in (Encoding.INT8, Encoding.INT4):
             stored = shape.stored_kv_bytes_per_token(encoding) / shape.kv_bytes_per_token
-            changes[f"{encoding.value} cache"] = replace(limits, kv_bytes_per_token=token * stored)
-        cached, new = workload.cached, workload.new
-        found = {name: changed.ttft(cached, new) for name, changed in changes.items()}
-        found["other requests compute meanwhile"] = statistics.fmean(
-            limits.ttft(*each, overlap=1) for each in workload.requests
-        )
-        # Latent attention has no heads to group, and what is no gain is no help.
-        if shape.latent_width is not None:
-            del found["grouped queries"], found["latent attention"]
-        now = limits.ttft(cached, new)
-        gains = {name: after for name, after in found.items() if after < 0.999 * now}
-        return dict(sorted(gains.items(), key=lambda each: each[1]))
+            sizes[f"{encoding.value} cache"] = token * stored
+        after = {
+            name: replace(limits, link_bytes_per_second=rate).ttft(cached, new)
+            for name, rate in rates.items()
+        }
+        after |= {
+            name: replace(limits, kv_bytes_per_token=size).ttft(cached, new)
+            for name, size in sizes.items()
+        }
+        after["other requests compute meanwhile"] = overlapped
+        gains = {name: ttft / seconds for name, seconds in after.items() if seconds < 0.999 * ttft}
+        return dict(sorted(gains.items(), key=lambda each: -each[1]))
 
 
 def case_of(
