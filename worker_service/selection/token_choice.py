@@ -167,13 +167,15 @@ def _always_read(visible: torch.Tensor, selection: Selection) -> torch.Tensor:
 def _counts(
     masked: torch.Tensor, seen: torch.Tensor, selection: Selection, kv_heads: int
 ) -> torch.Tensor:
-    """Return how many tokens each KV head of each query reads, int64 `[T, n_kv]`."""
+    """Return how many tokens each KV head of each query reads, int64 `[T, n_kv]`.
+
+    By alpha it is of the best ones, of which `choose` reads at most the cap.
+    """
     if selection.alpha is not None:
         # InfiniGen: the mean over all heads of the tokens near the largest score, and its own.
         near = masked > masked.amax(-1, keepdim=True) - selection.alpha
         near &= masked > -math.inf
-        mean = (near.sum(-1) + 1).to(torch.float64).mean(-1).round()
-        counts = torch.minimum(mean, _share(seen, selection.cap))
+        counts = (near.sum(-1) + 1).to(torch.float64).mean(-1).round()
     elif selection.budget_tokens is not None:
         counts = seen.clamp_max(selection.budget_tokens)
     else:
