@@ -36,6 +36,7 @@ from splitpoint_cli.output import (
     print_table,
     seconds_text,
 )
+from splitpoint_cli.signals import handled_by
 from splitpoint_cli.stack.options import HOST_MEMORY
 
 if TYPE_CHECKING:
@@ -246,12 +247,8 @@ def _interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Cancelled("interrupted")
 
-    before = {number: signal.signal(number, interrupt) for number in _INTERRUPTS}
-    try:
+    with handled_by(interrupt, *_INTERRUPTS):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _run_online(run: Batch, positions: array[int], address: str, identity: Identity) -> None:

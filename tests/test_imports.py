@@ -330,6 +330,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "splitpoint_cli": (
         *(
+            "signals",
             "files",
             "spool",
             "output",

@@ -26,6 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from splitpoint.config import SHARED_MEMORY, arena_path, remove_tree
 from splitpoint.errors import SplitpointError
+from splitpoint_cli.signals import handled_by
 
 ARENA_PREFIX = "bench-"
 MOST_ARENAS = 8
@@ -86,12 +87,10 @@ def ended_by_signals() -> Iterator[None]:
             os._exit(128 + number)
 
         usual, tempfile.tempdir = tempfile.tempdir, folder
-        before = {each: signal.signal(each, end) for each in heeded}
         try:
-            yield
+            with handled_by(end, *heeded):
+                yield
         finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
             tempfile.tempdir = usual
 
 

@@ -19,6 +19,7 @@ from splitpoint.planning.plan import Plan, RestoreMethod
 from splitpoint_cli.chat.conversation import HELP, Turn, totals
 from splitpoint_cli.output import err, print_table, seconds_text, show_reason
 from splitpoint_cli.request.generate import approximation, summary
+from splitpoint_cli.signals import handled_by
 
 _PROMPT, _INSIDE = "> ", ". "
 # Escape sequences of an answer could change the terminal; a pipe gets them as they are.
@@ -76,11 +77,8 @@ def closed_by_ctrl_c(generation: Generation) -> Iterator[list[int]]:
         seen.append(number)
         generation.close()
 
-    before = signal.signal(signal.SIGINT, stop)
-    try:
+    with handled_by(stop, signal.SIGINT):
         yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def show_text(text: str) -> None:

@@ -37,6 +37,7 @@ from splitpoint_cli.output import (
 )
 from splitpoint_cli.request.observed import read_status
 from splitpoint_cli.request.status import status_json
+from splitpoint_cli.signals import handled_by
 from splitpoint_cli.top.rates import (
     Reading,
     Readings,
@@ -63,8 +64,7 @@ def quitting_keys(keys: str = "qQ") -> Iterator[Wait]:
     Without a terminal to read from it only waits. Ctrl-C stays KeyboardInterrupt; SIGTERM
     and SIGHUP end the block by SystemExit, so that callers can restore the terminal.
     """
-    before = {number: signal.signal(number, _end) for number in _ENDINGS}
-    try:
+    with handled_by(_end, *_ENDINGS):
         if not sys.stdin.isatty():
             yield _sleep
             return
@@ -75,9 +75,6 @@ def quitting_keys(keys: str = "qQ") -> Iterator[Wait]:
             yield lambda seconds: _wait(terminal, keys, seconds)
         finally:
             termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
