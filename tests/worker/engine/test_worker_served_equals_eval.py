@@ -1,11 +1,15 @@
 """What a served step attends by alpha is what `eval --guess previous` reads, row for row.
 
-Over 200 steps of a model with RoPE and grouped queries, and of one without. Here all tokens on the
-device are among those that the selection always reads; served steps attend others there, too.
+Over 200 steps of a model with RoPE and grouped queries, of one without, and of a trained one whose
+share of read tokens grows with alpha. Here all tokens on the device are among those that the
+selection always reads; served steps attend others there, too.
 """
 
 from __future__ import annotations
 
+import asyncio.base_events
+import inspect
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from engine_runner import CPU, make_engine
 from selecting import select_always
 from store_runner import StoreRunner, store_runner, streamed
 from tiny_models import VOCABULARY, write_tiny
+from tokenizers import Tokenizer
 
 from splitpoint.selection import Selection
 from splitpoint.shapes import ArenaLayout
@@ -32,7 +37,8 @@ from worker_service.selection.token_choice import choose
 
 CHUNK, PROMPT, STEPS = 16, 300, 200
 # The tail is at most a chunk that is written back, and one that is not full.
-SELECTION = Selection.parsed("columns:alpha=4,cap=0.5,sinks=4,recent=48,full_layers=1")
+RECENT = 48
+LOOKUP_OPT = Path(__file__).parents[3] / "models/lookup-opt"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,7 +69,7 @@ class Served:
         first, end = reads.first_position, reads.first_position + reads.stored_tokens
         self.first = self.first or position
         on_device = {*range(first), *range(end, position + 1)}
-        assert on_device <= {*range(position + 1 - SELECTION.recent, position + 1)}
+        assert on_device <= {*range(position + 1 - RECENT, position + 1)}
         self.steps.append(
             {
                 layer: [
@@ -83,8 +89,10 @@ class Served:
 class SameColumns(Screens):
     """Screens of the columns that were served: an evaluation learns them of the whole prompt."""
 
-    def __init__(self, model: Decoder, columns: dict[int, torch.Tensor]) -> None:
-        super().__init__(model.config, SELECTION)
+    def __init__(
+        self, model: Decoder, selection: Selection, columns: dict[int, torch.Tensor]
+    ) -> None:
+        super().__init__(model.config, selection)
         self._served = columns
 
     def layer(self, index: int, blocks: object = None) -> LayerScreen | None:
@@ -94,22 +102,49 @@ class SameColumns(Screens):
         return screen
 
 
-@pytest.mark.parametrize("name", ["llama-3", "opt"])
-def test_rows_are_those_of_the_evaluation(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Served steps beside the evaluation of the same tokens.
+
+    Attributes:
+        rows: pairs of a step and a KV head.
+        differing: rows that read other tokens.
+        sizes: numbers of tokens that rows read.
+        served: tokens that the answer says were read.
+        evaluated: tokens that the evaluation read, a mean over layers and heads.
+        whole: tokens that full attention reads.
+    """
+
+    rows: int
+    differing: int
+    sizes: set[int]
+    served: float
+    evaluated: float
+    whole: float
+
+
+def by_alpha(alpha: float) -> Selection:
+    return Selection.parsed(
+        f"columns:alpha={alpha:g},cap=0.5,sinks=4,recent={RECENT},full_layers=1"
+    )
+
+
+def compared(
+    model: Decoder,
+    prompt: list[int],
+    selection: Selection,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Comparison:
     select_always(monkeypatch)
-    model = Decoder.load(write_tiny(name, tmp_path / "model"), CPU, torch.float32)
     layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK, has_activations=True)
-    drawn = torch.randint(3, VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(1))
-    prompt = [int(each) for each in drawn]
-    with store_runner(layout, tmp_path, 80) as runner:
+    with store_runner(layout, folder, 80) as runner:
         engine = make_engine(
             model, has_activations=True, lanes=SerialLanes(CPU), staging_pages=48, cache_pages=80
         )
         served = Served(runner, engine)
         sampling = Sampling(max_tokens=STEPS + 5, ignore_eos=True)
-        request = streamed("1", prompt, sampling, selection=SELECTION)
+        request = streamed("1", prompt, sampling, selection=selection)
         transcript = runner.run(engine, [request])
     assert transcript.finishes["1"].selection_off_reason == ""
     assert len(served.steps) >= STEPS
@@ -123,9 +158,10 @@ def test_rows_are_those_of_the_evaluation(
         return chosen
 
     monkeypatch.setattr(teacher_forced, "choose", noting)
+    screens = SameColumns(model, selection, served.columns)
     with torch.inference_mode():
         text = TeacherForced(model, tokens, served.first)
-        counts = text.read(SameColumns(model, served.columns), GuessRule(GuessFrom.PREVIOUS)).counts
+        counts = text.read(screens, GuessRule(GuessFrom.PREVIOUS)).counts
     blocks = len(found) // len(served.columns)
     heads, layers = model.shape.kv_head_count, len(served.columns)
     differing, sizes = 0, set()
@@ -135,8 +171,43 @@ def test_rows_are_those_of_the_evaluation(
             for read, attended in zip(row, step[layer], strict=True):
                 differing += set(read.nonzero().flatten().tolist()) != attended
                 sizes.add(len(attended))
+    return Comparison(
+        rows=heads * layers * len(served.steps),
+        differing=differing,
+        sizes=sizes,
+        served=served.read_tokens,
+        evaluated=counts.screened_read / layers / heads,
+        whole=sum(range(served.first + 1, served.first + 1 + len(served.steps))),
+    )
+
+
+@pytest.mark.parametrize("name", ["llama-3", "opt"])
+def test_rows_are_those_of_the_evaluation(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Decoder.load(write_tiny(name, tmp_path / "model"), CPU, torch.float32)
+    drawn = torch.randint(3, VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(1))
+    found = compared(model, drawn.tolist(), by_alpha(4), tmp_path, monkeypatch)
     # Sums in another order may decide between tokens of nearly the same score.
-    assert differing <= 2, f"of {heads * layers * len(served.steps)}"
-    assert len(sizes) > 20
+    assert found.differing <= 2, f"of {found.rows}"
+    assert len(found.sizes) > 20
     # What the answer reports is the share that was read.
-    assert served.read_tokens == pytest.approx(counts.screened_read / layers / heads, rel=1e-3)
+    assert found.served == pytest.approx(found.evaluated, rel=1e-3)
+
+
+def test_a_larger_alpha_reads_more_as_in_the_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Decoder.load(LOOKUP_OPT, CPU, torch.float32)
+    source = inspect.getsource(asyncio.base_events)
+    prompt = Tokenizer.from_file(str(LOOKUP_OPT / "tokenizer.json")).encode(source).ids[:PROMPT]
+    shares = []
+    for alpha in (2, 3, 4, 5):
+        with monkeypatch.context() as patch:
+            found = compared(model, prompt, by_alpha(alpha), tmp_path / str(alpha), patch)
+        assert found.differing <= 0.01 * found.rows
+        assert found.served == pytest.approx(found.evaluated, rel=1e-2)
+        # The newest tokens are always read: what alpha decides is the rest.
+        shares.append((found.served - RECENT * STEPS) / found.whole)
+    assert shares == sorted(shares)
+    assert shares[-1] > 1.5 * shares[0] > 0
