@@ -140,7 +140,12 @@ def compared(
     layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK, has_activations=True)
     with store_runner(layout, folder, 80) as runner:
         engine = make_engine(
-            model, has_activations=True, lanes=SerialLanes(CPU), staging_pages=48, cache_pages=80
+            model,
+            has_activations=True,
+            lanes=SerialLanes(CPU),
+            staging_pages=48,
+            cache_pages=80,
+            max_batched_tokens=128,
         )
         served = Served(runner, engine)
         sampling = Sampling(max_tokens=STEPS + 5, ignore_eos=True)
@@ -203,8 +208,10 @@ def test_a_larger_alpha_reads_more_as_in_the_evaluation(
     prompt = Tokenizer.from_file(str(LOOKUP_OPT / "tokenizer.json")).encode(source).ids[:PROMPT]
     shares = []
     for alpha in (2, 3, 4, 5):
+        folder = tmp_path / str(alpha)
+        folder.mkdir()
         with monkeypatch.context() as patch:
-            found = compared(model, prompt, by_alpha(alpha), tmp_path / str(alpha), patch)
+            found = compared(model, prompt, by_alpha(alpha), folder, patch)
         assert found.differing <= 0.01 * found.rows
         assert found.served == pytest.approx(found.evaluated, rel=1e-2)
         # The newest tokens are always read: what alpha decides is the rest.
