@@ -21,7 +21,6 @@ from splitpoint_cli.bench.peers import TRANSFORMERS
 
 OURS = "splitpoint"
 OURS_INT8 = "splitpoint int8 weights"
-DEFAULT_ATTENTION = "sdpa"
 LIMIT = "memory limit"
 # A setting of a peer that is slower by this factor is timed once.
 SLOWEST_KEPT = 1.25
@@ -152,18 +151,10 @@ def report_of(workload: Workload, measured: Measured) -> dict[str, Any]:
         for name, each in measured.runs.items()
     }
     peers = [name for name in contenders if name in measured.peer_of]
-    # transformers picks SDPA by itself, although eager attention may be faster.
-    usual = [
-        name
-        for name in peers
-        if measured.peer_of[name] == TRANSFORMERS and name.endswith(DEFAULT_ATTENTION)
-    ]
     facts = {
         "versions": dict(measured.versions),
         "spin_count": measured.spin_count,
         "contenders": contenders,
-        **_compared(contenders, peers, measured.runs),
-        "ratio_to_default_attention": _ratio(contenders, usual, "tokens_per_second"),
         "ratios": {
             peer: _compared(
                 contenders,
@@ -207,9 +198,7 @@ def _compared(
     peers: Sequence[str],
     runs: Mapping[str, Sequence[Run]],
 ) -> dict[str, Any]:
-    """Return our figures over the best of these peers: above 1 is better, except first tokens."""
-    if not peers:
-        return {"fastest_peer": None, "ratio": None, "decode_ratio": None}
+    """Return our figures over a peer's best setting: above 1 is better, except first tokens."""
     fastest = _best(contenders, peers, "tokens_per_second")
     mine, theirs = runs[OURS][0].tokens, runs[fastest][0].tokens
     first = min(float(contenders[name]["first_token_seconds"]) for name in peers)
@@ -335,9 +324,7 @@ def _accepted(facts: Mapping[str, Any]) -> str:
 
 def _ratio(
     contenders: Mapping[str, Mapping[str, Any]], among: Sequence[str], key: str
-) -> float | None:
-    if not among:
-        return None
+) -> float:
     peer = contenders[_best(contenders, among, key)]
     return round(float(contenders[OURS][key]) / float(peer[key]), 3)
 
