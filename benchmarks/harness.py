@@ -82,24 +82,6 @@ def _own_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def tree_seconds() -> float:
-    """Return the processor seconds of this process and of all that came from it and still run."""
-    parents: dict[int, int] = {}
-    seconds: dict[int, float] = {}
-    for place in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = place.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended
-        number = int(place.parent.name)
-        parents[number] = int(fields[1])
-        seconds[number] = (int(fields[11]) + int(fields[12])) / _TICKS
-    ours = {os.getpid()}
-    while more := {each for each, parent in parents.items() if parent in ours} - ours:
-        ours |= more
-    return sum(seconds.get(each, 0.0) for each in ours)
-
-
 # glibc maps a thread's malloc arena at a multiple of this (HEAP_MAX_SIZE on 64 bits).
 _ARENA_ALIGNMENT = 64 << 20
 
@@ -120,7 +102,6 @@ class Memory:
     anonymous: int
     heap: int
     arenas: int
-    arena_count: int
     mapped: int
     files: int
     rss: int
@@ -133,18 +114,17 @@ class Memory:
 def memory_of(pid: int | str) -> Memory:
     """Read the memory of a process. Raises FileNotFoundError, ProcessLookupError if it is gone."""
     parts = dict.fromkeys(("heap", "arenas", "mapped", "files"), 0)
-    rss = arena_count = 0
+    rss = 0
     kind = "mapped"
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")
         if not first.endswith(":"):
             kind = _kind(first, rest.split())
-            arena_count += kind == "arenas"
         elif first == "Rss:":
             rss += int(rest.split()[0]) * 1024
         elif first == "Anonymous:":
             parts[kind] += int(rest.split()[0]) * 1024
-    return Memory(anonymous=sum(parts.values()), arena_count=arena_count, rss=rss, **parts)
+    return Memory(anonymous=sum(parts.values()), rss=rss, **parts)
 
 
 def _kind(addresses: str, fields: list[str]) -> str:
