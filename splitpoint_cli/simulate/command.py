@@ -9,7 +9,6 @@ import typer
 
 from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
-from splitpoint_cli.files import check_output
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile, err, hand_over, out, print_table
 from splitpoint_cli.simulate import options
@@ -18,7 +17,6 @@ from splitpoint_cli.simulate.measures import read_goals
 from splitpoint_cli.simulate.options import SimulateOptions
 from splitpoint_cli.simulate.report import facts_of, results_of, seconds_of, table_of
 from splitpoint_cli.simulate.run import simulate as run
-from splitpoint_cli.traces.formats import write_trace
 from splitpoint_cli.traces.statistics import describe
 
 
@@ -28,7 +26,6 @@ def simulate(
     more_goals: options.MoreGoals = None,
     goodput: options.Goodput = None,
     tenant_weights: options.TenantWeights = None,
-    save_trace: options.SavedTrace = None,
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:
@@ -42,12 +39,9 @@ def simulate(
         raise InvalidArgument(f"{words} --goodput, such as ttft:500", field="goodput")
     if given.find and given.compare:
         raise InvalidArgument("--find takes one --policy, not --compare", field="compare")
-    check_output(save_trace, "save_trace")
     fleet, load = given.fleet(), given.load(tenant_weights or ())
     kinds = {kind.name: kind for kind, _ in fleet.devices}
     trace = load.read()
-    if save_trace is not None:
-        write_trace(load.read_whole(), save_trace)
     facts = facts_of(fleet, load, describe(trace))
     del trace
     report: dict[str, Any] = {**facts, "runs": []}

@@ -205,16 +205,6 @@ TenantWeights = Annotated[
         rich_help_panel=_LOAD,
     ),
 ]
-SavedTrace = Annotated[
-    Path | None,
-    typer.Option(
-        "--save-trace",
-        help="Write the trace, before its factors, to this file: .csv, or else JSON lines; "
-        "absent: do not.",
-        metavar="FILE",
-        rich_help_panel=_RESULT,
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True)

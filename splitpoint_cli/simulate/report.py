@@ -33,8 +33,8 @@ def facts_of(fleet: Fleet, load: Load, trace: TraceStatistics) -> dict[str, Any]
         "seed": load.seed,
         "num_prompts": trace.count,
         "request_rate": trace.request_rate,
-        "mean_input_tokens": trace.input.mean,
-        "mean_output_tokens": trace.output.mean,
+        "mean_input_tokens": trace.mean_input,
+        "mean_output_tokens": trace.mean_output,
         "seen_share": trace.seen_share,
     }
 

@@ -45,16 +45,12 @@ class Load:
     tenants: int = 1
     weights: Mapping[str, float] = field(default_factory=dict)
 
-    def read_whole(self) -> Trace:
-        """Return the trace as it is, without factors and bounds. Raises InvalidArgument."""
-        return load_trace(self.trace, seed=self.seed, count=self.count, tenants=self.tenants)
-
     def read(self) -> Trace:
         """Return the requests, at least one. Raises InvalidArgument.
 
         Also for weights of tenants that have no request.
         """
-        whole = self.read_whole()
+        whole = load_trace(self.trace, seed=self.seed, count=self.count, tenants=self.tenants)
         trace = scaled(whole, rate=self.rate, length=self.length, output=self.output)
         found = limited(trace, seconds=self.seconds)
         if not found.arrivals:

@@ -1,9 +1,7 @@
 """Traces by name: made ones, and files in either of two formats, whose values are checked.
 
 JSON lines, as those of the published conversations, have `timestamp` (ms), lengths, and ids of
-blocks of 512 tokens.
-`tenant` and `priority` are ours; other readers pass them over. They are written only if a request
-has them.
+blocks of 512 tokens; `tenant` and `priority` are ours.
 
 CSV files have a user's own columns, or those of Azure's public traces. The first line names the
 columns, in any order:
@@ -98,22 +96,6 @@ def parse_lines(lines: Iterable[str]) -> Iterator[Arrival]:
                 raise error.in_line(number) from error
 
 
-def format_lines(trace: Trace) -> Iterator[str]:
-    """Yield a line for each request."""
-    for each in trace.arrivals:
-        fields: dict[str, object] = {
-            "timestamp": round(each.seconds * 1e3),
-            "input_length": each.input_length,
-            "output_length": each.output_length,
-            "hash_ids": list(each.hash_ids),
-        }
-        if each.tenant:
-            fields["tenant"] = each.tenant
-        if each.priority:
-            fields["priority"] = each.priority
-        yield json.dumps(fields, ensure_ascii=False)
-
-
 def _json_arrival(line: str) -> Arrival:
     try:
         fields: Any = json.loads(line)
@@ -166,16 +148,6 @@ def parse_rows(lines: Iterable[str]) -> Iterator[Arrival]:
     except (BadValue, csv.Error) as error:
         wrong = error if isinstance(error, BadValue) else BadValue(str(error))
         raise wrong.in_line(max(1, rows.line_num)) from error
-
-
-def format_rows(trace: Trace) -> Iterator[str]:
-    """Yield the heading, and a line for each request, all columns of ours in each."""
-    yield ",".join((*COLUMNS, "tenant", "priority", "hash_ids"))
-    for each in trace.arrivals:
-        tenant = f'"{quoted}"' if (quoted := each.tenant.replace('"', '""')) else ""
-        blocks = " ".join(map(str, each.hash_ids))
-        lengths = f"{each.input_length},{each.output_length}"
-        yield f"{each.seconds!r},{lengths},{tenant},{each.priority},{blocks}"
 
 
 def _columns(names: Mapping[str, str]) -> tuple[str, ...]:
@@ -254,19 +226,3 @@ def read_trace(path: Path) -> Trace:
     if not arrivals:
         raise InvalidArgument(f"{path} has no request", field="trace")
     return Trace(path.stem, tuple(arrivals))
-
-
-def write_trace(trace: Trace, path: Path) -> None:
-    """Write a file in the format that its name says, as `read_trace` reads it.
-
-    Raises InvalidArgument for blocks of another size than the formats have.
-    """
-    if trace.block_tokens != BLOCK_TOKENS and any(each.hash_ids for each in trace.arrivals):
-        raise InvalidArgument(
-            f"blocks in a file have {BLOCK_TOKENS} tokens, those of {trace.name} "
-            f"{trace.block_tokens}: write the trace before it is scaled",
-            field="trace",
-        )
-    form = format_rows if path.suffix.lower() == ".csv" else format_lines
-    text = "".join(f"{line}\n" for line in form(trace))
-    path.write_text(text, encoding="utf-8")

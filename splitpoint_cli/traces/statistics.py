@@ -5,19 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from splitpoint_cli.traces.arrival import Arrival, Trace
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens: mean and quantiles."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +15,27 @@ class TraceStatistics:
 
     Attributes:
         request_rate: requests per second between the first and the last arrival.
-        gap_cv: coefficient of variation of the gaps between arrivals; 1 for a Poisson process.
+        mean_input, mean_output: tokens.
         seen_share: part of all blocks that an earlier request had, too.
     """
 
     count: int
     request_rate: float
-    gap_cv: float
-    input: Lengths
-    output: Lengths
+    mean_input: float
+    mean_output: float
     seen_share: float
 
 
 def describe(trace: Trace) -> TraceStatistics:
-    """Return the statistics of a trace, which may be empty."""
+    """Return the statistics of a trace of at least one request."""
     arrivals = trace.arrivals
-    times = [each.seconds for each in arrivals]
-    gaps = [later - earlier for earlier, later in pairwise(times)]
+    count = len(arrivals)
+    seconds = arrivals[-1].seconds - arrivals[0].seconds
     return TraceStatistics(
-        len(arrivals),
-        1 / _mean(gaps) if sum(gaps) else 0.0,
-        _variation(gaps),
-        _lengths([each.input_length for each in arrivals]),
-        _lengths([each.output_length for each in arrivals]),
+        count,
+        (count - 1) / seconds if seconds else 0.0,
+        sum(each.input_length for each in arrivals) / count,
+        sum(each.output_length for each in arrivals) / count,
         seen_share(arrivals),
     )
 
@@ -72,19 +59,3 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def _lengths(values: Sequence[int]) -> Lengths:
-    ordered = sorted(values)
-    return Lengths(_mean(ordered), *(quantile(ordered, share) for share in (0.5, 0.9, 0.99)))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-def _variation(gaps: Sequence[float]) -> float:
-    mean = _mean(gaps)
-    if not mean:
-        return 0.0
-    return math.sqrt(_mean([(gap - mean) ** 2 for gap in gaps])) / mean

@@ -10,7 +10,6 @@ from simulated import PROFILE
 from typer.testing import CliRunner
 
 from splitpoint_cli.main import app
-from splitpoint_cli.traces.formats import read_trace
 
 SMALL = (
     *("simulate", "--model", "llama-168m", "--devices", "l40s=2", "--num-prompts", "30"),
@@ -94,14 +93,6 @@ def test_a_measured_worker_brings_its_cache_and_chunks(tmp_path: Path) -> None:
     assert "is a number" in error_of("--profile", str(path), "--device-memory", "2GiB")
 
 
-def test_the_trace_is_written_and_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    first = json.loads(ran("--json", "--save-trace", str(path)))
-    assert len(read_trace(path).arrivals) == 30
-    second = json.loads(ran("--json", "--trace", str(path)))
-    assert second["runs"] == first["runs"]
-
-
 @pytest.mark.parametrize("more", [(), ("--find", "gpus", "--goodput", "ttft:500")])
 def test_a_trace_of_which_no_request_is_left_is_refused(
     tmp_path: Path, more: tuple[str, ...]
@@ -134,7 +125,6 @@ def test_prompts_beyond_any_context_are_refused_and_cost_nothing() -> None:
         (("--residency", "streamed"), "are not simulated"),
         (("--tenant-weight", "a"), "is not TENANT=WEIGHT"),
         (("--tenant-weight", "a=2"), "no request is of the tenant 'a'"),
-        (("--save-trace", "/nowhere/x.csv"), "is no folder"),
     ],
 )
 def test_wrong_input_is_refused(words: tuple[str, ...], message: str) -> None:
