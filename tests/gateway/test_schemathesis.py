@@ -81,6 +81,21 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
+def without_twins(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with each field that bodies of one table share in the chat's only.
+
+    One function reads it in all of them. The coverage of its bounds is most of a run.
+    """
+    schemas = document["components"]["schemas"]
+    once = schemas["ChatCompletionRequest"]["properties"]
+    for name in ("CompletionRequest", "ResponseRequest"):
+        fields, required = schemas[name]["properties"], schemas[name]["required"]
+        for field in fields.keys() - {*required}:
+            if once.get(field) == fields[field]:
+                del fields[field]
+    return document
+
+
 def forbid_more(schema: Any) -> None:
     if isinstance(schema, list):
         for each in schema:
@@ -130,7 +145,8 @@ def test_bodies_that_get_far(stack: GatewayStack, tmp_path: Path) -> None:
 
 def test_any_bodies(stack: GatewayStack, tmp_path: Path) -> None:
     both = ("--phases", "coverage,fuzzing")
-    run(stack, published(stack), tmp_path, *both, "--max-examples", "8", "--seed", "17")
+    document = without_twins(published(stack))
+    run(stack, document, tmp_path, *both, "--max-examples", "8", "--seed", "17")
 
 
 @pytest.mark.chaos
