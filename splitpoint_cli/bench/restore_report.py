@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -172,14 +172,13 @@ class RestoreResults:
     kernels: str = ""
 
 
-def ratios_of(found: RestoreResults, *, swept: bool) -> dict[str, float]:
+def ratios_of(found: RestoreResults) -> dict[str, float]:
     """Return each ratio of one run with its peer; ratios without both contenders are missing.
 
     The bound of a pipelined run is the greater of the seconds that link and device had
     work in that very run, which is never above its time. Beside it stands what they need
     when nothing else runs, their busy seconds in the serial twin: other runs, so that
-    noise can put it on either side. `swept`: all splits were measured, not only those
-    near the best.
+    noise can put it on either side.
     """
     by_name = {each.name: each for each in found.results}
     seconds = {name: each.seconds for name, each in by_name.items()}
@@ -194,32 +193,13 @@ def ratios_of(found: RestoreResults, *, swept: bool) -> dict[str, float]:
             ratios["pipelined_to_serial_busy"] = pipelined.seconds / alone
     for key, one, other in (
         ("pipelined_to_load", PIPELINED, LOAD),
-        ("serial_to_pipelined", SERIAL, PIPELINED),
         ("sequential_to_pipelined", COLUMN, PIPELINED),
         ("both_ends_to_load", BOTH_ENDS, LOAD),
         ("both_ends_to_tokens", BOTH_ENDS, TOKENS),
     ):
         if one in seconds and other in seconds:
             ratios[key] = seconds[one] / seconds[other]
-    for key, name in (("sequential_to_formula", COLUMN), ("pipelined_to_prediction", PIPELINED)):
-        result = by_name.get(name)
-        if result is not None and result.predicted_seconds is not None:
-            ratios[key] = result.seconds / result.predicted_seconds
-    worst = worst_in_sweep(found.sweep)
-    if swept and worst is not None:
-        ratios["worst_pipelined_to_sequential_in_sweep"] = worst
     return {name: round(value, 3) for name, value in ratios.items()}
-
-
-def worst_in_sweep(sweep: Sequence[SweepPoint]) -> float | None:
-    """Return the greatest pipelined / sequential at any split; None without a sweep."""
-    column = {point.split: point.seconds for point in sweep if point.schedule == "column"}
-    ratios = [
-        point.seconds / column[point.split]
-        for point in sweep
-        if point.schedule == "pipelined" and point.split in column
-    ]
-    return max(ratios, default=None)
 
 
 def report_of(workload: RestoreWorkload, found: RestoreResults) -> dict[str, Any]:
@@ -231,7 +211,7 @@ def report_of(workload: RestoreWorkload, found: RestoreResults) -> dict[str, Any
         "profile": asdict(found.profile),
         "profile_at_start": asdict(found.profile_at_start),
         "contenders": {each.name: each.json() for each in found.results},
-        "ratios": ratios_of(found, swept=workload.sweep_points > 0),
+        "ratios": ratios_of(found),
         "sweep": [asdict(point) for point in found.sweep],
         # Raised as an error otherwise: a wrong answer has no time.
         "verified": True,
