@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -370,31 +368,31 @@ def test_without_a_compiler_there_is_no_kernel(
 
 
 @pytest.fixture
-def unoptimized(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Compile in a third of the time, where the file matters and not what is in it."""
-    wrapper = tmp_path / "unoptimized"
-    wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(compiler() or ())} "$@" -O0\n')
-    wrapper.chmod(0o700)
-    monkeypatch.setenv("CXX", str(wrapper))
-    compiler.cache_clear()
-    yield
-    compiler.cache_clear()
+def small_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
+    """A source `sum.cpp` that takes no time to compile; its constants."""
+    compiled.source_digest()  # is kept, of the kernels themselves
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "sum.cpp").write_text(
+        'extern "C" float sum(const float* x) '
+        "{ float s = 0; for (int i = 0; i < HEAD_DIM; i++) s += x[i]; return s; }"
+    )
+    monkeypatch.setattr(compiled, "_FOLDER", folder)
+    return {"HEAD_DIM": 16, "ELEMENT": 0}
 
 
 @needs_compiler
-@pytest.mark.usefixtures("unoptimized")
 def test_a_kernel_is_compiled_once_and_an_error_is_the_compiler_s_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_kernel: dict[str, int]
 ) -> None:
     monkeypatch.setenv(compiled.CACHE_FOLDER, str(tmp_path / "cache"))
-    constants = {"HEAD_DIM": 16, "ELEMENT": 0}
-    compiled.load("paged_attention.cpp", constants)
+    compiled.load("sum.cpp", small_kernel)
     (library,) = (tmp_path / "cache").glob("*.so")
     made = library.stat().st_mtime_ns
-    compiled.load("paged_attention.cpp", constants)
+    compiled.load("sum.cpp", small_kernel)
     assert library.stat().st_mtime_ns == made
     with pytest.raises(compiled.NoKernels, match=r"error: .*HEAD_DIM"):
-        compiled.load("paged_attention.cpp", {"ELEMENT": 0})
+        compiled.load("sum.cpp", {"ELEMENT": 0})
     suffixes = sorted(file.suffix for file in (tmp_path / "cache").iterdir())
     assert suffixes == [".lock", ".sha256", ".so"]
 
@@ -417,14 +415,14 @@ def test_a_warning_before_an_error_does_not_hide_it(
             compiler.cache_clear()
 
 
-def load_in_a_child() -> None:
+def load_in_a_child(constants: dict[str, int]) -> None:
     """In a process of its own: a loader opens no file whose name it has mapped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # this one has threads
         child = os.fork()
     if child == 0:
         try:
-            compiled.load("paged_attention.cpp", {"HEAD_DIM": 16, "ELEMENT": 0}).attend_units  # noqa: B018
+            compiled.load("sum.cpp", constants).sum  # noqa: B018
             os._exit(0)
         finally:
             os._exit(1)
@@ -432,13 +430,12 @@ def load_in_a_child() -> None:
 
 
 @needs_compiler
-@pytest.mark.usefixtures("unoptimized")
 def test_a_damaged_library_is_compiled_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_kernel: dict[str, int]
 ) -> None:
     """The loader would end the process with a signal for some of these."""
     monkeypatch.setenv(compiled.CACHE_FOLDER, str(tmp_path / "cache"))
-    load_in_a_child()
+    load_in_a_child(small_kernel)
     (library,) = (tmp_path / "cache").glob("*.so")
     digest, whole = library.with_suffix(".sha256"), library.read_bytes()
     middle = len(whole) // 2
@@ -446,7 +443,7 @@ def test_a_damaged_library_is_compiled_again(
     for damage in (b"", b"no library", whole[:middle], zeroed):
         library.write_bytes(damage)
         assert compiled._loaded(library) is None
-    load_in_a_child()
+    load_in_a_child(small_kernel)
     assert library.read_bytes() == whole
     for text in ("", "no digest"):
         digest.write_text(text)
@@ -456,9 +453,8 @@ def test_a_damaged_library_is_compiled_again(
 
 
 @needs_compiler
-@pytest.mark.usefixtures("unoptimized")
 def test_a_library_is_on_the_disk_before_it_has_its_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_kernel: dict[str, int]
 ) -> None:
     """A crash of the host must not leave a name without content."""
     folder = tmp_path / "cache"
@@ -467,7 +463,7 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(
     monkeypatch.setattr(
         os, "fsync", lambda fd: synced.append((os.fstat(fd).st_ino, list(folder.glob("*.so"))))
     )
-    compiled.load("paged_attention.cpp", {"HEAD_DIM": 16, "ELEMENT": 0})
+    compiled.load("sum.cpp", small_kernel)
     (library,) = folder.glob("*.so")
     assert synced == [(library.stat().st_ino, [])]
 
@@ -492,8 +488,9 @@ def test_a_lock_that_is_never_given_back_is_not_waited_for_without_end(
 
 
 @needs_compiler
-@pytest.mark.usefixtures("unoptimized")
-def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_may_be_several_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_kernel: dict[str, int]
+) -> None:
     """As in CXX="ccache g++"."""
     (found,) = compiler() or ()
     launcher = tmp_path / "launcher"
@@ -504,7 +501,7 @@ def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch, tmp_pa
     compiler.cache_clear()
     try:
         assert compiler() == (str(launcher), found)
-        compiled.load("paged_attention.cpp", {"HEAD_DIM": 16, "ELEMENT": 0})
+        compiled.load("sum.cpp", small_kernel)
         monkeypatch.setenv("CXX", '"no end')
         compiler.cache_clear()
         assert compiler() is None

@@ -19,7 +19,8 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.host.processor import AMX_BF16, AVX512, compiler
 from worker_service.kernels import compiled
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, in_use
-from worker_service.kernels.compiled import CACHE_FOLDER
+from worker_service.kernels.compiled import CACHE_FOLDER, ELEMENTS
+from worker_service.kernels.panel_gemm import Kind
 from worker_service.profiling import calibration
 from worker_service.profiling.calibration import chosen, prefers_one_order, use_kernels
 from worker_service.weights.packing import layout_of
@@ -101,10 +102,29 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield Processes(parent, tmp_path_factory.mktemp("said"))
 
 
+def host_kernels() -> list[Path]:
+    """Return the kernels that other tests use, too: to compile them again takes seconds."""
+    if compiler() is None:
+        return []
+    loaded = [
+        library
+        for element in (ELEMENTS[torch.float32], ELEMENTS[torch.bfloat16])
+        for library in (
+            compiled.load("paged_attention.cpp", {"HEAD_DIM": 64, "ELEMENT": element}),
+            compiled.load("panel_gemm.cpp", {"ELEMENT": element, "WEIGHT": int(Kind.SAME)}),
+        )
+    ]
+    return [Path(library._name) for library in loaded]
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a measurement and its kernel."""
+    """A folder with a measurement, and the host's kernels of two types."""
     folder = tmp_path_factory.mktemp("kept") / "cache"
+    folder.mkdir(mode=0o700)
+    for library in host_kernels():
+        shutil.copy(library, folder)
+        shutil.copy(library.with_suffix(".sha256"), folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_FOLDER, str(folder))
         use_kernels(torch.float32)
