@@ -322,9 +322,7 @@ def _accepted(facts: Mapping[str, Any]) -> str:
     return f"{facts['accepted']} of {facts['drafted']} drafted tokens accepted"
 
 
-def _ratio(
-    contenders: Mapping[str, Mapping[str, Any]], among: Sequence[str], key: str
-) -> float:
+def _ratio(contenders: Mapping[str, Mapping[str, Any]], among: Sequence[str], key: str) -> float:
     peer = contenders[_best(contenders, among, key)]
     return round(float(contenders[OURS][key]) / float(peer[key]), 3)
 
