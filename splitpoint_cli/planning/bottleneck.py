@@ -391,7 +391,11 @@ def _facts(case: Case) -> Iterator[tuple[str, str]]:
     yield "kappa_HW", f"{1e6 * limits.kappa_hardware:.3g} KB a GFLOP"
     yield "kappa_crit", f"{amount(limits.kappa_crit)} times as many cached as new tokens"
     memory = case.memory_bytes
-    words = "weights exceed it: give --kv-memory" if memory is None else format_size(memory)
+    if memory is not None:
+        words = format_size(memory)
+    else:
+        why = "weights exceed it" if case.machine.memory_bytes else "not in the file"
+        words = f"{why}: give --kv-memory"
     yield "memory for K, V", words
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,17 @@ def test_words_of_one_case_and_its_picture(tmp_path: Path) -> None:
     assert "weights exceed it: give --kv-memory" in done.stdout
     assert "caches K and V of every head, 85 times as much" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_measured_costs_say_nothing_of_the_memory(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(asdict(MACHINES["h100"].profile)))
+    arguments = ["bottleneck", "--model", "llama-3-8b", "--machine", str(costs)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "not in the file: give --kv-memory" in done.stdout
+    done = CliRunner().invoke(app, [*arguments, "--kv-memory", "2GiB"])
+    assert "2 GiB" in done.stdout
 
 
 @pytest.mark.parametrize(
