@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.selection import UNUSED
@@ -16,7 +17,7 @@ from splitpoint.speculation import DraftMethod
 from worker_service.engine.messages import RestoreEvent, StepEvent, StepOutput
 from worker_service.fetching.results import FetchTotals
 from worker_service.lanes.timeline import LaneTotals
-from worker_service.store.write_back import WriteTotals
+from worker_service.store.write_back import SequenceKey, WriteTotals
 
 
 class StepKind(enum.StrEnum):
@@ -79,11 +80,73 @@ METHODS: tuple[RestoreMethod, ...] = tuple(
 DRAFTERS = (DraftMethod.SELF, DraftMethod.SUFFIX, DraftMethod.MODEL)
 
 
+@dataclass(slots=True)
+class FirstTokenSeconds:
+    """Where the time to a first token behind a restored prefix went.
+
+    Attributes:
+        link: copies of the restore, each counted alone.
+        restore: device work of the restore: K and V rebuilt from activations or from token ids.
+        prefill: device work of the tokens behind the prefix.
+        total: the restore from its beginning to its end, and the steps of that prefill.
+    """
+
+    link: float = 0.0
+    restore: float = 0.0
+    prefill: float = 0.0
+    total: float = 0.0
+
+    def add(self, other: FirstTokenSeconds) -> None:
+        self.link += other.link
+        self.restore += other.restore
+        self.prefill += other.prefill
+        self.total += other.total
+
+
+class RestoredRequests:
+    """Sums `FirstTokenSeconds` over resident requests that restored a prefix.
+
+    A request counts at its first token behind the restore, so that all sums are of the same
+    requests; one that ends before it does not count.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = FirstTokenSeconds()
+        self._under_way: dict[SequenceKey, FirstTokenSeconds] = {}
+
+    def add(self, output: StepOutput) -> None:
+        for event in output.restores:
+            if event.brought_tokens and event.is_whole:
+                self._under_way[event.key] = FirstTokenSeconds(
+                    event.link_busy_seconds,
+                    event.compute_busy_seconds,
+                    total=event.restore_seconds,
+                )
+        if self._under_way and output.step is not None:
+            self._add_step(output, output.step)
+        for token in output.tokens:
+            if (done := self._under_way.pop(token.key, None)) is not None:
+                self.seconds.add(done)
+        for finish in output.finishes:
+            self._under_way.pop(finish.key, None)
+
+    def _add_step(self, output: StepOutput, step: StepEvent) -> None:
+        """Add a step to the requests that it prefilled: of its device work their tokens' share."""
+        # A single token that is left is computed like a decode.
+        counts = {event.key: 1 for event in output.tokens}
+        counts |= {event.key: event.token_count for event in output.prefills}
+        for key in self._under_way.keys() & counts.keys():
+            mine = self._under_way[key]
+            mine.prefill += step.times.compute_busy * counts[key] / step.scheduled_tokens
+            mine.total += step.times.seconds
+
+
 class Counters:
     """Totals in bytes, seconds and tokens. Every kind has an entry from the start.
 
     Attributes:
         written, fetched: totals that write-back and the fetcher update.
+        restored: of requests with a restored prefix, the seconds up to their first tokens.
         device_tokens: cached tokens that no restore had to bring.
         cache_tokens: tokens of restores under RESIDENT, of streamed steps under STREAMED.
         drafts: times that a step verified drafts of a sequence, by method.
@@ -112,6 +175,7 @@ class Counters:
         self.prefill_seconds = 0.0
         self.written = WriteTotals()
         self.fetched = FetchTotals()
+        self.restored = RestoredRequests()
         self.cache_tokens = dict.fromkeys(WAYS, 0)
         self.device_tokens = 0
         self.restores = dict.fromkeys(METHODS, 0)
@@ -157,6 +221,7 @@ class Counters:
             self.accepted_tokens[draft.method] += draft.accepted
         for selection in output.selections:
             self.selected += selection.usage
+        self.restored.add(output)
         for event in output.restores:
             self._add_restore(event)
         if output.step is not None:

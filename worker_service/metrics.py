@@ -187,6 +187,11 @@ def _of_cache(counters: Counters) -> Iterable[Reading]:
     yield Reading(metrics.FETCH_SECONDS, counters.fetched.seconds)
     for method, count in counters.restores.items():
         yield Reading(metrics.RESTORES, count, (method.value,))
+    restored = counters.restored.seconds
+    yield Reading(metrics.RESTORED_LINK_SECONDS, restored.link)
+    yield Reading(metrics.RESTORED_DEVICE_SECONDS, restored.restore, ("restore",))
+    yield Reading(metrics.RESTORED_DEVICE_SECONDS, restored.prefill, ("prefill",))
+    yield Reading(metrics.RESTORED_FIRST_TOKEN_SECONDS, restored.total)
     for what in Predicted:
         predicted, measured = counters.predicted_seconds[what], counters.measured_seconds[what]
         yield Reading(metrics.PREDICTED_SECONDS, predicted, (what.value,))

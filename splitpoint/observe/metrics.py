@@ -496,6 +496,21 @@ RESTORES = _worker.counter("restores_total", "Prefixes restored, by method.", "m
 RESTORE_SECONDS = _worker.histogram(
     "restore_seconds", "Duration of restoring one prefix, by method.", TTFT_BUCKETS, "method"
 )
+# All three count a request at its first token, so that quotients are of the same requests.
+RESTORED_LINK_SECONDS = _worker.counter(
+    "restored_link_seconds_total",
+    "Seconds of copies that restored the prefixes of resident requests, up to their first tokens.",
+)
+RESTORED_DEVICE_SECONDS = _worker.counter(
+    "restored_device_seconds_total",
+    "Seconds of the device for the same requests: restore (rebuilding or recomputing the prefix), "
+    "prefill (the tokens behind it).",
+    "work",
+)
+RESTORED_FIRST_TOKEN_SECONDS = _worker.counter(
+    "restored_first_token_seconds_total",
+    "Seconds of the same requests in restores and the steps of these prefills; without the queue.",
+)
 SPLIT_TOKENS = _worker.histogram(
     "split_tokens", "Split point l of restores: the tokens before it are rebuilt.", _TOKEN_BUCKETS
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,28 @@ from splitpoint.errors import FailedPrecondition
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.shapes import ArenaLayout
-from worker_service.counters import Counters, Predicted, StepKind, Traffic, Way
+from worker_service.counters import (
+    Counters,
+    FirstTokenSeconds,
+    Predicted,
+    RestoredRequests,
+    StepKind,
+    Traffic,
+    Way,
+)
 from worker_service.engine.engine import Engine
-from worker_service.engine.messages import StepOutput
-from worker_service.engine.sampling import Sampling
+from worker_service.engine.messages import (
+    FinishEvent,
+    PrefillEvent,
+    RestoreEvent,
+    StepEvent,
+    StepOutput,
+    TokenEvent,
+)
+from worker_service.engine.sampling import Choice, Sampling
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes
-from worker_service.lanes.timeline import LaneTotals
+from worker_service.lanes.timeline import LaneTotals, StepTimes
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure
 
@@ -176,6 +191,104 @@ def test_what_a_lost_restore_copied_has_crossed_the_link_all_the_same(
     assert counters.link_in_bytes[Traffic.KV] == layers * (9 + 3) * case.kv_bytes
     assert counters.cache_tokens[Residency.RESIDENT, Way.LOADED] == 3 * CHUNK
     assert sum(counters.restores.values()) == 1
+
+
+# -- what comes before the first token behind a restore --------------------------------
+
+
+@pytest.mark.parametrize("kind", LANES)
+@pytest.mark.parametrize("split", [0, CHUNK])
+def test_seconds_to_a_first_token_are_those_of_its_restore_and_prefill(
+    case: Case, kind: str, split: int
+) -> None:
+    lanes = LANES[kind]()
+    engine = case.engine(lanes)
+    counters = case.counters_of(engine)
+    # Eleven tokens are new: their first one is that of no other case.
+    first = 2 * list(LANES).index(kind) + (split > 0)
+    prompt = [*LONG[: 4 * CHUNK], first, *PROMPT[:10]]
+    request = admission("a", prompt, Sampling(max_tokens=1, ignore_eos=True))
+    case.runner.run(engine, [replace(request, split_tokens=split)])
+    lanes.close()
+    assert counters.cache_tokens[Residency.RESIDENT, Way.LOADED] == 4 * CHUNK - split
+    found = counters.restored.seconds
+    assert found.link == pytest.approx(counters.link_in_seconds)
+    assert found.restore == pytest.approx(counters.rebuild_seconds)
+    assert found.prefill == pytest.approx(counters.compute_seconds - counters.rebuild_seconds)
+    assert found.total > found.prefill
+    assert found.total >= found.restore + found.prefill
+    if kind.startswith("serial"):
+        assert found.total > found.link + found.restore + found.prefill
+    if "emulated" in kind:
+        assert found.link >= 0.99 * sum(counters.link_in_bytes.values()) / 20e6
+
+
+def test_requests_without_a_restore_have_no_seconds(case: Case) -> None:
+    """Test a new prompt, one that the device holds, and one that stays in the store."""
+    engine = make_engine(case.model, has_activations=True, staging_pages=48, cache_pages=80)
+    counters = case.counters_of(engine)
+    case.runner.run(engine, [admission("new", [7, 8, 9], GREEDY)])
+    case.runner.run(engine, [streamed("streamed", LONG, GREEDY)])
+    assert sum(counters.restores.values()) == 1, "the tail of what is streamed"
+    assert counters.restored.seconds == FirstTokenSeconds()
+    case.runner.run(engine, [admission("restored", LONG, GREEDY)])
+    once = replace(counters.restored.seconds)
+    assert once.prefill > 0, "a single token, computed like a decode"
+    case.runner.run(engine, [admission("held", LONG[: 8 * CHUNK + 1], GREEDY)])
+    assert counters.device_tokens > 0
+    assert counters.restored.seconds == once
+
+
+KEY, OTHER = ("a", 0, 0), ("b", 0, 0)
+RESTORED = RestoreEvent(
+    KEY,
+    64,
+    0,
+    RestoreMethod.LOAD,
+    0.5,
+    link_busy_seconds=0.4,
+    compute_busy_seconds=0.1,
+    loaded_tokens=48,
+    device_tokens=16,
+)
+
+
+def test_a_step_is_shared_by_tokens_and_counts_with_the_first_token() -> None:
+    requests = RestoredRequests()
+    times = StepTimes(0.25, compute_busy=0.2)
+    piece = StepOutput(
+        restores=[RESTORED],
+        prefills=[PrefillEvent(KEY, 6), PrefillEvent(OTHER, 3)],
+        step=StepEvent(times, prefilled_tokens=9, decoded_tokens=1),
+    )
+    requests.add(piece)
+    assert requests.seconds == FirstTokenSeconds(), "it has no token yet"
+    last = StepOutput(
+        tokens=[TokenEvent(KEY, 0, Choice(5))],
+        prefills=[PrefillEvent(KEY, 2)],
+        step=StepEvent(times, prefilled_tokens=2, decoded_tokens=0),
+    )
+    requests.add(last)
+    expected = FirstTokenSeconds(link=0.4, restore=0.1, prefill=0.12 + 0.2, total=0.5 + 0.5)
+    assert _near(requests, expected)
+    # The next token is of a decode.
+    requests.add(replace(last, prefills=[]))
+    assert _near(requests, expected)
+
+
+def _near(requests: RestoredRequests, expected: FirstTokenSeconds) -> bool:
+    return asdict(requests.seconds) == pytest.approx(asdict(expected))
+
+
+def test_what_ends_before_its_first_token_does_not_count() -> None:
+    requests = RestoredRequests()
+    requests.add(StepOutput(restores=[RESTORED]))
+    requests.add(StepOutput(finishes=[FinishEvent(KEY, "cancelled")]))
+    requests.add(StepOutput(tokens=[TokenEvent(KEY, 0, Choice(5))]))
+    # A part of it stays in the store.
+    requests.add(StepOutput(restores=[replace(RESTORED, device_tokens=0)]))
+    requests.add(StepOutput(tokens=[TokenEvent(KEY, 0, Choice(5))]))
+    assert requests.seconds == FirstTokenSeconds()
 
 
 # -- steps ------------------------------------------------------------------------------

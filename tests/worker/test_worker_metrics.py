@@ -146,6 +146,14 @@ async def test_a_scrape_tells_what_a_worker_and_its_store_did(folder: Path, tmp_
         assert after[metrics.LINK_BUSY_SECONDS, {"direction": "out"}] > 0
         assert after[metrics.RESTORES, {"method": "split"}] == 1
         assert after[metrics.RESTORE_SECONDS, {"method": "split"}] == 1
+        copied = after[metrics.LINK_BUSY_SECONDS, {"direction": "in"}]
+        assert copied > 0
+        assert after[metrics.RESTORED_LINK_SECONDS] == pytest.approx(copied)
+        rebuilt = after[metrics.RESTORED_DEVICE_SECONDS, {"work": "restore"}]
+        prefill = after[metrics.RESTORED_DEVICE_SECONDS, {"work": "prefill"}]
+        assert rebuilt > 0
+        assert rebuilt == pytest.approx(after[metrics.RECOMPUTE_SECONDS, {"method": "activations"}])
+        assert after[metrics.RESTORED_FIRST_TOKEN_SECONDS] > rebuilt + prefill > rebuilt
         assert after[metrics.SPLIT_TOKENS] == 1
         labels = {"residency": "resident", "method": "rebuilt"}
         assert after[metrics.CACHE_TOKENS, labels] == 16

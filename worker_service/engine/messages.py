@@ -186,6 +186,11 @@ class RestoreEvent:
     def brought_tokens(self) -> int:
         return self.loaded_tokens + self.rebuilt_tokens + self.recomputed_tokens
 
+    @property
+    def is_whole(self) -> bool:
+        """True unless a part stays in the store, as of a streamed request."""
+        return self.brought_tokens + self.device_tokens >= self.cached_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillEvent:
