@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,26 @@ def fp8_of_blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": codes, "weight_scale_inv": scales}, codes.float() * scale
 
 
+# The sizes of E2M1, and inputs that share a power of 2.
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_MX_GROUP = 32
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Two codes in a byte, the first in the lower bits; a sign is the highest bit of each."""
+    groups = weight.reshape(len(weight), -1, _MX_GROUP)
+    powers = groups.abs().amax(dim=2).log2().floor() - 2
+    scaled = groups / powers.exp2()[..., None]
+    codes = (scaled.abs()[..., None] - _E2M1).abs().argmin(dim=-1)
+    made = _E2M1[codes] * scaled.sign() * powers.exp2()[..., None]
+    codes = (codes + 8 * (scaled < 0)).to(torch.uint8)
+    stored = {
+        "_blocks": codes[..., ::2] | codes[..., 1::2] << 4,
+        "_scales": (powers + 127).to(torch.uint8),
+    }
+    return stored, made.view(weight.shape)
+
+
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
@@ -169,6 +190,30 @@ FORMS: dict[str, tuple[Form, dict[str, Any]]] = {
     "fp8 of a tensor": (fp8_of_tensor, {"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8 of blocks": (fp8_of_blocks, {"quant_method": "fp8", "weight_block_size": [48, 32]}),
 }
+# Of experts alone: all of a kind are one tensor.
+MXFP4 = "mxfp4"
+_PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+_EXPERTS_ALONE: dict[str, tuple[Form, dict[str, Any]]] = {
+    MXFP4: (mxfp4, {"quant_method": MXFP4, "modules_to_not_convert": _PLAIN})
+}
+# One expert's matrix in a checkpoint, and its place in what the model has of gate and up.
+_EXPERT = re.compile(r"layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight$")
+_PLACES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
+
+
+def _expert_matrix(decoder: Any, name: str) -> torch.Tensor | None:
+    """Return the part of the model that is stored by this name; None if it is of no expert."""
+    found = _EXPERT.search(name)
+    if found is None:
+        return None
+    layer, expert, kind = found.groups()
+    modules = decoder.layers[int(layer)].modules()
+    experts: Any = next(each for each in modules if hasattr(each, "is_transposed"))
+    if kind not in _PLACES:
+        matrix: torch.Tensor = experts.down_proj[int(expert)]
+        return matrix
+    both: torch.Tensor = experts.gate_up_proj[int(expert)]
+    return both.chunk(2)[_PLACES[kind]]
 
 
 def quantized_model(
@@ -178,10 +223,10 @@ def quantized_model(
 
     `with_head`: the head, too, which the configuration must then say.
     """
-    make, config = FORMS[form]
+    make, config = {**FORMS, **_EXPERTS_ALONE}[form]
     model = small_model(family, **changes)
     write(model, folder)
-    tensors = {}
+    tensors: Tensors = {}
     untyped: Any = model
     decoder: torch.nn.Module = untyped.get_decoder()
     # By names below the decoder: what reads images has a checkpoint with other names above.
@@ -194,7 +239,12 @@ def quantized_model(
         linears["lm_head.weight"] = untyped.lm_head.weight
     with torch.no_grad():
         for name, tensor in load_file(folder / "model.safetensors").items():
+            if form == MXFP4:
+                tensors |= _of_all_experts(make, decoder, name, tensor)
+                continue
             linear = linears.get(name[max(0, name.find("layers.")) :])
+            if linear is None:
+                linear = _expert_matrix(decoder, name)
             if linear is None or "vision" in name:
                 tensors[name] = tensor
                 continue
@@ -207,3 +257,16 @@ def quantized_model(
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
     return model
+
+
+def _of_all_experts(make: Form, decoder: Any, name: str, tensor: torch.Tensor) -> Tensors:
+    """Return what is stored of a tensor; it is quantised if it is the matrices of all experts."""
+    if tensor.dim() != 3:
+        return {name: tensor}
+    model = decoder.get_parameter(name[name.find("layers.") :])
+    parts = []
+    for expert, matrix in enumerate(tensor):
+        stored, made = make(matrix.T)
+        model[expert].copy_(made.T)
+        parts.append(stored)
+    return {f"{name}{part}": torch.stack([each[part] for each in parts]) for part in parts[0]}

@@ -1,8 +1,8 @@
-"""How the linear layers of a quantised checkpoint are stored, by its `quantization_config`.
+"""How the matrices of a quantised checkpoint are stored, by its `quantization_config`.
 
-Three kinds are read: codes of 4 bits with a scale and a zero for each group of inputs (GPTQ, AWQ,
+Four kinds are read: codes of 4 bits with a scale and a zero for each group of inputs (GPTQ, AWQ,
 and pack-quantized of compressed-tensors), int8 with a scale for each output (its int-quantized),
-and FP8. All other formats are refused by name.
+MXFP4 of experts (gpt-oss), and FP8. All other formats are refused by name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from splitpoint.shapes import ModelShape, WeightFormat
 
 _FIELD = "quantization_config"
 _HEAD = "lm_head"
+_EXPERTS = ".experts."
 # Bytes of a scale and a zero, as they are held.
 GROUP_BYTES = 5
+# MXFP4: inputs that share a scale, and its bytes (OCP Microscaling Formats 1.0, 5.3.3).
+MXFP4_GROUP = 32
+MXFP4_GROUP_BYTES = 1
 # Codes of int4 in a word; a group has a multiple of them.
 INT4_IN_WORD = 8
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
@@ -36,6 +40,7 @@ class Stored(Enum):
     PACKED = "compressed-tensors int4"
     INT8 = "compressed-tensors int8"
     FP8 = "FP8"
+    MXFP4 = "MXFP4"
 
 
 _COMPRESSED = {
@@ -48,7 +53,7 @@ _COMPRESSED = {
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How linear layers are stored.
+    """How matrices are stored.
 
     Attributes:
         group: inputs that share a scale; 0: all of a matrix.
@@ -73,18 +78,25 @@ class Quantization:
         return f"{self.stored.value}{group}{'' if self.holds_codes else ', held dequantised'}"
 
     def covers(self, module: str) -> bool:
-        """Return whether the linear layer of this name is stored in the format."""
-        return self.holds_codes and not any(_is_ignored(module, each) for each in self.ignored)
+        """Return whether the matrix of this name is stored in the format, and held so."""
+        if self.stored is Stored.MXFP4 and _EXPERTS not in module:
+            return False
+        return self.holds_codes and not self.ignores(module)
+
+    def ignores(self, module: str) -> bool:
+        """Return whether the configuration says that the matrix of this name is stored as usual."""
+        return any(_is_ignored(module, each) for each in self.ignored)
 
     @property
     def element_bytes(self) -> float:
         """Bytes of an element that is held as a code, without padding and scales of whole rows."""
         size = 1.0 if self.stored is Stored.INT8 else 0.5
-        return size + (GROUP_BYTES / self.group if self.group else 0)
+        beside = MXFP4_GROUP_BYTES if self.stored is Stored.MXFP4 else GROUP_BYTES
+        return size + (beside / self.group if self.group else 0)
 
     def held_bytes(self, shape: ModelShape) -> int | None:
         """Return the bytes of all weights, without padding; None: as the shape's type says."""
-        if not self.holds_codes:
+        if not self.holds_codes or self.stored is Stored.MXFP4:
             return None
         size = self.element_bytes
         own = shape.query_parameters + shape.hidden_size * shape.kv_width
@@ -111,6 +123,9 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
         return _awq(given)
     if method == "compressed-tensors":
         return _compressed(given)
+    if method == "mxfp4":
+        ignored = _names(method, given, "modules_to_not_convert")
+        return Quantization(Stored.MXFP4, MXFP4_GROUP, ignored=ignored)
     if method in _FP8_METHODS:
         _require(method, given, "fmt", None, "e4m3", "float8_e4m3fn")
         block = given.get("weight_block_size")

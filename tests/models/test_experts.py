@@ -17,7 +17,8 @@ from splitpoint.host.processor import compiler
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST
 from splitpoint.shapes import DataType, WeightFormat
 from worker_service.kernels.choice import by_flags, use
-from worker_service.model.experts import ExpertMatrices, RouterWeight, use_own_experts
+from worker_service.kernels.panel_gemm import Gating, Operation
+from worker_service.model.experts import ExpertMatrices, RouterWeight, gating_of, use_own_experts
 from worker_service.model.own_parts import use_own_parts
 from worker_service.numerics.self_check import dependence
 from worker_service.startup.model_source import source_of
@@ -52,7 +53,10 @@ def test_experts_are_invariant(family: str, data_type: DataType, tmp_path: Path)
     assert 0 <= held_bytes(model) - model.weight_bytes <= 512
 
 
-@pytest.mark.parametrize("layout", ["plain", "packed"])
+NO_COMPILER = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+
+
+@pytest.mark.parametrize("layout", ["plain", "packed", pytest.param("panels", marks=NO_COMPILER)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_only_chosen_experts_are_read(family: str, layout: str) -> None:
     """With gates and without, with biases, transposed: as transformers computes it."""
@@ -70,6 +74,20 @@ def test_only_chosen_experts_are_read(family: str, layout: str) -> None:
         use_own_experts(model)
         found = experts(rows, chosen, shares)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "known"),
+    [
+        ("qwen3_moe", (Gating(Operation.SILU), False)),
+        ("gpt_oss", (Gating(Operation.SILU, 1.702, 7.0, 1.0), True)),
+        ("minimax_m3_vl_text", (Gating(Operation.SILU, 1.702, 7.0, 1.0), False)),
+        ("nemotron_h", None),  # a square, which our kernel has not
+    ],
+)
+def test_what_experts_do_between_products_is_known(family: str, known: object) -> None:
+    modules = small_model(family).modules()
+    assert gating_of(next(each for each in modules if hasattr(each, "is_transposed"))) == known
 
 
 def test_a_router_is_computed_in_the_type_it_asks_for() -> None:

@@ -31,6 +31,7 @@ from splitpoint_cli.stack.plan import plan_stack
 from worker_service.engine.sampling import Sampling
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.model.attention import prefill_alone
+from worker_service.model.experts import ExpertMatrices
 from worker_service.model.model import Model
 from worker_service.numerics.self_check import dependence
 from worker_service.startup.model_source import source_of
@@ -89,7 +90,8 @@ def say(folder: Path, **changes: Any) -> None:
 
 def logits_of(model: Model, ids: torch.Tensor) -> torch.Tensor:
     def attend(_: int, layer: Any, _inputs: Any, *heads: torch.Tensor) -> torch.Tensor:
-        return prefill_alone(*heads, window=layer.window, scale=layer.scale, cap=layer.cap)
+        how = {"window": layer.window, "scale": layer.scale, "cap": layer.cap}
+        return prefill_alone(*heads, **how, sinks=layer.sinks)
 
     with torch.inference_mode():
         return model.logits(model.run(ids, torch.arange(len(ids)), attend))
@@ -111,9 +113,40 @@ def test_logits_are_those_of_the_dequantised_model(
     assert float((near - wanted).abs().max()) < 0.03 * largest
 
 
+EXPERTS = [
+    *(("gptq", "qwen3_moe"), ("awq", "mixtral"), ("packed with zeros", "qwen3_moe")),
+    *(("int8", "qwen3_moe"), ("fp8 of blocks", "qwen3_moe"), ("mxfp4", "gpt_oss")),
+]
+
+
+@pytest.mark.parametrize(("form", "family"), EXPERTS)
+def test_experts_are_those_of_the_dequantised_model(form: str, family: str, tmp_path: Path) -> None:
+    """In bfloat16 a row may choose other experts."""
+    exact = quantized_model(family, form, tmp_path)
+    ids = torch.randint(3, 500, (20,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted = exact(ids[None]).logits[0]
+    is_uniform = form not in ("mxfp4", "int8")
+    found = logits_of(load(tmp_path, ModelBackend.AUTO, is_uniform=is_uniform), ids)
+    assert float((found - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+    model: Any = load(tmp_path, ModelBackend.AUTO, DataType.BFLOAT16, is_uniform=is_uniform)
+    off = (logits_of(model, ids) - wanted).abs().amax(dim=1)
+    assert float(off.median()) < 0.03 * float(wanted.abs().max())
+    # Codes are not held in another form.
+    held = {
+        each.weight.dtype
+        for module in model._divided.model.modules()
+        if isinstance(module, ExpertMatrices)
+        for each in module.matrices
+    }
+    kinds = {"int8": torch.int8, "fp8 of blocks": torch.bfloat16, "mxfp4": torch.float4_e2m1fn_x2}
+    assert held == {kinds.get(form, torch.uint8)}
+
+
 @pytest.mark.parametrize(
     ("form", "family"),
     [
+        *(("gptq", "qwen3_moe"), ("awq", "mixtral"), ("mxfp4", "gpt_oss")),
         *(("gptq", "llama"), ("awq", "qwen3"), ("int8", "qwen2"), ("awq", "granite")),
         # The text part of what reads images: its checkpoint has other names than the model.
         *(("awq", "qwen2_5_vl"), ("gptq", "gemma3")),
@@ -137,9 +170,17 @@ def test_tokens_are_those_of_the_dequantised_model_restored_or_not(
             assert found == wanted, (split, residency)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_numerics_are_invariant(backend: ModelBackend, tmp_path: Path) -> None:
-    quantized_model("llama", "awq", tmp_path)
+@pytest.mark.parametrize(
+    ("form", "family", "backend"),
+    [
+        *(("awq", "llama", each) for each in BACKENDS),
+        *(("gptq", "qwen3_moe", ModelBackend.AUTO), ("mxfp4", "gpt_oss", ModelBackend.AUTO)),
+    ],
+)
+def test_numerics_are_invariant(
+    form: str, family: str, backend: ModelBackend, tmp_path: Path
+) -> None:
+    quantized_model(family, form, tmp_path)
     assert dependence(load(tmp_path, backend, DataType.BFLOAT16), 16) is None
 
 
@@ -293,13 +334,62 @@ def test_inputs_in_another_order_are_refused(backend: ModelBackend, tmp_path: Pa
         load(tmp_path, backend)
 
 
-def test_experts_that_are_quantised_are_refused(tmp_path: Path) -> None:
-    folder = write(small_model("qwen3_moe"), tmp_path)
+@pytest.mark.parametrize(
+    ("family", "form", "told"),
+    [
+        # Transposed, and of no interface.
+        ("aria_text", "gptq", "experts stored as GPTQ int4"),
+        ("llama4_text", "fp8 of blocks", "experts stored as FP8"),
+        ("qwen3_moe", "mxfp4", "experts stored as MXFP4"),
+    ],
+)
+def test_experts_that_are_stored_otherwise_are_refused(
+    family: str, form: str, told: str, tmp_path: Path
+) -> None:
+    folder = write(small_model(family), tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = FORMS["fp8 of blocks"][1]
+    config["quantization_config"] = {"quant_method": "mxfp4"} if form == "mxfp4" else FORMS[form][1]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidArgument, match="experts stored as FP8"):
+    with pytest.raises(InvalidArgument, match=told):
         source_of(folder)
+
+
+def test_experts_that_are_not_stored_one_by_one_are_refused(tmp_path: Path) -> None:
+    """Nothing would be known of their scales."""
+    quantized_model("qwen3_moe", "fp8 of blocks", tmp_path)
+    tensors = stored(tmp_path)
+    for name in [each for each in tensors if "down_proj.weight_scale_inv" in each]:
+        tensors[name.replace("weight_scale_inv", "other_scale")] = tensors.pop(name)
+    store(tmp_path, tensors)
+    with pytest.raises(InvalidArgument, match="down_proj is not stored as FP8"):
+        load(tmp_path, ModelBackend.AUTO)
+
+
+@pytest.mark.parametrize(
+    ("form", "family", "part", "told"),
+    [
+        ("gptq", "qwen3_moe", "experts.2.up_proj.qweight", "is not 4 times"),
+        ("mxfp4", "gpt_oss", "experts.down_proj_scales", "no weights .*down_proj_scales"),
+    ],
+)
+def test_experts_of_which_parts_are_missing(
+    form: str, family: str, part: str, told: str, tmp_path: Path
+) -> None:
+    quantized_model(family, form, tmp_path)
+    tensors = stored(tmp_path)
+    del tensors[next(each for each in tensors if each.endswith(part))]
+    store(tmp_path, tensors)
+    with pytest.raises(InvalidArgument, match=told):
+        load(tmp_path, ModelBackend.AUTO)
+
+
+def test_blocks_that_are_no_mxfp4(tmp_path: Path) -> None:
+    quantized_model("gpt_oss", "mxfp4", tmp_path)
+    tensors = stored(tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    store(tmp_path, {**tensors, name: tensors[name][:, :, :-1].contiguous()})
+    with pytest.raises(InvalidArgument, match=r"down_proj: blocks \[4, 64, 4, 16\], scales"):
+        load(tmp_path, ModelBackend.AUTO)
 
 
 GPTQ: dict[str, Any] = FORMS["gptq"][1]
@@ -316,7 +406,7 @@ def fp8_in(strategy: str) -> dict[str, Any]:
     ("given", "told"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "runs on GPUs only"),
-        ({"quant_method": "mxfp4"}, "weights quantized by 'mxfp4' are not read"),
+        ({"quant_method": "quark"}, "weights quantized by 'quark' are not read"),
         ({"bits": 4}, "weights quantized by None"),
         ({**GPTQ, "bits": 8}, "gptq with bits = 8"),
         ({**GPTQ, "desc_act": True}, "gptq with desc_act = True"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from splitpoint.checkpoint.quantized import INT4_IN_WORD, Quantization, Stored
+from splitpoint.checkpoint.quantized import INT4_IN_WORD, MXFP4_GROUP, Quantization, Stored
 from splitpoint.errors import InvalidArgument
 
 # What is stored of a matrix; the first of these that is there says how.
@@ -18,8 +18,13 @@ PARTS = (
     # Of activations, which are not rounded here.
     *("input_scale", "output_scale"),
 )
+# What a name of MXFP4 adds to that of a tensor of all experts: codes and scales.
+MXFP4_PARTS = ("_blocks", "_scales")
 # How the names end of which a quantised matrix has one.
 STORED = tuple(f".{each}" for each in (*INT4_PARTS, *SCALES))
+# Of MXFP4: what the codes stand for, and the exponent of 1.
+_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+_E8M0_BIAS = 127
 FP8 = torch.float8_e4m3fn
 # The outputs of an AWQ word, from its lowest bits on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -27,22 +32,24 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """A matrix `[out, in]` of `scale * (code - zero)`.
+    """A matrix `[out, in]` of `scale * (code - zero)`, or of MXFP4.
 
     Attributes:
         codes: int8 `[out, in]`; or int32 `[out, in / 8]` with 8 codes from 0 to 15 in each word,
             the first in the lowest bits.
-        scales: fp32 `[out, groups]`, of `group` inputs each, the last one of the rest.
-        zeros: int8 `[out, groups]`.
+        scales: fp32 `[out, groups]`, each of `group` inputs, the last one of the rest.
+        zeros: int8 `[out, groups]`; None: MXFP4, whose codes are of E2M1, and scales uint8: the
+            exponents of powers of 2, 127 for 1 (OCP Microscaling Formats 1.0, 5.3.3 and 5.4.1).
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
-    zeros: torch.Tensor
+    zeros: torch.Tensor | None
     group: int
 
     @property
     def is_int4(self) -> bool:
+        """True if a code has 4 bits."""
         return self.codes.dtype == torch.int32
 
     @property
@@ -54,7 +61,15 @@ class Codes:
         """Return the matrix, fp32 `[out, in]`."""
         codes = _unpacked(self.codes) if self.is_int4 else self.codes
         places = torch.arange(codes.shape[1]) // self.group
+        if self.zeros is None:
+            powers = (self.scales.to(torch.int32) - _E8M0_BIAS)[:, places]
+            return torch.ldexp(torch.tensor(_E2M1)[codes.to(torch.int64)], powers)
         return (codes - self.zeros[:, places]).to(torch.float32).mul_(self.scales[:, places])
+
+    def of_outputs(self, which: slice) -> Codes:
+        """Return the matrix of some outputs."""
+        zeros = None if self.zeros is None else self.zeros[which]
+        return Codes(self.codes[which], self.scales[which], zeros, self.group)
 
 
 def stacked(parts: Sequence[torch.Tensor | Codes], dtype: torch.dtype) -> torch.Tensor | Codes:
@@ -67,7 +82,8 @@ def stacked(parts: Sequence[torch.Tensor | Codes], dtype: torch.dtype) -> torch.
         if len(alike) == len(parts) and len({each.codes.dtype for each in alike}) == 1:
             codes = torch.cat([each.codes for each in alike])
             scales = torch.cat([each.scales for each in alike])
-            return Codes(codes, scales, torch.cat([each.zeros for each in alike]), first.group)
+            zeros = [each.zeros for each in alike if each.zeros is not None]
+            return Codes(codes, scales, torch.cat(zeros), first.group)
     plain = (each.dequantized().to(dtype) if isinstance(each, Codes) else each for each in parts)
     return torch.cat([*plain])
 
@@ -125,6 +141,17 @@ def _grouped(
                 "or another group_size)"
             )
     return _checked(module, words.T, scales, zeros.T, how.group)
+
+
+def read_mxfp4(module: str, get: Callable[[str], torch.Tensor]) -> list[Codes]:
+    """Return the matrices of all experts. Raises InvalidArgument for what is not stored so."""
+    blocks, scales = get(f"{module}_blocks"), get(f"{module}_scales")
+    if {blocks.dtype, scales.dtype} != {torch.uint8} or blocks.shape[:-1] != scales.shape:
+        raise bad_checkpoint(f"{module}: blocks {list(blocks.shape)}, scales {list(scales.shape)}")
+    if blocks.dim() != 4 or blocks.shape[-1] * 2 != MXFP4_GROUP:
+        raise bad_checkpoint(f"{module}_blocks is {list(blocks.shape)}, not of {MXFP4_GROUP} codes")
+    words = blocks.flatten(2).contiguous().view(torch.int32)
+    return [Codes(*each, None, MXFP4_GROUP) for each in zip(words, scales, strict=True)]
 
 
 def _checked(

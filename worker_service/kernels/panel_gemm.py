@@ -1,4 +1,4 @@
-"""Products with matrices in panels, of any number of rows, on a CPU: `panel_gemm.cpp`.
+"""Products with matrices in panels, and experts of them, on a CPU: `panel_gemm.cpp`.
 
 Measured on 2 AVX-512 cores with OPT-125M's matrices beside oneDNN's blocks: 0.5 to 0.8 of the
 time at 1 to 8 rows, 1.0 at 512. An output depends on its own row alone, to the last bit.
@@ -7,6 +7,9 @@ time at 1 to 8 rows, 1.0 at 512. An output depends on its own row alone, to the 
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from math import prod
@@ -14,11 +17,13 @@ from math import prod
 import torch
 from torch.nn import functional
 
-from splitpoint.checkpoint.quantized import GROUP_BYTES, INT4_IN_WORD
+from splitpoint.checkpoint.quantized import GROUP_BYTES, INT4_IN_WORD, MXFP4_GROUP_BYTES
 from worker_service.device.copies import large_zeros
 from worker_service.kernels.compiled import ELEMENTS, LANES, content, load
 
-_POINTERS = ("rows", "weights", "scales", "bias", "other", "outputs", "packed", "group_sums")
+_POINTERS = (
+    *("rows", "places", "weights", "scales", "bias", "other", "outputs", "packed", "group_sums"),
+)
 _COUNTS = ("row_stride", "other_stride", "row_count", "in_features", "out_features", "group")
 
 
@@ -28,9 +33,11 @@ class Kind(IntEnum):
     SAME = 0
     INT8 = 1
     INT4 = 2
+    MXFP4 = 3
 
 
-_KINDS = {torch.int8: Kind.INT8, torch.uint8: Kind.INT4}
+# The types of panels tell them.
+_KINDS = {torch.int8: Kind.INT8, torch.uint8: Kind.INT4, torch.float4_e2m1fn_x2: Kind.MXFP4}
 
 
 class Operation(IntEnum):
@@ -49,6 +56,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _COUNTS),
         *((name, ctypes.c_int32) for name in ("operation", "threads")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "offset")),
     )
 
 
@@ -64,18 +72,14 @@ def multiply(
     """Return `[N, out]` for rows `[N, in]` and the panels of a matrix `[out, in]`.
 
     Sums are fp32; the result, with bias and operation, is rounded once. `other`: `[N, out]`.
-    `panels`: of `packed`, `packed_int8`, or `packed_int4` with its `group`.
+    `panels`: of `packed`, `packed_int8`, or `packed_in_groups` with its `group`.
     Raises ValueError unless all else is of one type, and as many elements as the shapes say.
     """
     kind = _KINDS.get(panels.dtype, Kind.SAME)
     given = [rows, *(each for each in (bias, other) if each is not None)]
     if kind is Kind.SAME:
         given.append(panels)
-    shape = (out_features, rows.shape[1])
-    if kind is Kind.INT4:
-        size = packed_int4_bytes(*shape, group)
-    else:
-        size = (packed_int8_bytes if kind is Kind.INT8 else packed_bytes)(*shape, rows.dtype)
+    size = _bytes_of(kind, (out_features, rows.shape[1]), group, rows.dtype)
     if len({each.dtype for each in given}) > 1 or panels.nbytes != size:
         raise ValueError(f"panels of {panels.dtype} are not those of rows {tuple(rows.shape)}")
     check_beside(rows, out_features, bias, operation, other)
@@ -96,15 +100,145 @@ def multiply(
         pair = _panel(rows.dtype, kind)[1]
         scales = panels.data_ptr() + prod(_padded(out_features, in_features, pair))
     call = _Call(
-        *(rows.data_ptr(), panels.data_ptr(), scales),
+        *(rows.data_ptr(), None, panels.data_ptr(), scales),
         *(None if each is None else each.data_ptr() for each in (bias, other)),
         *(outputs.data_ptr(), packed.data_ptr(), None if sums is None else sums.data_ptr()),
         *(rows.stride(0), 0 if other is None else other.stride(0)),
         *(count, in_features, out_features, group, operation, torch.get_num_threads()),
     )
     if _library(rows.dtype, kind).multiply(ctypes.byref(call)):
-        raise MemoryError("there is no memory for the weights that a thread unpacks")
+        raise MemoryError(_NO_MEMORY)
     return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """What is multiplied with an expert's last matrix, of its products `gate` and `up`.
+
+    `operation(gate) * up`; without a gate `operation(up)`. SILU may be clamped: with gate at most
+    `limit`, and up within it, `gate / (1 + e^(-alpha gate)) * (up + offset)`.
+    """
+
+    operation: Operation
+    alpha: float = 1.0
+    limit: float = math.inf
+    offset: float = 0.0
+
+    @property
+    def operations(self) -> tuple[int, int]:
+        """The kernel's numbers of what is done with gate, or without one with up; and with up."""
+        if (self.alpha, self.limit, self.offset) == (1.0, math.inf, 0.0):
+            return self.operation, Operation.MULTIPLY
+        return _CLAMPED_SILU, _CLAMPED_MULTIPLY
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PanelTable:
+    """The panels of one matrix `[out, in]` of each expert; they are held elsewhere.
+
+    Attributes:
+        dtype: of rows.
+        addresses: int64 `[experts]`.
+        bias: `[experts, out]`; None: none.
+    """
+
+    dtype: torch.dtype
+    kind: Kind
+    shape: tuple[int, int]
+    group: int
+    addresses: torch.Tensor
+    bias: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        panels: Sequence[torch.Tensor],
+        shape: tuple[int, int],
+        group: int,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None,
+    ) -> PanelTable:
+        """Take panels for rows of this type. Raises ValueError unless all are of this shape."""
+        kind = _KINDS.get(panels[0].dtype, Kind.SAME)
+        held = dtype if kind is Kind.SAME else panels[0].dtype
+        size = _bytes_of(kind, shape, group, dtype)
+        if {(each.dtype, each.nbytes) for each in panels} != {(held, size)}:
+            raise ValueError(f"the panels of experts are not all of {shape}")
+        if bias is not None and (bias.dtype != dtype or bias.shape != (len(panels), shape[0])):
+            raise ValueError(f"a bias {tuple(bias.shape)} is not one of {len(panels)} experts")
+        bias = None if bias is None else bias.contiguous()
+        addresses = torch.tensor([each.data_ptr() for each in panels])
+        return cls(dtype, kind, shape, group, addresses, bias)
+
+
+class _ExpertsCall(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "chosen", "shares")),
+        *((name, ctypes.c_void_p) for name in ("gates", "ups", "downs")),
+        *((name, ctypes.c_void_p) for name in ("gate_bias", "up_bias", "down_bias", "outputs")),
+        *((name, ctypes.c_int64) for name in ("row_stride", "row_count", "each", "experts")),
+        *((name, ctypes.c_int64) for name in ("in_features", "inner_features")),
+        *((name, ctypes.c_int64) for name in ("group", "inner_group")),
+        *((name, ctypes.c_int32) for name in ("first_operation", "second_operation", "threads")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "offset")),
+    )
+
+
+def experts(
+    rows: torch.Tensor,
+    chosen: torch.Tensor,
+    shares: torch.Tensor,
+    gating: Gating,
+    gates: PanelTable | None,
+    ups: PanelTable,
+    downs: PanelTable,
+) -> torch.Tensor:
+    """Return the sum `[N, h]` of what each row's experts make of it, in one call.
+
+    A chosen expert's weights are read once. Sums are fp32; what the first operation, the gating and
+    an expert return is rounded to the rows' type. Results times `shares` are added in the row's
+    order of experts, in fp32. `chosen`, `shares`: `[N, k]`. Raises IndexError (no such expert).
+    """
+    count, in_features = rows.shape
+    tables = [each for each in (gates, ups, downs) if each is not None]
+    inner = ups.shape[0]
+    wanted = [(inner, in_features)] * (len(tables) - 1) + [(in_features, inner)]
+    kinds = {(each.kind, each.dtype) for each in tables}
+    has_groups = gates is None or gates.group == ups.group
+    is_fit = [each.shape for each in tables] == wanted and kinds == {(ups.kind, rows.dtype)}
+    if not is_fit or not has_groups:
+        raise ValueError(f"the matrices of experts do not fit rows {tuple(rows.shape)}")
+    if chosen.shape != shares.shape or len(chosen) != count:
+        raise ValueError(f"{tuple(chosen.shape)} experts do not go with {count} rows")
+    outputs = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    if not chosen.numel():
+        return outputs.zero_()
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    chosen, shares = chosen.to(torch.int64).contiguous(), shares.to(torch.float32).contiguous()
+    call = _ExpertsCall(
+        *(each.data_ptr() for each in (rows, chosen, shares)),
+        *(None if each is None else each.addresses.data_ptr() for each in (gates, ups, downs)),
+        *(
+            None if each is None or each.bias is None else each.bias.data_ptr()
+            for each in (gates, ups, downs)
+        ),
+        *(outputs.data_ptr(), rows.stride(0), count, chosen.shape[1], len(ups.addresses)),
+        *(in_features, inner, ups.group, downs.group, *gating.operations),
+        *(torch.get_num_threads(), gating.alpha, gating.limit, gating.offset),
+    )
+    failed = _library(rows.dtype, ups.kind).experts(ctypes.byref(call))
+    if failed == _NO_EXPERT:
+        raise IndexError(f"there are {len(ups.addresses)} experts, and another one is chosen")
+    if failed:
+        raise MemoryError(_NO_MEMORY)
+    return outputs
+
+
+# Operations of experts alone. What the kernel returns, and what else it may lack.
+_CLAMPED_SILU, _CLAMPED_MULTIPLY = 6, 7
+_NO_EXPERT = 2
+_NO_MEMORY = "there is no memory for what a product needs beside its results"
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
@@ -133,21 +267,27 @@ def packed_int8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     return panels
 
 
-def packed_int4(
-    words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group: int, dtype: torch.dtype
+def packed_in_groups(
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the panels of `scales * (codes - zeros)`, for rows of this type: uint8, flat.
+    """Return the panels of `scales * (codes - zeros)`, for rows of this type: flat bytes.
 
     Codes are from 0 to 15, those of 8 inputs in each of `words`, int32 `[out, in / 8]`, the
     first in the lowest bits. Scales, fp32, and zeros, int8, are `[out, groups]`: each group has
-    `group` inputs, a multiple of 8, and the last one the rest.
+    `group` inputs, a multiple of 8, and the last one the rest. Without zeros it is MXFP4, and
+    scales are the bytes of the format.
     """
-    columns, _ = _panel(dtype, Kind.INT4)
+    kind = Kind.MXFP4 if zeros is None else Kind.INT4
+    columns, _ = _panel(dtype, kind)
     rows, width = _padded(len(words), 1, 1)[0], words.shape[1] * INT4_IN_WORD
-    column_bytes = packed_int4_bytes(1, width, group) // LANES
+    column_bytes = packed_in_groups_bytes(1, width, group, kind) // LANES
     panels = large_zeros(rows * column_bytes)
-    missing = (0, 0, 0, rows - len(words))
-    words, scales, zeros = (functional.pad(each, missing) for each in (words, scales, zeros))
+    parts = [scales, *(() if zeros is None else (zeros,))]
+    words, *parts = (functional.pad(each, (0, 0, 0, rows - len(each))) for each in (words, *parts))
     whole = rows // columns * columns
     for first, last, side in ((0, whole, columns), (whole, rows, rows - whole)):
         if first == last:
@@ -156,12 +296,12 @@ def packed_int4(
         at, count = 0, group // INT4_IN_WORD
         for place in range(scales.shape[1]):
             own = words[first:last, place * count : (place + 1) * count]
-            for held in (scales[first:last, place, None], zeros[first:last, place, None], own):
+            for held in (*(each[first:last, place, None] for each in parts), own):
                 part = held.reshape(len(target), side, -1).transpose(1, 2).contiguous()
                 part = part.view(len(target), -1).view(torch.uint8)
                 target[:, at : at + part.shape[1]] = part
                 at += part.shape[1]
-    return panels
+    return panels if zeros is not None else panels.view(torch.float4_e2m1fn_x2)
 
 
 def _fill(panels: torch.Tensor, weight: torch.Tensor, columns: int, pair: int) -> None:
@@ -186,10 +326,19 @@ def packed_int8_bytes(out_features: int, in_features: int, dtype: torch.dtype) -
     return rows * (depth + torch.float32.itemsize)
 
 
-def packed_int4_bytes(out_features: int, in_features: int, group: int) -> int:
-    """Return the bytes of `packed_int4` for this shape."""
+def packed_in_groups_bytes(
+    out_features: int, in_features: int, group: int, kind: Kind = Kind.INT4
+) -> int:
+    """Return the bytes of `packed_in_groups` for this shape."""
     groups = -(-in_features // group)
-    return _padded(out_features, 1, 1)[0] * (groups * GROUP_BYTES + in_features // 2)
+    scales = groups * (GROUP_BYTES if kind is Kind.INT4 else MXFP4_GROUP_BYTES)
+    return _padded(out_features, 1, 1)[0] * (scales + in_features // 2)
+
+
+def _bytes_of(kind: Kind, shape: tuple[int, int], group: int, dtype: torch.dtype) -> int:
+    if kind in (Kind.INT4, Kind.MXFP4):
+        return packed_in_groups_bytes(*shape, group, kind)
+    return (packed_int8_bytes if kind is Kind.INT8 else packed_bytes)(*shape, dtype)
 
 
 def check_beside(
@@ -240,4 +389,6 @@ def _library(dtype: torch.dtype, kind: Kind = Kind.SAME) -> ctypes.CDLL:
     library = load("panel_gemm.cpp", {"ELEMENT": ELEMENTS[dtype], "WEIGHT": int(kind)})
     library.multiply.argtypes = [ctypes.POINTER(_Call)]
     library.multiply.restype = ctypes.c_int32
+    library.experts.argtypes = [ctypes.POINTER(_ExpertsCall)]
+    library.experts.restype = ctypes.c_int32
     return library

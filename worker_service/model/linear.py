@@ -25,7 +25,7 @@ _FEW_ROWS = 16
 # Padded counts for each doubling: at most an eighth of the rows is padding.
 _COUNTS_PER_DOUBLING = 8
 _GELU_FACTOR = math.sqrt(2 / math.pi)
-_OPERATIONS = {
+OPERATIONS = {
     None: Operation.NONE,
     Activation.RELU: Operation.RELU,
     Activation.SILU: Operation.SILU,
@@ -125,7 +125,7 @@ class Linear:
     def __call__(self, rows: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
         """Map `[N, in]` to `[N, out]`."""
         if self._is_fused:
-            return self._fused(rows, _OPERATIONS[activation])
+            return self._fused(rows, OPERATIONS[activation])
         counts = row_counts(self._matrix.out_features, rows.shape[1])
         if self._layout is Layout.PACKED:
             if counts is not None:

@@ -17,9 +17,11 @@ from transformers.pytorch_utils import Conv1D
 
 from splitpoint.checkpoint.decoder import Activation, Norm
 from worker_service.checkpoint.quantized import Codes
-from worker_service.model.experts import use_own_experts
+from worker_service.kernels.choice import Layout
+from worker_service.kernels.panel_gemm import Gating
+from worker_service.model.experts import ExpertMatrices, in_one_call, use_own_experts
 from worker_service.model.layer import NormWeights
-from worker_service.model.linear import Linear, apart, by_element
+from worker_service.model.linear import OPERATIONS, Linear, apart, by_element
 from worker_service.weights.packing import Matrix
 
 
@@ -154,7 +156,7 @@ def _own_gated(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | No
         wanted, found = (torch.where(is_finite, each, 0).flatten(1) for each in (wanted, found))
         off, largest = (each.abs().amax(dim=1) for each in (found - wanted, wanted))
         if (off <= _CLOSE[weight.dtype] * largest).all():
-            return forward
+            return _at_once(gate, up, down, activated[0].activation) or forward
     return None
 
 
@@ -164,6 +166,31 @@ def _gated(
     flat = rows.reshape(-1, rows.shape[-1])
     inner = up.linear.times(flat, gate.linear(flat, activation))
     return down.linear(inner).view(*rows.shape[:-1], -1)
+
+
+def _at_once(
+    gate: Product, up: Product, down: Product, activation: Activation
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return the same by one call, as an expert that every row has; None where there is none."""
+    products = (gate, up, down)
+    matrices = [each.matrix for each in products]
+    is_in_panels = all(each.layout is Layout.PANELS for each in matrices)
+    if not is_in_panels or len({each.weight.dtype for each in matrices}) > 1:
+        return None
+    if down.matrix.out_features != up.matrix.in_features:
+        return None
+    gates, ups, downs = (
+        ExpertMatrices((each.matrix,), None if each.bias is None else each.bias[None])
+        for each in products
+    )
+    call = in_one_call(Gating(OPERATIONS[activation]), gates, ups, downs, gate.weight.dtype)
+
+    def forward(rows: torch.Tensor) -> torch.Tensor:
+        flat = rows.reshape(-1, rows.shape[-1])
+        chosen = torch.zeros(len(flat), 1, dtype=torch.int64)
+        return call(flat, chosen, torch.ones(len(flat), 1)).view(rows.shape)
+
+    return forward
 
 
 def _own_norm(module: Any) -> nn.Module | None:

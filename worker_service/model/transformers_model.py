@@ -10,6 +10,8 @@ bits of a row then depend on no other row, as with our own decoder.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -32,18 +34,26 @@ from transformers import (
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from splitpoint.checkpoint.config import read_config, text_part, unsupported
 from splitpoint.checkpoint.decoder import AttentionConfig
-from splitpoint.checkpoint.quantized import Quantization, read_quantization
+from splitpoint.checkpoint.quantized import Quantization, Stored, read_quantization
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.weight_schedule import WeightPiece
 from splitpoint.progress import Counter, Ticker
 from splitpoint.shapes import ModelShape, WeightFormat
-from worker_service.checkpoint.quantized import STORED, Codes, bad_checkpoint, read_codes
+from worker_service.checkpoint.quantized import (
+    MXFP4_PARTS,
+    STORED,
+    Codes,
+    bad_checkpoint,
+    read_codes,
+    read_mxfp4,
+    stacked,
+)
 from worker_service.checkpoint.tensors import stored_tensors
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels.choice import Layout
@@ -53,8 +63,10 @@ from worker_service.model.divided import Arguments, DividedModel, LayerFacts, St
 from worker_service.model.experts import (
     ExpertMatrices,
     RouterWeight,
+    StoredExperts,
     expert_shape,
     expert_tensors,
+    held_shapes,
     routers_of,
 )
 from worker_service.model.model import Attend, CarryOut, Enter, Layer, WriteLast, at_once
@@ -445,12 +457,12 @@ class Blueprint:
         how = read_quantization(text_part(read_config(folder)))
         try:
             divided = DividedModel(model.train(mode=False))
-            if how is not None and any(each.dim() > 2 for each in model.parameters()):
-                raise unsupported(f"experts stored as {how.text}", "quantization_config")
+            if how is not None:
+                _check_experts(model, how)
             size = sum(each.nbytes for each in model.parameters())
             for each in _coded(model, how):
-                size += int(each.weight.numel() * how.element_bytes) if how is not None else 0
-                size -= each.weight.nbytes
+                size += int(each.numel() * how.element_bytes) if how is not None else 0
+                size -= each.nbytes
             weights = [each.weight for each in routers_of(model)]
             size += sum(4 * each.numel() for each in weights if each.dtype != torch.float32)
             shape = replace(shape, held_weight_bytes=size)
@@ -467,7 +479,7 @@ class Blueprint:
         for each in self.model.modules():
             size = _matrix_shape(each)
             found |= set() if size is None else {size}
-            found |= {expert_shape(each, stacked) for stacked in expert_tensors(each).values()}
+            found |= {expert_shape(each, whole) for whole in expert_tensors(each).values()}
         return found
 
     def held_bytes(self, device: torch.device) -> int:
@@ -478,19 +490,21 @@ class Blueprint:
         tensors = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
         is_plain = layout_of(device, dtype) is Layout.PLAIN
         how, packed = self.config.quantization, 0
-        coded = set(_coded(self.model, how))
+        coded = {id(each) for each in _coded(self.model, how)}
         for each in modules:
             size, tensor = _matrix_shape(each), id(getattr(each, "weight", None))
             if size is None or (is_plain and tensor in tables):
                 continue
-            stored = how if each in coded else None
+            stored = how if tensor in coded else None
             packed += held_bytes(*size, device, dtype, stored=stored)
             if tensor not in tables:
                 tensors.pop(tensor, None)
         for each in modules if not is_plain else ():
-            for stacked in expert_tensors(each).values():
-                packed += len(stacked) * held_bytes(*expert_shape(each, stacked), device, dtype)
-                del tensors[id(stacked)]
+            layout = layout_of(device, dtype)
+            for whole, size in held_shapes(each, layout):
+                stored = how if id(whole) in coded else None
+                packed += len(whole) * held_bytes(*size, device, dtype, stored=stored)
+                tensors.pop(id(whole), None)
         for router in routers_of(self.model):
             weight, wide = router.weight, torch.float32
             if weight.dtype != wide or layout_of(device, wide) is not Layout.PLAIN:
@@ -504,7 +518,7 @@ class Blueprint:
         counter = Counter("loading", total, tickers)
         with ExitStack() as files, _quietly():
             tensors = {} if how is None else self._stored(files)
-            quantized = {name.rpartition(".")[0] for name in tensors if name.endswith(STORED)}
+            quantized = _quantized(tensors)
             try:
                 model, report = _text_class(type(self.model), quantized).from_pretrained(
                     self.folder,
@@ -547,16 +561,48 @@ class Blueprint:
         return made
 
     def _stored(self, files: ExitStack) -> dict[str, Callable[[], torch.Tensor]]:
-        """Return what reads each stored tensor, by the model's name of it, not the checkpoint's."""
+        """Return what reads each stored tensor, by the model's name of it, not the checkpoint's.
+
+        What one expert has is named by the tensor of all experts, the expert, and the place in it.
+        """
         mapping = get_model_conversion_mapping(self.model)
         rules = [each for each in mapping if isinstance(each, WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, WeightConverter)]
         known, prefix = self.model.state_dict(), self.model.base_model_prefix
+        kinds = {
+            f"{name}.{kind}"
+            for name, module in self.model.named_modules()
+            for kind in expert_tensors(module)
+        }
+        how = self.config.quantization
+        of_all = MXFP4_PARTS if how is not None and how.stored is Stored.MXFP4 else ()
         found: dict[str, Callable[[], torch.Tensor]] = {}
         for name, file in stored_tensors(self.folder, files):
-            module, _, part = name.rpartition(".")
-            here, _ = rename_source_key(f"{module}.weight", rules, [], prefix, known)
-            found[f"{here.removesuffix('.weight')}.{part}"] = partial(file.get_tensor, name)
+            part = next((each for each in of_all if name.endswith(each)), "")
+            asked = name.removesuffix(part)
+            if not part:
+                module, _, part = name.rpartition(".")
+                asked, part = f"{module}.weight", f".{part}"
+            here, pattern = rename_source_key(asked, rules, converters, prefix, known)
+            expert = _EXPERT.search(name)
+            if pattern is not None and here in kinds and expert is not None:
+                sources = (each.source_patterns for each in converters)
+                place = next(each.index(pattern) for each in sources if pattern in each)
+                here = f"{here}:{expert[1]}:{place}"
+            else:
+                here, _ = rename_source_key(asked, rules, [], prefix, known)
+            found[f"{here.removesuffix('.weight')}{part}"] = partial(file.get_tensor, name)
         return found
+
+
+_EXPERT = re.compile(r"experts\.(\d+)\.")
+
+
+def _quantized(names: Collection[str]) -> set[str]:
+    """Return the names of modules, and of tensors of all experts, that are stored quantised."""
+    found = {name.rpartition(".")[0].partition(":")[0] for name in names if name.endswith(STORED)}
+    blocks, _ = MXFP4_PARTS
+    return found | {each.removesuffix(blocks) for each in names if each.endswith(blocks)}
 
 
 def _keep_text(model: Any) -> None:
@@ -585,20 +631,43 @@ def _text_class(kind: type[PreTrainedModel], quantized: Collection[str]) -> Any:
         for name, module in list(self.named_modules()):
             if name in quantized and type(module) is nn.Linear:
                 self.set_submodule(name, StoredLinear(module))
+            for part, whole in expert_tensors(module).items():
+                if f"{name}.{part}" in quantized:
+                    delattr(module, part)
+                    setattr(module, part, StoredExperts(module, whole))
+                    # The way of transformers' code that reads one expert's matrix at a time.
+                    module.config._experts_implementation_internal = "eager"
 
     return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__})
 
 
-def _coded(model: nn.Module, how: Quantization | None) -> list[nn.Linear]:
-    """Return the linear layers that are held as codes; a tied head is the table."""
+def _coded(model: nn.Module, how: Quantization | None) -> list[torch.Tensor]:
+    """Return the weights that are held as codes: of linear layers, and of all experts at once."""
     if how is None:
         return []
+    # A tied head is the table.
     tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    return [
-        each
-        for name, each in model.named_modules()
-        if type(each) is nn.Linear and how.covers(name) and id(each.weight) not in tables
-    ]
+    found: list[Any] = []
+    for name, each in model.named_modules():
+        if type(each) is nn.Linear and how.covers(name) and id(each.weight) not in tables:
+            found.append(each.weight)
+        if how.covers(_one_expert(name)):
+            found += expert_tensors(each).values()
+    return found
+
+
+def _one_expert(name: str) -> str:
+    """Return the name that a checkpoint has for a matrix in a module of experts."""
+    return f"{name}.0.down_proj"
+
+
+def _check_experts(model: nn.Module, how: Quantization) -> None:
+    """Refuse experts of which it is not known how they are stored in the format."""
+    for each in model.modules():
+        has_stacked = any(tensor.dim() > 2 for tensor in each.parameters(recurse=False))
+        is_usual = expert_tensors(each) and (how.stored is Stored.MXFP4) == each.is_transposed
+        if has_stacked and not is_usual:
+            raise unsupported(f"experts stored as {how.text}", "quantization_config")
 
 
 def _read_stored(
@@ -608,8 +677,16 @@ def _read_stored(
     quantized: Collection[str],
 ) -> None:
     """Read the matrices that transformers did not. Raises InvalidArgument."""
-    found = {name: each for name, each in model.named_modules() if isinstance(each, StoredLinear)}
-    if left := set(quantized) - set(found):
+    own = StoredLinear | StoredExperts
+    found = {name: each for name, each in model.named_modules() if isinstance(each, own)}
+    for name, module in model.named_modules():
+        kinds = {f"{name}.{kind}" for kind in expert_tensors(module)}
+        left = kinds - set(found)
+        if left and (left != kinds or not how.ignores(_one_expert(name))):
+            message = f"{min(left)} is not stored as {how.text}, expert by expert"
+            raise unsupported(message, "quantization_config")
+    # What the model has not, such as layers that guess tokens, is not read.
+    if left := set(quantized) & _names_of(model) - set(found):
         raise unsupported(
             f"{min(left)} is stored as {how.text}, and is no linear layer", "quantization_config"
         )
@@ -620,6 +697,14 @@ def _read_stored(
         return tensors[name]()
 
     for name, module in found.items():
+        if isinstance(module, StoredExperts):
+            _read_experts(how, name, module, tensors.__contains__, get)
+            dense = module.dequantized()
+            if dense is not None:
+                parent, _, kind = name.rpartition(".")
+                delattr(model.get_submodule(parent), kind)
+                setattr(model.get_submodule(parent), kind, dense)
+            continue
         stored = read_codes(how, name, tensors.__contains__, get)
         if stored is None or tuple(stored.shape) != module.size:
             raise bad_checkpoint(f"{name} is not {list(module.size)}")
@@ -629,6 +714,37 @@ def _read_stored(
             module.codes = stored
         else:
             model.set_submodule(name, module.dequantized(stored))
+
+
+def _names_of(model: nn.Module) -> set[str]:
+    modules, tensors = model.named_modules(), model.named_parameters()
+    return {name for name, _ in itertools.chain(modules, tensors)}
+
+
+def _read_experts(
+    how: Quantization,
+    name: str,
+    module: StoredExperts,
+    has: Callable[[str], bool],
+    get: Callable[[str], torch.Tensor],
+) -> None:
+    """Read the matrices of one kind of a layer's experts. Raises InvalidArgument."""
+    if how.stored is Stored.MXFP4:
+        module.matrices = [*read_mxfp4(name, get)]
+    for expert in range(len(module)) if how.stored is not Stored.MXFP4 else ():
+        # Gate and up are stored by themselves.
+        places = (read_codes(how, f"{name}:{expert}:{place}", has, get) for place in (0, 1))
+        parts = [each for each in places if each is not None]
+        biases = (f"{name}:{expert}:{place}.bias" for place in (0, 1))
+        if any(bool(get(each).any()) for each in biases if has(each)):
+            raise bad_checkpoint(f"{name} has biases that are not zero, and the model has none")
+        if not parts:
+            raise bad_checkpoint(f"expert {expert} of {name} is not stored as {how.text}")
+        matrix = stacked(parts, module.dtype)
+        module.matrices.append(matrix if isinstance(matrix, Codes) else matrix.to(module.dtype))
+    sizes = {tuple(each.shape) for each in module.matrices}
+    if sizes != {module.size} or len(module.matrices) != len(module):
+        raise bad_checkpoint(f"{name} is not {len(module)} times {list(module.size)}")
 
 
 def _config_of(folder: Path) -> Any:
@@ -752,6 +868,7 @@ def _held_bytes(model: nn.Module) -> int:
             plain += [] if each.bias is None else [each.bias]
         elif isinstance(each, ExpertMatrices):
             matrices += each.matrices
+            plain += [] if each.bias is None else [each.bias]
     matrices += [each.matrix for each in plain if isinstance(each, RouterWeight)]
     by_id = {id(each): each for each in plain}
     size = sum(each.nbytes for each in by_id.values())

@@ -72,13 +72,19 @@ def _need_panels(what: str, device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
+def kind_of(quantization: Quantization) -> Kind:
+    """Return what panels of a format that is held as codes are."""
+    others = {Stored.INT8: Kind.INT8, Stored.MXFP4: Kind.MXFP4}
+    return others.get(quantization.stored, Kind.INT4)
+
+
 def kinds_of(weights: WeightFormat, quantization: Quantization | None) -> list[Kind]:
     """Return what the panels of a model hold, if its matrices are in panels."""
     kinds = {Kind.SAME}
     if weights is WeightFormat.INT8:
         kinds.add(Kind.INT8)
     if quantization is not None and quantization.holds_codes:
-        kinds.add(Kind.INT8 if quantization.stored is Stored.INT8 else Kind.INT4)
+        kinds.add(kind_of(quantization))
     return sorted(kinds)
 
 
@@ -98,7 +104,7 @@ class Matrix:
 
     Attributes:
         weight: the matrix in that layout; an opaque tensor if it is oneDNN's.
-        group: inputs that share a scale, of int4; 0: it is no int4.
+        group: inputs that share a scale, of codes of 4 bits; 0: it has none.
         size_bytes: padding to whole blocks or panels included.
     """
 
@@ -137,7 +143,7 @@ class Matrix:
         if codes.is_int4:
             made.group = codes.group
             parts = (codes.codes, codes.scales, codes.zeros, codes.group)
-            made.weight = panel_gemm.packed_int4(*parts, dtype)
+            made.weight = panel_gemm.packed_in_groups(*parts, dtype)
         else:
             made.weight = panel_gemm.packed_int8(codes.codes, codes.scales[:, 0], dtype)
         made.size_bytes = made.weight.nbytes
@@ -172,7 +178,10 @@ def held_bytes(
     """
     layout = layout_of(device, dtype)
     if stored is not None and stored.stored is not Stored.INT8:
-        return panel_gemm.packed_int4_bytes(out_features, in_features, stored.group or in_features)
+        shape = (out_features, in_features)
+        return panel_gemm.packed_in_groups_bytes(
+            *shape, stored.group or in_features, kind_of(stored)
+        )
     if weights is WeightFormat.INT8 or stored is not None:
         return panel_gemm.packed_int8_bytes(out_features, in_features, dtype)
     if layout is Layout.PLAIN:
