@@ -25,6 +25,8 @@ from scheduler_service.service import Scheduler
 from splitpoint.client import AsyncClient
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.options.worker import VERIFY_RATE
+from splitpoint.planning.plan import Objective
+from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.shapes import DataType
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.servers import create_server
@@ -59,6 +61,8 @@ class StackShape:
     is_serial: bool = False
     # Of an emulated link; None: none.
     link_bytes_per_second: int | None = None
+    objective: Objective = Objective.LATENCY
+    weight_objective: WeightObjective = WeightObjective.BALANCED
 
 
 @dataclass
@@ -163,6 +167,7 @@ def make_scheduler(folder: Path, sockets: Path, shape: StackShape) -> Scheduler:
             model=load_served_model(folder, shape.data_type),
             worker_addresses=[f"unix:{sockets}/w{i}" for i in range(shape.workers)],
             server_key=b"k" * 32,
+            objective=shape.objective,
         )
     )
 
@@ -222,6 +227,7 @@ async def serving_worker(
                 is_serial=shape.is_serial,
                 link_bytes_per_second=shape.link_bytes_per_second,
                 speculation=shape.speculation,
+                weight_objective=shape.weight_objective,
             )
         )
         try:

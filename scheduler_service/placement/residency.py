@@ -10,7 +10,10 @@ free, and A tokens to generate,
 
 where t is a step now and T one with the new pull. LATENCY compares the mean finishing time
 of all R + 1, THROUGHPUT the time until all of them have finished: both generate the same
-tokens. Pure.
+tokens.
+
+For THROUGHPUT, and while weights cross the link in every step, a request that fits may be streamed,
+too: `streamed_in_full_batch`. Pure.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from scheduler_service.placement.footprint import Fits, footprint_of
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Objective, Reason, ReasonKind, Residency
+from splitpoint.residency.full_batch import BatchRoom, MixedBatch, full_batch, residents_alone
 from splitpoint.residency.seconds import DeviceRoom, PieceSeconds, RequestLoad
-from splitpoint.shapes import ModelShape
+from splitpoint.shapes import ModelShape, chunks_of
 
 # Streaming must be predicted to take at most this share of waiting: once streamed, a request
 # stays so, and how long the others run is a guess.
@@ -113,6 +117,70 @@ def reason_to_stream(
         return None
     seconds = (found.stream_seconds, found.wait_seconds)
     return Reason(ReasonKind.STREAM_NOW, (*seconds, objective.value))
+
+
+def streamed_in_full_batch(
+    demand: Demand, account: WorkerAccount, need: Need, waiting: int
+) -> Fits | None:
+    """Return how a request is streamed that has room; None if it had better be resident.
+
+    Weights on the host cross the link once for a whole batch, so a resident request is to leave
+    pages for the others that wait, as far as there are places. None, too, if the client asked for
+    a residency or a way to restore, or if the store is not exact. `waiting`: requests that wait,
+    this one included.
+    """
+    worker = account.facts
+    if not worker.profile.host_weight_bytes or need.is_streamed or worker.encoding.is_lossy:
+        return None
+    if demand.residency is not None or demand.forced is not None:
+        return None
+    others = min(waiting, account.free_places) - 1
+    if account.free_pages - need.pages >= others * worker.streamed_page_count:
+        return None
+    selection = worker.followed(demand.selection)
+    streamed = footprint_of(demand.token_count, Residency.STREAMED, worker, selection)
+    if not isinstance(streamed, Fits):
+        return None
+    slots = worker.store_slot_count
+    room = BatchRoom(
+        account.page_count,
+        min(worker.max_batch_size, account.running_count + waiting),
+        max(1, need.pages),
+        streamed.size_bytes // worker.page_bytes,
+        None if slots is None else slots // streamed.slot_count,
+    )
+    chunks = chunks_of((demand.prompt_count + demand.token_count) // 2, worker.chunk_tokens)
+    found, key = account.full_batches, (room, chunks)
+    if key not in found:
+        found[key] = best_batch(worker, room, chunks * worker.chunk_tokens)
+    best = found[key]
+    if best is None:
+        return None
+    batch, reason = best
+    if need.pages <= account.free_pages and batch.resident == room.most_resident:
+        return None
+    # What is free is for others: it keeps no more than it must.
+    return replace(streamed, reasons=(reason, *streamed.reasons[1:]), spare_bytes=0)
+
+
+def best_batch(
+    worker: WorkerFacts, room: BatchRoom, length: int
+) -> tuple[MixedBatch, Reason] | None:
+    """Return the batch in which requests of this length are streamed beside residents, and why.
+
+    None if residents alone have about the most tokens per second.
+    """
+    profile = worker.profile
+    if not (profile.step_compute_seconds or profile.memory_seconds_per_byte):
+        return None  # nothing is known about the length of a step
+    pieces = PieceSeconds(worker.shape, profile, _room_of(worker, Objective.THROUGHPUT))
+    full = full_batch(pieces, room, length)
+    residents = residents_alone(pieces, room, length)
+    if residents.tokens_per_second > WORTH_IT * full.tokens_per_second:
+        return None
+    count = full.resident + full.streamed
+    rates = (full.tokens_per_second, residents.tokens_per_second)
+    return full, Reason(ReasonKind.FULL_BATCH, (count, full.streamed, *rates))
 
 
 def _steps_until_free(running: Iterable[RunningRequest], missing_pages: int) -> int:

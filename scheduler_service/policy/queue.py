@@ -44,9 +44,9 @@ class PolicyQueue:
     ) -> None:
         self.settings = settings
         self.shares = TenantShares()
-        self.workers = Workers(settings, lengths, objective)
-        self.decision_counts = dict.fromkeys(Decision, 0)
         self._order = WaitingOrder()
+        self.workers = Workers(settings, lengths, objective, self._order)
+        self.decision_counts = dict.fromkeys(Decision, 0)
         self._usage = Usage(self.shares)
         self._sets = BestSets(self.workers, settings, self._order, self.shares)
 

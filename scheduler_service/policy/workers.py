@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence, Sized
 
 from scheduler_service.placement.account import Charge, Need, StoreAccount, WorkerAccount
 from scheduler_service.placement.answer_lengths import AnswerLengths
@@ -14,7 +14,7 @@ from scheduler_service.placement.footprint import (
     footprint_of,
     grant_of,
 )
-from scheduler_service.placement.residency import streamed_instead
+from scheduler_service.placement.residency import streamed_in_full_batch, streamed_instead
 from scheduler_service.placement.routing import candidate_of, choose_worker
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.worker_facts import WorkerFacts
@@ -26,7 +26,8 @@ class Workers:
     """The workers to which requests may be bound, those that drain included.
 
     `lengths` predicts answers. None: each is charged for its longest possible answer, so that
-    no charge ever grows. `objective`: what waiting and streaming are compared by.
+    no charge ever grows. `objective`: what residency is chosen by.
+    `waiting`: the requests that wait.
 
     Attributes:
         accounts: by worker id.
@@ -37,11 +38,13 @@ class Workers:
         settings: PolicySettings,
         lengths: AnswerLengths | None = None,
         objective: Objective = Objective.LATENCY,
+        waiting: Sized = (),
     ) -> None:
         self.accounts: dict[str, WorkerAccount] = {}
         self._settings = settings
         self._lengths = lengths
         self._objective = objective
+        self._waiting = waiting
         self._stores: dict[str, StoreAccount] = {}  # by address
 
     # -- workers ------------------------------------------------------------------
@@ -97,7 +100,13 @@ class Workers:
         fits = self.verdict(demand, account)
         if not isinstance(fits, Fits):
             return None
-        return need_of(account, demand, fits, self.expected_answer(demand))
+        answer = self.expected_answer(demand)
+        need = need_of(account, demand, fits, answer)
+        if self._objective is Objective.THROUGHPUT:
+            streamed = streamed_in_full_batch(demand, account, need, len(self._waiting))
+            if streamed is not None:
+                return need_of(account, demand, streamed, answer)
+        return need
 
     def need(self, demand: Demand, worker_id: str) -> Need | None:
         """Return what a request would take of a worker now.

@@ -132,6 +132,8 @@ class ReasonKind(StrEnum):
     ASKED_STREAMED = auto()
     # seconds with streaming, with waiting, the objective
     STREAM_NOW = auto()
+    # requests at once, streamed ones of them; tokens/s of these, and of residents alone
+    FULL_BATCH = auto()
     # bytes; of these, pages for rows and screens; the selection
     CHARGED = auto()
     # bytes

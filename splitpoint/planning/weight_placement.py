@@ -12,6 +12,12 @@ batch n that grows with c. A step takes
 
 The objective says which placement is best: the least t(1) (latency), the most tokens per
 second n / t(n) (throughput), or the most n / (t(n) t(1)) (balanced: throughput over latency).
+For throughput, sequences may also be streamed, so that every place of a batch is taken: q of
+them pull q S bytes more in each step, S being the cache of the longest sequence or, as far as
+the device has time to rebuild, its X. They keep only its last page on the device. This is
+KVPR's Algorithm 1: weights cross the link once for the whole batch, whatever of its cache the
+device has room for.
+
 Where the link is the limit, balanced means c = W - F: the cache gets about as much as the
 weights exceed the memory. Where computing takes longer, more bytes may cross the link for
 nothing, and all objectives use that for a larger cache. The cache is never less than its
@@ -25,10 +31,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from splitpoint.config import format_size
+from splitpoint.config import counted, format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.weight_schedule import LAYER_PIECES, WeightPiece
 from splitpoint.shapes import ModelShape, WeightFormat
@@ -165,11 +171,13 @@ class StepRates:
     Attributes:
         link: bytes per second.
         base, token: compute seconds of a step, and of each of its tokens besides.
+        rebuild: compute seconds of rebuilding K and V of a token in all layers.
     """
 
     link: float
     base: float = 0.0
     token: float = 0.0
+    rebuild: float = 0.0
 
     @classmethod
     def of(cls, shape: ModelShape, profile: Profile) -> StepRates:
@@ -178,6 +186,9 @@ class StepRates:
             profile.link_bytes_per_second,
             profile.prefill_overhead_seconds,
             shape.prefill_flops(1) / profile.prefill_flops_per_second,
+            shape.layer_count
+            * shape.rebuild_flops_per_token_layer
+            / profile.rebuild_flops_per_second,
         )
 
     def step_seconds(self, streamed_bytes: int, tokens: float) -> float:
@@ -195,6 +206,40 @@ class StepRates:
         return max(tokens, min(fitting, most))
 
 
+@dataclass(frozen=True, slots=True)
+class StreamedCache:
+    """What a streamed sequence of full length needs.
+
+    Attributes:
+        kept_bytes: device memory.
+        room_bytes: device memory that all streamed sequences share besides.
+        loaded_bytes: over the link in each step, if all K and V are loaded.
+        sent_bytes: the same, if all are rebuilt from X; at most `loaded_bytes`.
+        rebuild_seconds: of computing them then.
+    """
+
+    kept_bytes: int
+    room_bytes: int
+    loaded_bytes: int
+    sent_bytes: int
+    rebuild_seconds: float
+
+    def step_seconds(
+        self, weight_bytes: int, resident: float, streamed: float, rates: StepRates
+    ) -> float:
+        """Return a step in which the best part of each streamed cache is rebuilt.
+
+        That keeps link and device busy for equally long, if all or nothing is not better.
+        """
+        load = (weight_bytes + streamed * self.loaded_bytes) / rates.link
+        saved = streamed * (self.loaded_bytes - self.sent_bytes) / rates.link
+        compute = rates.base + (resident + streamed) * rates.token
+        rebuild = streamed * self.rebuild_seconds
+        gap, shift = load - compute, saved + rebuild
+        part = min(1.0, max(0.0, gap / shift)) if saved and shift else 0.0
+        return max(load - part * saved, compute + part * rebuild)
+
+
 # Where only bytes count.
 LINK_ONLY = StepRates(1.0)
 
@@ -206,6 +251,7 @@ def place_weights(
     least_cache_bytes: int,
     most_cache_bytes: int,
     most_sequences: int = 1,
+    streamed: StreamedCache | None = None,
     rates: StepRates = LINK_ONLY,
     objective: WeightObjective = WeightObjective.BALANCED,
 ) -> WeightPlacement:
@@ -217,6 +263,7 @@ def place_weights(
     Args:
         least_cache_bytes, most_cache_bytes: what the cache must have, and what it can use.
         most_sequences: the batch that `most_cache_bytes` hold.
+        streamed: what a streamed sequence of full length needs; None: none can be streamed.
     """
     if sizes.total + least_cache_bytes <= free_bytes:
         return _placement(sizes, NOTHING_ON_HOST)
@@ -234,21 +281,82 @@ def place_weights(
     if not fitting:
         return min(candidates, key=lambda one: one.device_bytes)
 
+    room = _CacheRoom(most_cache_bytes, most_sequences, streamed)
+
     def merit(one: WeightPlacement) -> tuple[float, int]:
-        cache = min(free_bytes - one.device_bytes, most_cache_bytes)
-        batch = most_sequences * cache / most_cache_bytes
-        seconds = rates.step_seconds(one.streamed_bytes, batch)
+        cache = free_bytes - one.device_bytes
+        if objective is WeightObjective.THROUGHPUT:
+            return room.best(cache, one.streamed_bytes, rates).rate, -one.device_bytes
+        resident = room.residents(cache)
+        alone = rates.step_seconds(one.streamed_bytes, 1)
+        seconds = rates.step_seconds(one.streamed_bytes, resident)
         if not seconds:
             return math.inf, -one.device_bytes
-        alone = rates.step_seconds(one.streamed_bytes, 1)
-        merits = {
-            WeightObjective.LATENCY: 1 / alone,
-            WeightObjective.BALANCED: batch / (seconds * alone),
-            WeightObjective.THROUGHPUT: batch / seconds,
-        }
-        return merits[objective], -one.device_bytes
+        is_balanced = objective is WeightObjective.BALANCED
+        return (resident / seconds if is_balanced else 1.0) / alone, -one.device_bytes
 
-    return max(fitting, key=merit)
+    best = max(fitting, key=merit)
+    if objective is not WeightObjective.THROUGHPUT:
+        return best
+    batch = room.best(free_bytes - best.device_bytes, best.streamed_bytes, rates)
+    return replace(best, reason=f"{best.reason}; {batch}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A batch of the longest sequences, and its tokens per second.
+
+    Attributes:
+        resident: sequences, or parts of one, whose cache is on the device.
+        streamed: sequences that pull theirs in every step.
+    """
+
+    resident: float
+    streamed: float
+    rate: float
+
+    def __str__(self) -> str:
+        count = math.floor(self.resident + self.streamed + 1e-6)
+        streamed = f", {math.ceil(self.streamed)} of them streamed," if self.streamed else ""
+        return (
+            f"for throughput: {counted(count, 'request')} of full length at once{streamed} have "
+            "the most tokens/s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheRoom:
+    """What sequences of full length need of the cache; see `place_weights`."""
+
+    most_bytes: int
+    most_sequences: int
+    streamed: StreamedCache | None
+
+    def residents(self, cache_bytes: int) -> float:
+        """Return how many sequences this much memory holds, at most a batch."""
+        return self.most_sequences * min(cache_bytes, self.most_bytes) / self.most_bytes
+
+    def best(self, cache_bytes: int, weight_bytes: int, rates: StepRates) -> _Batch:
+        """Return the better of two batches: residents alone, or every place taken."""
+        residents = self.residents(cache_bytes)
+        seconds = rates.step_seconds(weight_bytes, residents)
+        alone = _Batch(residents, 0.0, residents / seconds if seconds else math.inf)
+        if self.streamed is None or residents >= self.most_sequences:
+            return alone
+        residents, count = self._every_place(cache_bytes, self.streamed)
+        seconds = self.streamed.step_seconds(weight_bytes, residents, count, rates)
+        full = _Batch(residents, count, (residents + count) / seconds if seconds else 0.0)
+        return max(alone, full, key=lambda batch: batch.rate)
+
+    def _every_place(self, cache_bytes: int, each: StreamedCache) -> tuple[float, float]:
+        """Return residents and streamed sequences, which have their pages first."""
+        left = max(0, cache_bytes - each.room_bytes)
+        tails = self.most_sequences * each.kept_bytes
+        longest = self.most_bytes / self.most_sequences
+        if tails >= left or longest <= each.kept_bytes:
+            return 0.0, float(min(self.most_sequences, left // each.kept_bytes))
+        resident = (left - tails) / (longest - each.kept_bytes)
+        return resident, self.most_sequences - resident
 
 
 def spread(count: int, layer_count: int) -> tuple[int, ...]:

@@ -243,6 +243,14 @@ def _stream_now(stream: float, wait: float, objective: str) -> str:
     )
 
 
+def _full_batch(count: int, streamed: int, rate: float, residents: float) -> str:
+    return (
+        f"streamed: the weights from the host cross the link once for {counted(count, 'request')}, "
+        f"{streamed:,} of them streamed: {rate:.3g} tokens/s; with as many residents as fit "
+        f"alone {residents:.3g} tokens/s"
+    )
+
+
 def _charged(size: int, selected: int, selection: str) -> str:
     parts = f", {counted(selected, 'page')} of it for what {selection} reads" if selected else ""
     return f"{format_size(size)} are charged{parts}"
@@ -399,6 +407,7 @@ _WORDS: dict[ReasonKind, Callable[..., str]] = {
     ),
     ReasonKind.ASKED_STREAMED: "streamed, as asked for".format,
     ReasonKind.STREAM_NOW: _stream_now,
+    ReasonKind.FULL_BATCH: _full_batch,
     ReasonKind.CHARGED: _charged,
     ReasonKind.SPARE: lambda size: f"{format_size(size)} more for a part that stays on the device",
     ReasonKind.EXPECTED_ANSWER: _expected_answer,

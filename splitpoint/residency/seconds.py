@@ -143,8 +143,14 @@ class IterationSeconds:
 
         It computes `pieces` of prefills of this many FLOP besides: the weights are read once.
         """
+        return max(self.compute_seconds(count, tokens, prefill_flops, pieces), self.weights)
+
+    def compute_seconds(
+        self, count: int, tokens: float, prefill_flops: float = 0.0, pieces: int = 0
+    ) -> float:
+        """Return the part of such a step in which the device computes."""
         products = count * self.row + pieces * self.piece + prefill_flops * self.flop
-        return max(max(self.alone, products) + tokens * self.read, self.weights)
+        return max(self.alone, products) + tokens * self.read
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +181,7 @@ class PieceSeconds:
             resident_tokens: tokens, of all of them together, that stay on the device.
             resident_count: resident sequences that decode in the same step.
         """
+        sequences = count + resident_count
         return plan_batch(
             self.shape,
             self.profile,
@@ -185,7 +192,7 @@ class PieceSeconds:
             staging_tokens=self.room.staging_tokens,
             encoding=self.room.encoding,
             resident_tokens=resident_tokens,
-            step_compute_seconds=self.step(count + resident_count, length)
+            step_compute_seconds=self.iteration.compute_seconds(sequences, sequences * length)
             + count * self._handed_operations * self.profile.operation_overhead_seconds,
         ).step_seconds
 

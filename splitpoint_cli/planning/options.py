@@ -131,6 +131,7 @@ class PlanOptions:
     device_memory: str | None = of(_WORKER_MEMORY)
     max_batch: int = of(worker.MAX_BATCH)
     max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS)
+    weight_objective: str = of(worker.WEIGHT_OBJECTIVE)
     dtype: str = of(store.DTYPE)
 
     @property
@@ -211,6 +212,7 @@ class SizeOptions:
     step_ms: float | None = of(_STEP_MS)
     max_batch: int = of(worker.MAX_BATCH)
     max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS)
+    weight_objective: str = of(worker.WEIGHT_OBJECTIVE)
     chunk_tokens: int = of(store.CHUNK_TOKENS)
     speculative_config: str | None = of(_SPECULATIVE)
     draft_model: str | None = of(_DRAFT_MODEL)

@@ -222,6 +222,7 @@ def _weights(options: PlanOptions, shape: ModelShape, costs: Profile) -> Planned
         has_activations=options.activations,
         max_batch=options.max_batch,
         max_batched_tokens=options.max_batched_tokens,
+        objective=WeightObjective(options.weight_objective),
     )
 
 

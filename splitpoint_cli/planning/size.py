@@ -18,6 +18,8 @@ from splitpoint.costs.profile import MACHINES, Profile, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
 from splitpoint.planning.plan import Plan, RestoreMethod
+from splitpoint.planning.weight_placement import WeightObjective
+from splitpoint.residency.full_batch import MixedBatch
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape, WeightFormat
 from splitpoint_cli.models import NamedModel, find_named, find_profiled
 from splitpoint_cli.options import takes_options
@@ -154,6 +156,7 @@ def _node(options: SizeOptions, served: NamedModel, costs: Profile) -> Node:
         chunk_tokens=options.chunk_tokens,
         encoding=Encoding(options.kv_encoding),
         weights=WeightFormat(options.weights),
+        weight_objective=WeightObjective(options.weight_objective),
         step_compute_seconds=None if options.step_ms is None else options.step_ms / 1e3,
         drafts=None if config is None else config.defaults.method,
         draft_shape=_draft_shape(config, served),
@@ -219,6 +222,16 @@ def _draft_words(node: Node, found: Sizing) -> str:
     )
 
 
+def _batch_words(full: MixedBatch, residents: MixedBatch) -> str:
+    """Return how many requests share each pass over the weights, and their tokens per second."""
+    count = counted(full.resident + full.streamed, "request")
+    return (
+        f"for {count} at once, {full.streamed} of them streamed: "
+        f"{amount(full.tokens_per_second)} tokens/s; with {residents.resident} resident "
+        f"alone: {amount(residents.tokens_per_second)} tokens/s (--objective throughput chooses)"
+    )
+
+
 def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[tuple[str, str]]:
     memory = found.memory
     yield "model", f"{shape.name}, {shape.data_type.value}, {counted(shape.layer_count, 'layer')}"
@@ -253,6 +266,8 @@ def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[
         f"{seconds_text(found.step_seconds)} for {found.streamed_count} together "
         f"({amount(found.streamed_count / found.step_seconds)} tokens/s)",
     )
+    if found.placement.streamed_bytes:
+        yield "weights crossing once", _batch_words(found.full_batch, found.residents)
     piece = node.chunk_tokens * shape.kv_bytes_per_token_layer // 2
     yield (
         "a chunk",

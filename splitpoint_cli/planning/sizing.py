@@ -14,8 +14,15 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Plan, PlanInput
 from splitpoint.planning.planner import plan_batch, plan_request
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
+from splitpoint.planning.weight_placement import (
+    StepRates,
+    WeightObjective,
+    WeightPlacement,
+    WeightSizes,
+)
 from splitpoint.planning.weight_step import with_weights
+from splitpoint.residency.full_batch import BatchRoom, MixedBatch, full_batch, residents_alone
+from splitpoint.residency.seconds import DeviceRoom, PieceSeconds
 from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, WeightFormat, chunks_of
 from splitpoint.speculation import STEP_DRAFT_TOKENS, DraftMethod
 from worker_service.device.memory import (
@@ -68,6 +75,7 @@ class Node:
     chunk_tokens: int = 64
     encoding: Encoding = Encoding.NATIVE
     weights: WeightFormat = WeightFormat.NATIVE
+    weight_objective: WeightObjective = WeightObjective.BALANCED
     # Seconds of a decode step beside its cache traffic; None: the profile's.
     step_compute_seconds: float | None = None
     # The own method of workers with --speculative-config, OFF included; None: without it.
@@ -100,6 +108,8 @@ class Sizing:
         restore: bringing such a prefix back.
         step_seconds: one decode step of `streamed_count` requests, all of full length.
         lone_step_seconds: of one such request by itself.
+        residents, full_batch: batches that decode together: as many residents as fit, or with
+            streamed ones (`--objective throughput`).
     """
 
     memory: MemoryPlan
@@ -116,6 +126,8 @@ class Sizing:
     restore: Plan
     step_seconds: float
     lone_step_seconds: float
+    residents: MixedBatch
+    full_batch: MixedBatch
     draft: MemoryPlan | None = None
 
 
@@ -136,6 +148,8 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
     streamed_bytes = min(pages, memory.streamed_page_count) * memory.page_bytes
     streamed_count = min(node.max_batch, memory.cache_capacity_bytes // streamed_bytes)
     ask = _Ask(shape, worker.profile, node, memory, has_activations)
+    room = BatchRoom(memory.page_count, node.max_batch, pages, streamed_bytes // memory.page_bytes)
+    together = PieceSeconds(shape, worker.profile, ask.room)
     return Sizing(
         memory=memory,
         placement=worker.placement,
@@ -151,6 +165,8 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
         restore=ask.restore(load, resident_bytes),
         step_seconds=ask.step(streamed_count, load.token_count),
         lone_step_seconds=ask.step(1, load.token_count),
+        residents=residents_alone(together, room, load.token_count),
+        full_batch=full_batch(together, room, load.token_count),
         draft=worker.draft,
     )
 
@@ -190,6 +206,8 @@ def divided(shape: ModelShape, node: Node, *, has_activations: bool) -> Divided:
         max_batched_tokens=node.max_batched_tokens,
         staging_pages=staging,
         draft_tokens=node.draft_tokens,
+        rates=StepRates.of(shape, node.profile),
+        objective=node.weight_objective,
     )
     memory = divide(
         shape,
@@ -230,6 +248,17 @@ class _Ask:
     node: Node
     memory: MemoryPlan
     has_activations: bool
+
+    @property
+    def room(self) -> DeviceRoom:
+        return DeviceRoom(
+            has_activations=self.has_activations,
+            chunk_tokens=self.node.chunk_tokens,
+            staging_tokens=self._staging_tokens,
+            prefill_tokens=self.node.max_batched_tokens,
+            encoding=self.node.encoding,
+            step_compute_seconds=self.node.step_compute_seconds,
+        )
 
     @property
     def _staging_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from local_stack import LocalStack, StackShape, local_stack, start_service, stop
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.checkpoint.decoder import read_decoder
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import Objective, ReasonKind, Residency
 from splitpoint.planning.schedule import Lane
+from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.planning.weight_schedule import LAYER_PIECES
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import worker_pb2, worker_pb2_grpc
@@ -71,6 +73,39 @@ async def test_restores_and_streams_with_weights_on_the_host(
             options = {"split": split, "residency": residency, "cache_salt": salt}
             assert await answer(stack, prompt, "1", **options) == wanted, (split, residency)
         check_order(engine.trace.spans, SIZES[case]["num_hidden_layers"])
+        await stack.assert_clean()
+
+
+async def test_for_throughput_one_pass_over_the_weights_serves_a_full_batch(tmp_path: Path) -> None:
+    """Eight requests of six pages each do not fit as residents: most are streamed, and say why."""
+    model = build_tiny("opt", **SIZES["opt"])
+    folder = write_tiny("opt", tmp_path / "m", **SIZES["opt"])
+    shape = StackShape(
+        workers=1,
+        chunk_tokens=4,
+        max_batch_size=8,
+        max_batched_tokens=16,
+        device_memory_bytes=3 * quarter(folder) // 2,
+        link_bytes_per_second=50_000_000,
+        objective=Objective.THROUGHPUT,
+        weight_objective=WeightObjective.THROUGHPUT,
+    )
+    asked = [clear_prompt(model, 18, NEW_TOKENS, seed=seed) for seed in range(8)]
+    async with local_stack(folder, tmp_path, shape) as stack:
+        completions = await asyncio.gather(
+            *(
+                stack.client.generate(prompt, max_tokens=NEW_TOKENS, ignore_eos=True).complete()
+                for prompt, _ in asked
+            )
+        )
+        for completion, (_, wanted) in zip(completions, asked, strict=True):
+            assert list(completion.token_ids) == wanted
+        plans = [completion.plan for completion in completions if completion.plan is not None]
+        streamed = [plan for plan in plans if plan.residency is Residency.STREAMED]
+        assert len(streamed) >= 4
+        reasons = [ReasonKind.FULL_BATCH in dict(plan.reasons) for plan in streamed]
+        assert all(reasons)
+        assert "for throughput: 8 requests" in stack.workers[0].weights
         await stack.assert_clean()
 
 

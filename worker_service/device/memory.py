@@ -18,6 +18,7 @@ from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.weight_placement import (
     LINK_ONLY,
     StepRates,
+    StreamedCache,
     WeightObjective,
     WeightPlacement,
     WeightSizes,
@@ -206,8 +207,28 @@ def place(
         least_cache_bytes=needs.least_pages * needs.page_bytes,
         most_cache_bytes=max_batch_size * longest * needs.page_bytes,
         most_sequences=max_batch_size,
+        streamed=_streamed_cache(shape, layout, needs, rates) if has_store else None,
         rates=rates,
         objective=objective,
+    )
+
+
+def _streamed_cache(
+    shape: ModelShape, layout: ArenaLayout, needs: _Needs, rates: StepRates
+) -> StreamedCache:
+    """Return what a streamed sequence of full length needs of a worker with a store."""
+    tokens = shape.context_length
+    loaded = sent = tokens * layout.layer_count * layout.stored_kv_bytes_per_token_layer
+    rebuild_seconds = 0.0
+    if layout.has_activations and shape.activations_can_pay:
+        sent = tokens * layout.layer_count * layout.stored_activation_bytes_per_token_layer
+        rebuild_seconds = tokens * rates.rebuild
+    return StreamedCache(
+        kept_bytes=STREAMED_PAGES * needs.page_bytes,
+        room_bytes=needs.room_pages * needs.page_bytes,
+        loaded_bytes=loaded,
+        sent_bytes=min(loaded, sent),
+        rebuild_seconds=rebuild_seconds,
     )
 
 

@@ -84,6 +84,8 @@ def measure_rates(shape: ModelShape, lanes: Lanes) -> StepRates:
         link=measure_link(lanes.device, lanes).rate,
         base=prefill.overhead * shape.layer_count,
         token=shape.prefill_flops(1) / prefill.rate,
+        # Its products are such as those of a prefill.
+        rebuild=shape.layer_count * shape.rebuild_flops_per_token_layer / prefill.rate,
     )
 
 

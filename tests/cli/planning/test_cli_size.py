@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted, SplitpointError
 from splitpoint.planning.plan import RestoreMethod
+from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 from splitpoint.speculation import DraftMethod
 from splitpoint_cli.main import app
@@ -122,8 +123,35 @@ def test_weights_that_do_not_fit_are_counted_in_each_step() -> None:
     assert small.placement.streamed_bytes > 0
     link = small.placement.streamed_bytes / H100.link_bytes_per_second
     assert small.lone_step_seconds > link
+    assert small.full_batch.tokens_per_second > 0
     with pytest.raises(ResourceExhausted, match="too small"):
         size_up(shape, node(1 * GIB), Load(2048, 512, 128))
+
+
+def test_for_throughput_every_place_is_taken_at_the_same_memory() -> None:
+    """KVPR's setting, OPT-30B on an A100 of 40 GB: weights and caches on the host."""
+    shape, a100 = BUILT_IN_SHAPES["opt-30b"], BUILT_IN_PROFILES["a100-40"]
+    load = Load(2048, 512, 128)
+    found = {
+        objective: size_up(
+            shape, node(36 * GIB, a100, chunk_tokens=16, weight_objective=objective), load
+        )
+        for objective in WeightObjective
+    }
+    best = found[WeightObjective.THROUGHPUT]
+    assert best.full_batch.resident + best.full_batch.streamed == 32
+    assert "32 requests of full length at once" in best.placement.reason
+    for objective in (WeightObjective.LATENCY, WeightObjective.BALANCED):
+        one_batch = found[objective].residents
+        assert best.full_batch.tokens_per_second > 1.3 * one_batch.tokens_per_second
+        full_batch = found[objective].full_batch
+        # Whole layers and parts of a resident request are not the same.
+        assert best.full_batch.tokens_per_second >= 0.97 * full_batch.tokens_per_second
+    arguments = ["size", "--model", "opt-30b", "--profile", "a100-40", "--device-memory", "36GiB"]
+    arguments += ["--tokens", "2048", "--weight-objective", "throughput"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "weights crossing once" in " ".join(done.output.split())
 
 
 def test_encodings_shrink_the_host_and_not_the_device() -> None:

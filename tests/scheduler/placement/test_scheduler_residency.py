@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scheduler_doubles import queued_request
+from scheduler_doubles import admit_all, queued_request
 
 from scheduler_service.api.request import Request
-from scheduler_service.placement.footprint import Fits, footprint_of
+from scheduler_service.placement.footprint import Fits, Grant, footprint_of
 from scheduler_service.placement.residency import (
     Running,
     RunningRequest,
@@ -138,6 +138,80 @@ def test_more_running_requests_weigh_against_streaming() -> None:
     few = ask(Running(1, 1000, steps_left=3000), load)
     many = ask(Running(60, 1000, steps_left=3000), load)
     assert few.stream_score / few.wait_score < many.stream_score / many.wait_score
+
+
+# -- for throughput, while weights cross the link ---------------------------------------
+
+HOST_WEIGHTS = replace(
+    WORKER,
+    profile=replace(WORKER.profile, host_weight_bytes=SHAPE.weight_bytes),
+    max_batch_size=16,
+)
+
+
+def started(worker: WorkerFacts, objective: Objective, count: int = 40) -> list[Grant]:
+    """Return what requests of 9 pages get of 40, as many as can start."""
+    admission = AdmissionQueue(100, objective=objective)
+    admission.add_worker(worker)
+    for arrival in range(count):
+        admission.submit(request_of(arrival, 500, 60))
+    grants = [admitted.grant for admitted in admit_all(admission)]
+    assert admission.check_integrity() == []
+    return grants
+
+
+def kinds_of(grants: list[Grant]) -> tuple[int, int]:
+    """Return how many are resident, and how many are streamed."""
+    streamed = sum(grant.residency is Residency.STREAMED for grant in grants)
+    return len(grants) - streamed, streamed
+
+
+def test_weights_cross_the_link_for_a_full_batch() -> None:
+    """Three residents leave 13 of the 40 pages for the 13 other places."""
+    grants = started(HOST_WEIGHTS, Objective.THROUGHPUT)
+    assert kinds_of(grants) == (3, 13)
+    last = grants[-1]
+    assert last.size_bytes == WORKER.page_bytes
+    assert last.spare_bytes == 0
+    count, streamed, rate, residents = dict(last.reasons)[ReasonKind.FULL_BATCH]
+    assert (count, streamed) == (16, 13)
+    assert isinstance(rate, float)
+    assert isinstance(residents, float)
+    assert rate > 1.3 * residents
+
+
+def test_otherwise_as_many_as_fit_are_resident() -> None:
+    """For latency, with all weights on the device, or without an exact store."""
+    on_device = replace(WORKER, max_batch_size=16)
+    lossy = replace(HOST_WEIGHTS, encoding=Encoding.INT8)
+    for worker, objective in (
+        (HOST_WEIGHTS, Objective.LATENCY),
+        (on_device, Objective.THROUGHPUT),
+        (lossy, Objective.THROUGHPUT),
+    ):
+        grants = started(worker, objective)
+        assert kinds_of(grants)[0] == 4
+        assert all(ReasonKind.FULL_BATCH not in dict(grant.reasons) for grant in grants)
+
+
+def test_no_pages_are_left_for_requests_that_do_not_wait() -> None:
+    """Four requests fit as they are; of eight the other four are streamed beside them."""
+    assert kinds_of(started(HOST_WEIGHTS, Objective.THROUGHPUT, count=4)) == (4, 0)
+    assert kinds_of(started(HOST_WEIGHTS, Objective.THROUGHPUT, count=8)) == (4, 4)
+    assert kinds_of(started(HOST_WEIGHTS, Objective.THROUGHPUT, count=12)) == (3, 9)
+
+
+def test_caches_that_take_the_link_longer_than_the_weights_stay_resident() -> None:
+    """A hundredth of the weights is on the host: a full batch would wait for its caches."""
+    light = replace(WORKER.profile, host_weight_bytes=SHAPE.weight_bytes // 100)
+    grants = started(replace(HOST_WEIGHTS, profile=light), Objective.THROUGHPUT)
+    assert kinds_of(grants)[0] == 4
+
+
+def test_a_store_of_few_slots_is_not_counted_on() -> None:
+    """Streamed requests hold the slots of all their chunks; two of them fit."""
+    grants = started(replace(HOST_WEIGHTS, store_slot_count=20), Objective.THROUGHPUT)
+    assert kinds_of(grants)[0] == 4
 
 
 # -- the admission queue asks it ------------------------------------------------------

@@ -15,6 +15,7 @@ from splitpoint.planning.weight_placement import (
     WEIGHT_SLOTS,
     OnHost,
     StepRates,
+    StreamedCache,
     WeightObjective,
     WeightPlacement,
     WeightSizes,
@@ -185,6 +186,64 @@ def test_a_throughput_placement_streams_more_than_one_for_latency() -> None:
         )
     ]
     assert streamed == sorted(set(streamed))
+
+
+def test_for_throughput_streamed_sequences_fill_the_batch() -> None:
+    """By brute force over layers on the host and residents; a layer has 10 MiB, a tail 1.
+
+    Sequences of 100 MiB: of 300 MiB beside the weights three are resident, or all 16 streamed.
+    """
+    sizes, free, longest, batch, tail, room = sizes_of(100, head=1), 600, 100, 16, 1, 6
+    # Loaded only; rebuilt from X of half the bytes in no time, or as long as loading takes.
+    for link, sent, rebuild in ((1.0, 100, 0.0), (100.0, 100, 0.0), (1.0, 50, 0.0), (1.0, 50, 90)):
+        streamed_cache = StreamedCache(tail * MIB, room * MIB, longest * MIB, sent * MIB, rebuild)
+        rates = StepRates(link * MIB, base=0.01, token=0.001)
+        best = 0.0
+        for count in range(WEIGHT_SLOTS + 1, 101):
+            for head in (0, 1):
+                on_device = 1 + (0 if head else 1) + 2 * head / 8 + (100 - count + 2) * 10
+                for resident in range(int((free - on_device) // longest) + 1):
+                    left = free - on_device - room - resident * longest
+                    streamed = max(0, min(batch - resident, int(left // tail)))
+                    weights, sequences = (10 * count + head) * MIB, resident + streamed
+                    seconds = min(
+                        max(
+                            (weights / MIB + streamed * (longest - part * (longest - sent))) / link,
+                            0.01 + sequences * 0.001 + streamed * part * rebuild,
+                        )
+                        for part in (step / 100 for step in range(101))
+                    )
+                    best = max(best, sequences / seconds)
+        chosen = place_weights(
+            sizes,
+            free_bytes=free * MIB,
+            least_cache_bytes=5 * MIB,
+            most_cache_bytes=batch * longest * MIB,
+            most_sequences=batch,
+            streamed=streamed_cache,
+            rates=rates,
+            objective=WeightObjective.THROUGHPUT,
+        )
+        left = free - chosen.device_bytes / MIB - room
+        resident = max(0, int((left - batch * tail) // (longest - tail)))
+        streamed = min(batch - resident, int((left - resident * longest) // tail))
+        seconds = streamed_cache.step_seconds(chosen.streamed_bytes, resident, streamed, rates)
+        rate = (resident + streamed) / seconds
+        # Parts of a resident sequence count for the planner.
+        assert rate >= 0.95 * best
+        assert resident + streamed == batch
+        assert f"16 requests of full length at once, {streamed} of them streamed" in chosen.reason
+    without = place_weights(
+        sizes,
+        free_bytes=free * MIB,
+        least_cache_bytes=5 * MIB,
+        most_cache_bytes=batch * longest * MIB,
+        most_sequences=batch,
+        rates=StepRates(MIB),
+        objective=WeightObjective.THROUGHPUT,
+    )
+    assert "streamed" not in without.reason
+    assert without.reason.endswith("5 requests of full length at once have the most tokens/s")
 
 
 def test_prompts_grow_to_what_computes_while_the_weights_cross() -> None:

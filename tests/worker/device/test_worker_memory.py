@@ -52,6 +52,39 @@ def test_a_small_budget_keeps_its_pages_for_the_cache() -> None:
     assert staging_pages_on_gpu(SHAPE, LAYOUT, 1 << 20) == STAGING_PAGES
 
 
+def test_one_more_streamed_sequence_takes_its_tail_and_rows_of_its_own() -> None:
+    """Whatever its length: its cache passes through staging memory that all sequences share.
+
+    A page of K and V and one of X, for tokens that are not in the store yet; logits twice, a row
+    of the widest tensors, and three partial results of attention.
+    """
+    plans = {
+        batch: divide(
+            SHAPE,
+            LAYOUT,
+            budget_bytes=40 << 30,
+            weight_bytes=1 << 30,
+            max_batch_size=batch,
+            max_batched_tokens=512,
+        )
+        for batch in (8, 32)
+    }
+    few, many = plans[8], plans[32]
+    assert few.staging_pages == many.staging_pages
+    assert few.room_page_count == many.room_page_count
+    assert few.streamed_page_count == many.streamed_page_count == 1
+    inputs = LAYOUT.chunk_tokens * SHAPE.activation_bytes_per_token
+    hidden, inner, size = SHAPE.hidden_size, SHAPE.intermediate_size, SHAPE.data_type.size
+    row = (4 * hidden + max(2 * inner, 3 * hidden) + inner) * size
+    partials = 3 * 4 * (hidden + 2 * SHAPE.query_head_count)
+    more = inputs + 2 * 4 * SHAPE.vocabulary_size + row
+    grown = many.workspace_bytes - few.workspace_bytes
+    # Attention of prompts may be what the workspace is planned for.
+    assert 24 * more <= grown <= 24 * (more + partials)
+    tail = many.page_bytes + inputs
+    assert 0.9 < 24 * tail / (grown + 24 * many.page_bytes) < 1
+
+
 def test_pieces_of_prompts_grow_with_the_link_time_of_the_weights_and_stay_small_in_memory() -> (
     None
 ):
