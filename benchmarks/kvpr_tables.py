@@ -1,11 +1,14 @@
 """KVPR's experiments: the paper's figures beside ours, predicted and measured.
 
 Without options: what the planner predicts for the paper's machines, beside the figures
-that the paper prints (Tables 1 to 5 and the text of section 4). `--measure`: the same three
-ways to decode, measured with a small shape over an emulated link. `--measured FILE` prints
-such a result as a table. docs/papers/kvpr.md holds both.
+that the paper prints (Tables 1 to 5 and the text of sections 4, A.4 and A.6). `--measure`: the
+same three ways to decode, measured with a small shape over an emulated link. `--measured FILE`
+prints such a result as tables, and with `--pictures FOLDER` draws it: the share of a step in
+which the device computes (Figure 8), the parts of a step (Figure 10), and the predicted split
+over the generation (Figure 12). docs/papers/kvpr.md holds all of it.
 
-    python -m benchmarks.kvpr_tables [--measure | --measured FILE] [--json] [--output FILE]
+    python -m benchmarks.kvpr_tables [--measure | --measured FILE [--pictures FOLDER]] [--json]
+        [--output FILE]
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import finish, parser_of
+from splitpoint.config import format_size
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_placement import WeightSizes
@@ -33,7 +37,13 @@ from splitpoint_cli.bench.offload_report import (
     PIPELINED,
     OffloadResults,
     OffloadWorkload,
+    StepPart,
+    parts_of,
 )
+from splitpoint_cli.output import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WAYS = (FULL_LOAD, KVPR, PIPELINED)
 CHUNK_TOKENS = 64
@@ -53,6 +63,13 @@ RTX_5000 = replace(
 # Eight batches of 32, of which each layer computes one after the other (section 4.2).
 EFFECTIVE_BATCH = 256
 PROMPTS, NEW = (256, 512, 1024), (32, 128)
+
+# Section A.6: eight such cards on one AMD EPYC, with eight channels of DDR4-3200 (204.8 GB/s at
+# the peak) of which reads are assumed to reach 80 %.
+HOST_BYTES_PER_SECOND = 0.8 * 204.8e9
+PROCESSES = (1, 2, 4, 8)
+# Figure 12 and A.4: split by length, of OPT-6.7B, 64 sequences, prompt 128, 32 new tokens.
+SPLITS = {128: 102, 160: 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +145,6 @@ def step_costs(
     """
     sizes = WeightSizes.of(shape)
     layers = shape.layer_count * sizes.layer
-    matrices = layers + sizes.head
-    read = matrices * profile.memory_seconds_per_byte
-    products = batch * matrices / shape.data_type.size * 2 / profile.rebuild_flops_per_second
     attention = batch * cached * shape.kv_bytes_per_token * profile.memory_seconds_per_byte
     if weights_on_host:
         key_value = shape.layer_count * sizes.pieces[WeightPiece.KEY_VALUE]
@@ -143,8 +157,16 @@ def step_costs(
         has_activations=True,
         chunk_tokens=CHUNK_TOKENS,
         staging_tokens=STAGING_TOKENS,
-        compute_seconds=max(read, products) + attention,
+        compute_seconds=products_seconds(shape, profile, batch) + attention,
     )
+
+
+def products_seconds(shape: ModelShape, profile: Profile, batch: int) -> float:
+    """Return the seconds of a step's products: of reading the weights, or of computing."""
+    sizes = WeightSizes.of(shape)
+    matrices = shape.layer_count * sizes.layer + sizes.head
+    read = matrices * profile.memory_seconds_per_byte
+    return max(read, batch * matrices / shape.data_type.size * 2 / profile.rebuild_flops_per_second)
 
 
 def step_seconds(costs: BatchCosts) -> dict[str, float]:
@@ -265,6 +287,73 @@ def small_batch_table() -> list[str]:
     return table(head, rows)
 
 
+def loop_table() -> list[str]:
+    """Return tokens/s of one batch of section 4.2, and of the eight that share the weights."""
+    one, prompt, new, rows = EFFECTIVE_BATCH // 8, 512, 32, []
+    for name in SPEEDUPS:
+        shape = shape_of(name)
+        rates = {
+            (batch, way): rate
+            for batch in (one, EFFECTIVE_BATCH)
+            for way, rate in tokens_per_second(
+                decode_seconds(shape, A100, batch, prompt, new, weights_on_host=True), batch, new
+            ).items()
+        }
+        for way in (KVPR, PIPELINED):
+            alone, loop = rates[one, way], rates[EFFECTIVE_BATCH, way]
+            rows.append((shape.name, way, f"{alone:.1f}", f"{loop:.1f}", f"×{loop / alone:.2f}"))
+    head = ("model, 512/32", "order", f"one batch of {one}", f"eight of {one}", "gain of the loop")
+    return table(head, rows)
+
+
+def splits_over_generation() -> dict[str, list[int]]:
+    """Return the best split by length, for the setting of Figure 12, in both orders."""
+    shape = shape_of("opt-6.7b")
+    lengths = list(range(min(SPLITS), max(SPLITS) + 1, 8))
+    found: dict[str, list[int]] = {"length": lengths, KVPR: [], PIPELINED: []}
+    for length in lengths:
+        costs = step_costs(shape, A100, 64, length, weights_on_host=False)
+        costs = replace(costs, chunk_tokens=1)
+        found[KVPR].append(costs.best(Schedule.COLUMN).split_tokens)
+        found[PIPELINED].append(costs.best(Schedule.PIPELINED).split_tokens)
+    return found
+
+
+def splits_table() -> list[str]:
+    found = splits_over_generation()
+    rows = [
+        (str(length), str(SPLITS.get(length, "")), str(kvpr), str(ours))
+        for length, kvpr, ours in zip(found["length"], found[KVPR], found[PIPELINED], strict=True)
+    ]
+    return table(("tokens", "the paper's split", KVPR, PIPELINED), rows)
+
+
+def shared_host_table() -> list[str]:
+    """Return tokens/s of each of several processes whose caches share one host's memory.
+
+    A process that attends on the processor reads all K and V there in each step. One that
+    streams reads what crosses its own link, at the link's rate or its share of the memory's.
+    """
+    shape, batch, prompt, new = shape_of("opt-6.7b"), 32, 1024, 32
+    cached, alone, rows = prompt + new // 2, dict[str, float](), []
+    for count in PROCESSES:
+        share = HOST_BYTES_PER_SECOND / count
+        rate = min(A100.link_bytes_per_second, share)
+        profile = replace(A100, link_bytes_per_second=rate)
+        costs = step_costs(shape, profile, batch, cached, weights_on_host=False)
+        on_processor = batch * cached * shape.kv_bytes_per_token / share
+        seconds = {
+            "attention on the processor": products_seconds(shape, A100, batch) + on_processor,
+            KVPR: costs.best(Schedule.COLUMN).step_seconds,
+            PIPELINED: costs.best(Schedule.PIPELINED).step_seconds,
+        }
+        rates = {way: batch / each for way, each in seconds.items()}
+        alone = alone or rates
+        cells = (f"{rate:.0f} (×{rate / alone[way]:.2f})" for way, rate in rates.items())
+        rows.append((str(count), *cells))
+    return table(("processes", *alone), rows)
+
+
 PREDICTED = ("full load", "KVPR's order", "pipelined", "KVPR / load", "pipelined / KVPR")
 
 
@@ -294,7 +383,10 @@ def show_predicted() -> None:
         ("Throughput: weights on the host, 256 sequences", throughput_table()),
         ("Throughput on a small GPU, tokens/s (Table 5)", low_end_table()),
         ("Small batches, weights on the host, tokens/s (Table 2)", small_batch_table()),
+        ("Batches in a loop: weights on the host, tokens/s (Algorithm 1)", loop_table()),
         ("One layer, 32 x 1,024 tokens: ours (the paper's Table 1)", one_layer_table()),
+        ("The split over the generation, OPT-6.7B, 64 sequences (Figure 12)", splits_table()),
+        ("Processes on one host: tokens/s of each, over one alone (A.6)", shared_host_table()),
     ):
         print(f"### {heading}\n")
         print("\n".join(lines), end="\n\n")
@@ -311,11 +403,15 @@ class Case:
     prompt: int
     new: int
     weights_on_host: bool
+    micro_batch: int | None = None
 
 
 CASES = (
-    *(Case(2, prompt, 8, weights_on_host=False) for prompt in (128, 256, 512)),
+    *(Case(2, prompt, 32, weights_on_host=False) for prompt in (128, 256, 512)),
     *(Case(4, prompt, 6, weights_on_host=True) for prompt in (128, 256, 512)),
+    # One batch, and four of them in a loop (Algorithm 1).
+    Case(8, 512, 6, weights_on_host=True),
+    Case(32, 512, 6, weights_on_host=True, micro_batch=8),
 )
 
 
@@ -347,6 +443,7 @@ def measure(
         "hardware": hardware(),
         "commit": commit(),
         "rows": rows,
+        "predicted_splits": splits_over_generation(),
     }
 
 
@@ -358,6 +455,12 @@ def _row(case: Case, results: OffloadResults) -> dict[str, Any]:
         "step_seconds": {way: round(found[way].step_seconds, 5) for way in WAYS},
         "splits": {way: found[way].split_tokens for way in WAYS},
         "device_bytes": {way: found[way].runs[0].device_bytes for way in WAYS},
+        "tokens_per_second": {way: round(case.batch / found[way].step_seconds, 3) for way in WAYS},
+        "parts_of_a_step": {way: parts_of(found[way]) for way in WAYS},
+        "computing_shares": {
+            way: [round(step.computing_share, 4) for step in found[way].runs[-1].steps]
+            for way in WAYS
+        },
         "equal_tokens": len(tokens) == 1,
     }
 
@@ -379,17 +482,118 @@ def show_measured(result: Mapping[str, Any]) -> None:
             )
         )
     head = ("weights", "batch", "prompt", *WAYS, "KVPR / load", "pipelined / KVPR", "tokens")
-    print("\n".join(table(head, rows)))
+    print("\n".join(table(head, rows)), end="\n\n")
+    print("\n".join(batches_table(result)))
     print(
         f"\nA decode step, medians: {result['shape']} {result['dtype']}, link emulated at "
         f"{result['link_rate'] / 1e6:g} MB/s, {result['hardware']}, commit {result['commit']}."
     )
 
 
+def batches_table(result: Mapping[str, Any]) -> list[str]:
+    """Return tokens/s and device memory of the cases whose weights cross the link."""
+    rows = []
+    for row in result["rows"]:
+        if row["weights_on_host"]:
+            memory, rates = row["device_bytes"], row["tokens_per_second"]
+            looped = row["micro_batch"]
+            rows.append(
+                (
+                    f"{row['batch']} x {row['prompt']}",
+                    "" if looped is None else f"{row['batch'] // looped} of {looped}",
+                    *(f"{rates[way]:.1f}, {format_size(memory[way])}" for way in WAYS),
+                )
+            )
+    return table(("sequences", "batches of KVPR's order", *WAYS), rows)
+
+
+def draw(result: Mapping[str, Any], folder: Path) -> None:
+    """Write the pictures of a result of `measure`. Raises MissingExtra without matplotlib."""
+    sides = {"weights on the device": False, "weights on the host": True}
+    # The longest case of each side that has one batch of KVPR's order.
+    rows = {
+        title: max(
+            (row for row in result["rows"] if row["weights_on_host"] is on_host),
+            key=lambda row: (row["micro_batch"] is None, row["prompt"], row["batch"]),
+        )
+        for title, on_host in sides.items()
+    }
+    for name, picture in (
+        ("kvpr-utilisation", _utilisation(rows)),
+        ("kvpr-breakdown", _breakdown(rows)),
+        ("kvpr-splits", _splits(result["predicted_splits"])),
+    ):
+        picture.savefig(folder / f"{name}.png", format="png")
+
+
+def _utilisation(rows: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Draw the share of each step in which the device computes, over the steps (Figure 8)."""
+    figure = new_figure()
+    for axes, (title, row) in zip(figure.subplots(1, len(rows)), rows.items(), strict=True):
+        for way, style in zip(WAYS, (":", "--", "-"), strict=True):
+            shares = [100 * share for share in row["computing_shares"][way]]
+            axes.plot(range(1, len(shares) + 1), shares, style, label=way)
+        axes.set_title(_title(title, row), fontsize=10)
+        axes.set_xlabel("decode step")
+        axes.set_ylabel("device computes, % of the step")
+        axes.set_ylim(0, 100)
+        axes.grid(linewidth=0.3)
+        axes.legend(fontsize=8)
+    return figure
+
+
+def _breakdown(rows: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Draw what keeps link and device busy in a step, in shares of the step (Figure 10)."""
+    figure = new_figure()
+    for axes, (title, row) in zip(figure.subplots(1, len(rows)), rows.items(), strict=True):
+        names, drawn = list[str](), set[StepPart]()
+        for way in WAYS:
+            parts, step = row["parts_of_a_step"][way], row["step_seconds"][way]
+            for lane in ("link", "device"):
+                left, place = 0.0, len(names)
+                names.append(f"{way}: {lane}")
+                for number, part in enumerate(StepPart):
+                    if part.value.startswith("link") is (lane == "link") and part.value in parts:
+                        share = 100 * parts[part.value] / step
+                        label = None if part in drawn else part.value
+                        drawn.add(part)
+                        axes.barh(place, share, left=left, color=f"C{number}", label=label)
+                        left += share
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_title(_title(title, row), fontsize=10)
+        axes.set_xlabel("% of the step")
+        axes.legend(fontsize=8)
+    return figure
+
+
+def _splits(found: Mapping[str, Sequence[int]]) -> Figure:
+    """Draw the predicted split over the length, and the paper's (Figure 12)."""
+    figure = new_figure()
+    axes = figure.subplots()
+    axes.plot(list(SPLITS), list(SPLITS.values()), "k:", label="the paper, first and last step")
+    for way, style in ((KVPR, "--"), (PIPELINED, "-")):
+        axes.plot(found["length"], found[way], style, label=f"{way}, predicted")
+    axes.set_title("OPT-6.7B, 64 sequences, A100 of 40 GB", fontsize=10)
+    axes.set_xlabel("tokens of each sequence")
+    axes.set_ylabel("split: tokens rebuilt from activations")
+    axes.set_ylim(bottom=0)
+    axes.grid(linewidth=0.3)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _title(side: str, row: Mapping[str, Any]) -> str:
+    return f"{side}: {row['batch']} x {row['prompt']} tokens"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--measure", action="store_true", help="Decode over an emulated link.")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="Print such a result.")
+    parser.add_argument(
+        "--pictures", type=Path, metavar="FOLDER", help="Draw the result of --measured."
+    )
     parser.add_argument("--shape", default="opt-125m", help="Shape to measure (%(default)s).")
     parser.add_argument(
         "--link-rate", type=float, default=500e6, help="Bytes per second (%(default)s)."
@@ -397,7 +601,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=1, help="Runs of each way (%(default)s).")
     options: argparse.Namespace = parser.parse_args(arguments)
     if options.measured is not None:
-        show_measured(json.loads(options.measured.read_text()))
+        result = json.loads(options.measured.read_text())
+        show_measured(result)
+        if options.pictures is not None:
+            draw(result, options.pictures)
     elif options.measure:
         with ended_by_signals():
             shape = built_in_shape(options.shape)

@@ -51,6 +51,14 @@ _WeightsOnHost = Annotated[
         "--weights-on-host", help="Keep all layers, the head and the table on the host, too."
     ),
 ]
+_MicroBatch = Annotated[
+    int | None,
+    typer.Option(
+        help="KVPR's order holds a layer of this many sequences at once, one such batch after the "
+        "other (Algorithm 1); absent: of all.",
+        min=1,
+    ),
+]
 _Encodings = Annotated[
     list[str],
     typer.Option(
@@ -138,6 +146,7 @@ def offload(
     repeats: harness.Repeats = 5,
     sweep: _Sweep = False,
     weights_on_host: _WeightsOnHost = False,
+    micro_batch: _MicroBatch = None,
     kv_encoding: _Encodings = [],  # noqa: B006 - typer's way to say "none"
     seed: harness.Seed = 0,
     speculate: _Speculate = None,
@@ -188,12 +197,15 @@ def offload(
         )
         report = _compared(shape, workload)
     else:
+        if micro_batch is not None and micro_batch > batch:
+            raise InvalidArgument("more than the sequences of --batch", field="micro_batch")
         _check_alone(kv_heads=kv_heads, length=length, layers=layers, text=text)
         check_output(trace_file, "trace")
         workload = replace(
             workload,
             sweep=sweep,
             weights_on_host=weights_on_host,
+            micro_batch=micro_batch,
         )
         report = _measured(shape or "opt-125m", workload, trace_file)
     if png_file is not None:

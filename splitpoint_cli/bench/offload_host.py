@@ -18,7 +18,7 @@ from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from splitpoint.planning.plan import Residency
-from splitpoint.planning.schedule import Schedule
+from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.planning.weight_schedule import WeightOrder
 from splitpoint.selection import FULL, UNUSED, Selection, SelectionUsage
 from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, chunks_of
@@ -31,7 +31,7 @@ from splitpoint_cli.bench.engine import (
 from splitpoint_cli.bench.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS
 from splitpoint_cli.bench.local_store import LocalStore
 from splitpoint_cli.bench.offload_costs import BatchCosts
-from splitpoint_cli.bench.offload_report import OffloadSample, OffloadWorkload, Step
+from splitpoint_cli.bench.offload_report import OffloadSample, OffloadWorkload, Step, StepPart
 from splitpoint_cli.bench.texts import Prompts
 from worker_service.device.cache import DeviceCache
 from worker_service.device.choice import describe_device
@@ -47,7 +47,7 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.sequence import Sequence as EngineSequence
 from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
-from worker_service.lanes.timeline import StepTimes, Trace
+from worker_service.lanes.timeline import Span, StepTimes, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure
 from worker_service.retrieval.selector import ScreensOf
@@ -185,6 +185,8 @@ class OffloadHost:
         tokens: dict[str, list[int]] = {name: [] for name in names}
         steps: list[Step] = []
         times: list[StepTimes] = []
+        parts: dict[str, float] = {}
+        run = engine.trace = Trace()
         selected = UNUSED
         begun: float | None = None
         reached = used_bytes = counted = before = pulls = drafted = accepted = 0
@@ -207,14 +209,17 @@ class OffloadHost:
                 selected += each.usage
             if output.ran and engine.last_step is not None:
                 times.append(engine.last_step)
+            spans = run.take()
+            self.trace.extend(spans)
+            _add_parts(parts, spans)
             least = min(len(each) for each in tokens.values())
             # If a sequence had to wait for a page, the engine's next step is a part of this one.
             is_over = least > reached
             if is_over and begun is not None:
-                steps.append(_step(now - begun, times, counted - before, selected))
+                steps.append(_step(now - begun, times, counted - before, selected, parts))
                 before = counted
             if is_over:
-                begun, reached, times, selected = now, least, [], UNUSED
+                begun, reached, times, parts, selected = now, least, [], {}, UNUSED
         plan = engine.memory_plan
         return OffloadSample(
             steps=tuple(steps),
@@ -261,13 +266,14 @@ class OffloadHost:
     def _make_engine(self, schedule: Schedule) -> Engine:
         workload, cache = self._workload, self._cache
         if schedule is Schedule.COLUMN:
-            # KVPR holds a layer of the whole batch at once: X, K and V of a tile as large.
-            tile = workload.batch * chunks_of(workload.prompt + workload.new, CHUNK_TOKENS)
+            # KVPR holds a layer of a batch at once, one after the other: X, K and V of such a tile.
+            at_once = workload.micro_batch or workload.batch
+            tile = at_once * chunks_of(workload.prompt + workload.new, CHUNK_TOKENS)
             cache = copy.copy(cache)
             cache.plan = self._divide(cache.layout, 3 * tile)
         lanes = lanes_of(self.device, overlapped=schedule is not Schedule.SERIAL, link=self.link)
         lanes.schedule = schedule
-        engine = Engine(
+        return Engine(
             self._model,
             cache,
             max_batch_size=workload.batch,
@@ -278,8 +284,6 @@ class OffloadHost:
             drafters=self._drafters(cache, lanes),
             screens_of=self._screens_of,
         )
-        engine.trace = self.trace
-        return engine
 
     def _drafters(
         self, cache: DeviceCache, lanes: Lanes
@@ -359,8 +363,35 @@ def _drawn_prompts(shape: ModelShape, workload: OffloadWorkload) -> Prompts:
     return tuple(tuple(row) for row in drawn.tolist())
 
 
+# What spans of the compute lane are part of; others are left out.
+_COMPUTING = {
+    "rebuild": StepPart.REBUILD,
+    "embed": StepPart.REBUILD,
+    "attend": StepPart.ATTENTION,
+    "write": StepPart.ATTENTION,
+    "project": StepPart.PRODUCTS,
+    "output": StepPart.PRODUCTS,
+    "finish": StepPart.PRODUCTS,
+}
+_COPYING = {"load K,V": StepPart.LINK_KEYS, "send X": StepPart.LINK_INPUTS}
+
+
+def _add_parts(parts: dict[str, float], spans: Sequence[Span]) -> None:
+    """Add the seconds of each part of a step."""
+    for span in spans:
+        part = (_COMPUTING if span.lane is Lane.COMPUTE else _COPYING).get(span.name)
+        if span.lane is Lane.WEIGHTS_IN:
+            part = StepPart.LINK_WEIGHTS
+        if part is not None:
+            parts[part] = parts.get(part, 0.0) + span.seconds
+
+
 def _step(
-    seconds: float, times: Sequence[StepTimes], token_count: int, selected: SelectionUsage
+    seconds: float,
+    times: Sequence[StepTimes],
+    token_count: int,
+    selected: SelectionUsage,
+    parts: Mapping[str, float],
 ) -> Step:
     """Return a step of the batch: one of the engine, or more if a sequence waited."""
     predicted = [each.predicted_seconds for each in times]
@@ -372,4 +403,5 @@ def _step(
         link_seconds=sum(each.link_busy for each in times),
         token_count=token_count,
         selected=selected,
+        parts=parts,
     )

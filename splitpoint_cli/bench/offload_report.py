@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -49,6 +50,7 @@ class OffloadWorkload:
     Attributes:
         shape: a built-in shape or a checkpoint, as the user named it.
         link_rate: bytes per second of an emulated link; None: the device's own.
+        micro_batch: sequences of which KVPR's order holds a layer at once; None: all.
         kv_encodings: of further stores, from which the pipelined split is decoded, too, or
             selections that do not verify.
         speculate: method of the drafts that are measured; None: none.
@@ -72,6 +74,7 @@ class OffloadWorkload:
     seed: int
     sweep: bool = False
     weights_on_host: bool = False
+    micro_batch: int | None = None
     kv_encodings: tuple[str, ...] = ()
     speculate: DraftMethod | None = None
     draft_tokens: int | None = None
@@ -99,6 +102,20 @@ class OffloadWorkload:
         }
 
 
+class StepPart(StrEnum):
+    """Parts of a step, by what is busy: the link with three kinds of bytes, or the device.
+
+    ATTENTION: writing the new K and V, too. PRODUCTS: the projections and the MLP.
+    """
+
+    LINK_KEYS = "link: K and V"
+    LINK_INPUTS = "link: X"
+    LINK_WEIGHTS = "link: weights"
+    REBUILD = "rebuild"
+    ATTENTION = "attention"
+    PRODUCTS = "projections and MLP"
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One token for each sequence, or several with drafts.
@@ -110,6 +127,8 @@ class Step:
             many selected rows were missing, rows count as if all of them had been.
         token_count: tokens that all sequences got.
         selected: what it read by selection.
+        parts: seconds of the link and of computing by StepPart, which overlap; empty if nothing
+            streamed.
     """
 
     seconds: float
@@ -118,6 +137,13 @@ class Step:
     link_seconds: float = 0.0
     token_count: int = 0
     selected: SelectionUsage = UNUSED
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def computing_share(self) -> float:
+        """Share of the step in which the device computes, without the head and sampling."""
+        computing = (StepPart.REBUILD, StepPart.ATTENTION, StepPart.PRODUCTS)
+        return sum(self.parts.get(part, 0.0) for part in computing) / self.seconds
 
     @property
     def error(self) -> float | None:
@@ -282,7 +308,19 @@ def _contender(batch: int, contender: Contender, reference: Contender | None) ->
         "tokens_per_second": round(batch * contender.step_count / seconds, 3),
         "device_bytes": runs[0].device_bytes,
         "step_seconds_of_last_run": [_rounded(step.seconds) for step in runs[-1].steps],
+        "parts_of_a_step": parts_of(contender),
+        "computing_share_of_last_run": [round(step.computing_share, 4) for step in runs[-1].steps],
         "agreeing_token_share": reference and _agreeing(runs[:1], reference.runs[:1]),
+    }
+
+
+def parts_of(contender: Contender) -> dict[str, float]:
+    """Return the mean seconds of each part of a step; empty if nothing streamed."""
+    steps = contender.steps
+    return {
+        part.value: _rounded(sum(step.parts.get(part, 0.0) for step in steps) / len(steps))
+        for part in StepPart
+        if any(part in step.parts for step in steps)
     }
 
 

@@ -157,6 +157,12 @@ class Trace:
     def spans(self) -> list[Span]:
         return list(self._spans)
 
+    def take(self) -> list[Span]:
+        """Return the spans, and forget them."""
+        taken = self.spans
+        self._spans.clear()
+        return taken
+
     def write(self, path: Path) -> None:
         """Write Chrome trace JSON: open it in chrome://tracing or ui.perfetto.dev."""
         path.write_text(chrome_trace(self._spans, self.facts))

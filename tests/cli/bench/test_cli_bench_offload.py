@@ -46,13 +46,14 @@ from splitpoint_cli.bench.offload_report import (
     OffloadSample,
     OffloadWorkload,
     Step,
+    StepPart,
     compared_report_of,
     report_of,
     table_of,
 )
 from splitpoint_cli.bench.offload_runs import model_of, peer_of, run_all
 from splitpoint_cli.bench.pooled import PooledHeads, pooled_shape
-from splitpoint_cli.bench.texts import beginnings, held_back_files
+from splitpoint_cli.bench.texts import beginnings, held_back_files, random_prompts
 from worker_service.kernels.choice import in_use
 
 SHAPE = ModelShape("By hand", "opt", 4, 8, 2, 2, 4, 16, 128, 512, DataType.FLOAT32, False, True)
@@ -198,6 +199,7 @@ def test_without_predictions_it_says_why() -> None:
         ("kv_encoding", {"kv_encoding": ["int8", "native"]}),
         ("trace", {"trace_file": Path("/no/such/folder.json")}),
         ("prompt", {"prompt": 2048, "new": 2}),
+        ("micro_batch", {"batch": 2, "micro_batch": 3}),
     ],
 )
 def test_bad_input_is_named(field: str, options: dict[str, Any]) -> None:
@@ -231,6 +233,53 @@ def test_every_way_to_decode_gives_transformers_tokens(tmp_path: Path) -> None:
         assert each.tokens == wanted.tokens
         assert len(each.steps) == workload.new - 1
         assert all(step.seconds > 0 for step in each.steps)
+
+
+def test_weights_cross_the_link_once_for_all_sequences(tmp_path: Path) -> None:
+    """KVPR's loop over batches is one step of all sequences: their caches cross besides.
+
+    Tokens are those of each sequence alone.
+    """
+    write_tiny("opt", tmp_path, num_hidden_layers=4)
+    shape = shape_from_config(read_config(tmp_path), name="tiny", data_type=DataType.FLOAT32)
+    workload = replace(WORKLOAD, batch=4, prompt=130, new=6, weights_on_host=True)
+    prompts = random_prompts(shape.vocabulary_size, 4, 130, seed=5)
+    model = model_of(shape, workload)
+    # Serial lanes: every piece of work ends in its own step. Two chunks, one of them rebuilt.
+    page, inputs = 64 * shape.kv_bytes_per_token, 64 * shape.activation_bytes_per_token_layer
+    cache = page + (shape.layer_count - 1) * inputs
+    alone, together = Way(Schedule.SERIAL, split_tokens=64), Way(split_tokens=64)
+    texts = {}
+    for batch in (1, 4):
+        batches = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+        with closing(OffloadHost(model, replace(workload, batch=batch), prompts=prompts)) as host:
+            host.prefill()
+            runs = [host.decode(workload.new, alone, prompts=each) for each in batches]
+            texts[batch] = [each for run in runs for each in run.tokens]
+            for run in runs:
+                moved = {step.link_bytes for step in run.steps}
+                assert moved == {model.host_weight_bytes() + batch * cache}
+                assert set(run.steps[0].parts) == set(StepPart)
+            overlapped = host.decode(workload.new, together, prompts=prompts[:batch])
+            assert list(overlapped.tokens) == texts[batch][:batch]
+    assert texts[1] == texts[4]
+    assert len({token for text in texts[1] for token in text}) > 1
+
+
+def test_batches_of_kvprs_order_need_the_memory_of_one_of_them(tmp_path: Path) -> None:
+    shape, workload = tiny("opt", tmp_path, batch=4, prompt=180, new=5, weights_on_host=True)
+    found = {}
+    for at_once in (None, 1):
+        each = replace(workload, micro_batch=at_once)
+        with closing(OffloadHost(model_of(shape, each), each)) as host:
+            host.prefill()
+            found[at_once] = host.decode(5, Way(Schedule.COLUMN, split_tokens=64))
+            ours = host.decode(5, Way(split_tokens=64))
+    assert found[1].tokens == found[None].tokens == ours.tokens
+    # Three tiles, each of the three chunks of every sequence, or of one.
+    page = 64 * (shape.kv_bytes_per_token_layer + 2 * shape.activation_bytes_per_token_layer)
+    whole, looped = (found[at_once].device_bytes or 0 for at_once in (None, 1))
+    assert whole - looped >= 3 * 3 * 3 * page
 
 
 def test_a_grouped_model_has_one_split(tmp_path: Path) -> None:
