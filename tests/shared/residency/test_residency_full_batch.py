@@ -80,3 +80,7 @@ def test_a_step_has_its_weights_on_the_link_once_and_not_as_computing() -> None:
     assert steps[1] - steps[0] <= 1.02 * cache
     assert steps[2] < ON_HOST.weight_seconds + 0.9 * 16 * cache
     assert PIECES.step(16, 512) == ON_HOST.weight_seconds
+    # While they cross, a device of a quarter of the rate has time to rebuild everything.
+    rate = A100.rebuild_flops_per_second / 4
+    slow = replace(PIECES, profile=replace(ON_HOST, rebuild_flops_per_second=rate))
+    assert slow.streamed_step(16, 512) < ON_HOST.weight_seconds + 0.6 * 16 * cache
