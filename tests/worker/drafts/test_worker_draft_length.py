@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from draft_targets import TargetDouble
+from long_runs import scaled
 
 from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.drafts.draft_length import Acceptance, Candidate, StepCosts, best_lengths
@@ -169,6 +170,7 @@ class Simulated:
 LEAST_AND_MOST = [*itertools.product([64, 1000], [0.0, 0.3])]
 
 
+@pytest.mark.scaled
 @pytest.mark.parametrize(
     ("tokens", "chance"),
     [
@@ -182,7 +184,7 @@ def test_auto_costs_little_where_neither_matches_nor_a_dear_model_pays(
     """Simulate a model that takes 0.35 of a step for a token, and ends that rarely match."""
     wanted = Speculation(DraftMethod.AUTO)
     ratios = []
-    for seed in range(5):
+    for seed in range(scaled(3, chaos=5)):
         model = Simulated(
             lambda _: chance,
             row=0.05,

@@ -14,11 +14,9 @@ from worker_service.drafts.suffix import Corpus, Cursor, SuffixAutomaton, Suffix
 
 def longest_end(text: Sequence[int], inside: Sequence[int]) -> int:
     """Length of the longest end of `text` that occurs in `inside`."""
-    for length in range(len(text), 0, -1):
-        end = list(text[-length:])
-        if any(list(inside[i : i + length]) == end for i in range(len(inside) - length + 1)):
-            return length
-    return 0
+    whole, end = bytes(inside), bytes(text)
+    lengths = range(len(end), 0, -1)
+    return next((length for length in lengths if end[-length:] in whole), 0)
 
 
 @pytest.mark.parametrize("seed", range(6))
