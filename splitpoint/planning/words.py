@@ -42,11 +42,6 @@ class ExplainedPlan(Plan):
     reason: str = ""
     reason_details: tuple[str, ...] = ()
 
-    @property
-    def explanation(self) -> str:
-        """The headline and all details, in one line."""
-        return "; ".join((self.reason, *self.reason_details))
-
 
 def in_words(plan: Plan) -> ExplainedPlan:
     """Return the plan with its words."""

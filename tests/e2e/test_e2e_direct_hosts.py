@@ -62,7 +62,7 @@ async def test_1500_tokens_come_by_direct_reads(
         assert fetched.token_ids == first.token_ids
         assert fetched.text == first.text
         assert fetched.plan is not None
-        assert fetched.plan.fetched_tokens >= FULL_TOKENS, fetched.plan.explanation
+        assert fetched.plan.fetched_tokens >= FULL_TOKENS, fetched.plan.reason_details
         assert fetched.usage.cached_tokens >= FULL_TOKENS
         assert await direct_rate(hosts) > 0
 

@@ -76,7 +76,7 @@ async def test_a_host_finds_what_a_stopped_host_computed(
         found = await generate(second, PROMPT)
         assert found.token_ids == right.token_ids
         assert found.plan is not None
-        assert found.plan.fetch_source == "pool", found.plan.explanation
+        assert found.plan.fetch_source == "pool", found.plan.reason_details
         assert found.plan.fetched_tokens >= FULL_TOKENS
         assert found.usage.cached_tokens >= FULL_TOKENS
         pool = await pool_of(second)
@@ -111,5 +111,5 @@ async def test_a_killed_master_costs_the_tier_until_it_is_back(
         found = await generate(second, OTHER)
         assert found.token_ids == other.token_ids
         assert found.plan is not None
-        assert found.plan.fetch_source == "pool", found.plan.explanation
+        assert found.plan.fetch_source == "pool", found.plan.reason_details
         await second.assert_clean()

@@ -37,7 +37,7 @@ async def test_a_prefix_is_fetched_from_another_host(
             if fetched.plan.fetched_tokens >= FULL_TOKENS:
                 break
         assert fetched.plan is not None
-        assert fetched.plan.fetched_tokens >= FULL_TOKENS, fetched.plan.explanation
+        assert fetched.plan.fetched_tokens >= FULL_TOKENS, fetched.plan.reason_details
         assert fetched.usage.cached_tokens >= FULL_TOKENS
         assert ReasonKind.FETCHED in dict(fetched.plan.reasons)
 

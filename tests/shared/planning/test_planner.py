@@ -292,7 +292,7 @@ def test_no_plan_is_predicted_slower_than_loading(schedule: Schedule) -> None:
         if plan.split_tokens not in (0, request.cached_tokens):
             assert plan.split_tokens == pytest.approx(min(line, plan.split_cap), abs=off)
         assert plan.reasons
-        assert in_words(plan).explanation
+        assert in_words(plan).reason
     expected = {RestoreMethod.LOAD, RestoreMethod.RECOMPUTE}
     if schedule is not Schedule.SERIAL:
         expected.add(RestoreMethod.SPLIT)
