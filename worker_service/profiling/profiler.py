@@ -33,8 +33,8 @@ from worker_service.model.model import Layer, Model
 from worker_service.pipeline.transfer import put_rows
 
 COPY_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
-# Sizes that suffice for a line if the link is slow.
-ENOUGH_SIZES = 4
+# Sizes that suffice for a line if the last one took SLOW_COPY_SECONDS: noise is little of that.
+ENOUGH_SIZES = 2
 SLOW_COPY_SECONDS = 0.05
 REBUILD_TOKENS = (64, 256, 512, 1024)
 PREFILL_TOKENS = (32, 128, 256)

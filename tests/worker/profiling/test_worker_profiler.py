@@ -43,14 +43,16 @@ def test_the_emulated_link_is_the_one_measured(overlapped: bool) -> None:
     assert set(link.copied) >= set(COPY_BYTES[:ENOUGH_SIZES])
 
 
-def test_a_slow_link_is_spared_its_largest_copy() -> None:
-    link = CountingLink(60e6)
+@pytest.mark.parametrize(("rate", "sizes"), [(60e6, 4), (2e6, ENOUGH_SIZES)])
+def test_a_slow_link_is_spared_its_largest_copies(rate: float, sizes: int) -> None:
+    link = CountingLink(rate)
     lanes = lanes_of(CPU, link=link)
     try:
-        measure_link(CPU, lanes)
+        found = measure_link(CPU, lanes)
     finally:
         lanes.close()
-    assert sorted(set(link.copied)) == list(COPY_BYTES[:ENOUGH_SIZES])
+    assert sorted(set(link.copied)) == list(COPY_BYTES[:sizes])
+    assert found.rate == pytest.approx(rate, rel=0.02)
 
 
 @pytest.mark.parametrize("case", ["opt", "qwen3"])
