@@ -90,11 +90,11 @@ typedef float Unpacked;
 #endif
 
 // Sums of ROWS x VECTORS vectors stay in registers: of 512 bits there are 32, of 256 half as many. With one row, sums
-// of several panels are under way at once, or each would wait for its last product.
+// of several panels are under way at once, or each would wait for its last product: codes of 4 bits need more of them.
 #if defined(__AVX512F__)
 static const int VECTORS = 3, ROWS = 8, AT_ONCE = 1;
 #else
-static const int VECTORS = 1, ROWS = 6, AT_ONCE = 4;
+static const int VECTORS = 1, ROWS = 6, AT_ONCE = WEIGHT == MXFP4 ? 1 : WEIGHT == INT4 ? 2 : 4;
 #endif
 static const int COLUMNS = VECTORS * LANES;
 // Bytes ahead of the weights that are read; enough for the memory, measured.
