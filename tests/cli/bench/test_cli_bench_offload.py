@@ -512,10 +512,10 @@ def small_run_of_a_selection(folder: Path, **options: Any) -> dict[str, Any]:
 def test_a_small_run_of_a_selection_counts_what_crosses_the_link(tmp_path: Path) -> None:
     # Slow enough for a selection to gain from int8.
     report = small_run_of_a_selection(
-        tmp_path, link_rate="2MB/s", length=[300, 450], kv_encoding=["int8"]
+        tmp_path, link_rate="2MB/s", length=[300, 330], kv_encoding=["int8"]
     )
     assert report["weights"] == "random"
-    assert [each["cached"] for each in report["results"]] == [300, 450]
+    assert [each["cached"] for each in report["results"]] == [300, 330]
     for length in report["results"]:
         contenders = length["contenders"]
         sizes = {name: each["link_bytes_per_step"] for name, each in contenders.items()}
