@@ -476,7 +476,8 @@ def test_a_small_run_of_drafts_gives_equal_texts_and_fewer_bytes(
         # Near ties may fall differently: several rows are other products than one.
         assert drafted["agreeing_token_share"] > 0.6
         assert drafted["tokens_per_pull"] > 1
-        assert 0 < drafted["accepted"] < drafted["drafted"]
+        # All may be right where the text repeats itself.
+        assert 0 < drafted["accepted"] <= drafted["drafted"]
         assert drafted["link_bytes_per_token"] < 0.5 * contenders[FULL_LOAD]["link_bytes_per_token"]
 
 
