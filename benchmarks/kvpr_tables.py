@@ -600,6 +600,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=1, help="Runs of each way (%(default)s).")
     options: argparse.Namespace = parser.parse_args(arguments)
+    if options.pictures is not None and options.measured is None:
+        parser.error("--pictures draws the result of --measured")
     if options.measured is not None:
         result = json.loads(options.measured.read_text())
         show_measured(result)

@@ -27,13 +27,18 @@ from scheduler_service.placement.footprint import Fits, footprint_of
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Objective, Reason, ReasonKind, Residency
-from splitpoint.residency.full_batch import BatchRoom, MixedBatch, full_batch, residents_alone
+from splitpoint.residency.full_batch import (
+    WORTH_IT,
+    BatchRoom,
+    MixedBatch,
+    full_batch,
+    residents_alone,
+)
 from splitpoint.residency.seconds import DeviceRoom, PieceSeconds, RequestLoad
 from splitpoint.shapes import ModelShape, chunks_of
 
-# Streaming must be predicted to take at most this share of waiting: once streamed, a request
-# stays so, and how long the others run is a guess.
-WORTH_IT = 0.75
+# Batches that are kept of a worker: lengths and numbers of requests make new ones.
+_MOST_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +125,21 @@ def reason_to_stream(
 
 
 def streamed_in_full_batch(
-    demand: Demand, account: WorkerAccount, need: Need, waiting: int
+    demand: Demand, account: WorkerAccount, need: Need, waiting_count: Callable[[], int]
 ) -> Fits | None:
     """Return how a request is streamed that has room; None if it had better be resident.
 
     Weights on the host cross the link once for a whole batch, so a resident request is to leave
     pages for the others that wait, as far as there are places. None, too, if the client asked for
-    a residency or a way to restore, or if the store is not exact. `waiting`: requests that wait,
-    this one included.
+    a residency or a way to restore, or if the store is not exact. `waiting_count` returns how many
+    waiting requests can start here, this one included.
     """
     worker = account.facts
     if not worker.profile.host_weight_bytes or need.is_streamed or worker.encoding.is_lossy:
         return None
     if demand.residency is not None or demand.forced is not None:
         return None
+    waiting = max(1, waiting_count())
     others = min(waiting, account.free_places) - 1
     if account.free_pages - need.pages >= others * worker.streamed_page_count:
         return None
@@ -152,6 +158,8 @@ def streamed_in_full_batch(
     chunks = chunks_of((demand.prompt_count + demand.token_count) // 2, worker.chunk_tokens)
     found, key = account.full_batches, (room, chunks)
     if key not in found:
+        if len(found) >= _MOST_KEPT:
+            found.clear()
         found[key] = best_batch(worker, room, chunks * worker.chunk_tokens)
     best = found[key]
     if best is None:
@@ -176,7 +184,7 @@ def best_batch(
     pieces = PieceSeconds(worker.shape, profile, _room_of(worker, Objective.THROUGHPUT))
     full = full_batch(pieces, room, length)
     residents = residents_alone(pieces, room, length)
-    if residents.tokens_per_second > WORTH_IT * full.tokens_per_second:
+    if not full.is_worth_streaming(residents):
         return None
     count = full.resident + full.streamed
     rates = (full.tokens_per_second, residents.tokens_per_second)

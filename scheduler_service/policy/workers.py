@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence, Sized
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 
 from scheduler_service.placement.account import Charge, Need, StoreAccount, WorkerAccount
 from scheduler_service.placement.answer_lengths import AnswerLengths
@@ -38,7 +40,7 @@ class Workers:
         settings: PolicySettings,
         lengths: AnswerLengths | None = None,
         objective: Objective = Objective.LATENCY,
-        waiting: Sized = (),
+        waiting: Iterable[Demand] = (),
     ) -> None:
         self.accounts: dict[str, WorkerAccount] = {}
         self._settings = settings
@@ -103,10 +105,27 @@ class Workers:
         answer = self.expected_answer(demand)
         need = need_of(account, demand, fits, answer)
         if self._objective is Objective.THROUGHPUT:
-            streamed = streamed_in_full_batch(demand, account, need, len(self._waiting))
+            waiting = partial(self._waiting_for, account)
+            streamed = streamed_in_full_batch(demand, account, need, waiting)
             if streamed is not None:
-                return need_of(account, demand, streamed, answer)
+                other = need_of(account, demand, streamed, answer)
+                # The store may lack slots where the device has pages.
+                return need if need.can_start and not other.can_start else other
         return need
+
+    def _waiting_for(self, account: WorkerAccount) -> int:
+        """Return how many of the waiting requests this worker can expect, at most its free places.
+
+        They are shared with the other workers that take new requests.
+        """
+        sharers = max(1, sum(not each.is_closed for each in self.accounts.values()))
+        able = (
+            demand
+            for demand in self._waiting
+            if not demand.is_paused and _is_open_to(demand, account)
+        )
+        count = sum(1 for _ in islice(able, sharers * max(0, account.free_places)))
+        return -(-count // sharers)
 
     def need(self, demand: Demand, worker_id: str) -> Need | None:
         """Return what a request would take of a worker now.

@@ -19,6 +19,10 @@ from dataclasses import dataclass
 
 from splitpoint.residency.seconds import PieceSeconds
 
+# Streaming must be predicted to take at most this share of the time without it: once streamed, a
+# request stays so, and how long the others run is a guess.
+WORTH_IT = 0.75
+
 
 @dataclass(frozen=True, slots=True)
 class BatchRoom:
@@ -71,6 +75,10 @@ class MixedBatch:
         """0 for an empty batch."""
         count = self.resident + self.streamed
         return count / self.step_seconds if count else 0.0
+
+    def is_worth_streaming(self, residents: MixedBatch) -> bool:
+        """Return True if this batch is so much better than residents alone."""
+        return residents.tokens_per_second <= WORTH_IT * self.tokens_per_second
 
 
 def residents_alone(pieces: PieceSeconds, room: BatchRoom, length: int) -> MixedBatch:

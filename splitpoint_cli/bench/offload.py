@@ -188,6 +188,8 @@ def offload(
     check_picture(png_file)
     workload = replace(workload, kv_encodings=_encodings(kv_encoding))
     if speculate is not None or select:
+        if micro_batch is not None:
+            raise InvalidArgument("has no part in --speculate and --select", field="micro_batch")
         method = None if speculate is None else _method(speculate)
         workload = replace(
             workload,

@@ -225,10 +225,12 @@ def _draft_words(node: Node, found: Sizing) -> str:
 def _batch_words(full: MixedBatch, residents: MixedBatch) -> str:
     """Return how many requests share each pass over the weights, and their tokens per second."""
     count = counted(full.resident + full.streamed, "request")
+    pays = full.is_worth_streaming(residents)
+    chosen = f"--objective throughput takes the {'first' if pays else 'second'}"
     return (
         f"for {count} at once, {full.streamed} of them streamed: "
         f"{amount(full.tokens_per_second)} tokens/s; with {residents.resident} resident "
-        f"alone: {amount(residents.tokens_per_second)} tokens/s (--objective throughput chooses)"
+        f"alone: {amount(residents.tokens_per_second)} tokens/s ({chosen})"
     )
 
 
@@ -266,7 +268,8 @@ def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[
         f"{seconds_text(found.step_seconds)} for {found.streamed_count} together "
         f"({amount(found.streamed_count / found.step_seconds)} tokens/s)",
     )
-    if found.placement.streamed_bytes:
+    # From an encoded store no request is streamed unless asked.
+    if found.placement.streamed_bytes and not node.encoding.is_lossy:
         yield "weights crossing once", _batch_words(found.full_batch, found.residents)
     piece = node.chunk_tokens * shape.kv_bytes_per_token_layer // 2
     yield (

@@ -201,13 +201,15 @@ def place(
         draft_tokens=draft_tokens,
     )
     longest = chunks_of(shape.context_length, layout.chunk_tokens)
+    # The scheduler streams no request from a store that is not exact unless asked.
+    can_stream = has_store and not layout.encoding.is_lossy
     return place_weights(
         sizes,
         free_bytes=budget_bytes - needs.workspace_bytes,
         least_cache_bytes=needs.least_pages * needs.page_bytes,
         most_cache_bytes=max_batch_size * longest * needs.page_bytes,
         most_sequences=max_batch_size,
-        streamed=_streamed_cache(shape, layout, needs, rates) if has_store else None,
+        streamed=_streamed_cache(shape, layout, needs, rates) if can_stream else None,
         rates=rates,
         objective=objective,
     )

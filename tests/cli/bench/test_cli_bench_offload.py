@@ -200,6 +200,7 @@ def test_without_predictions_it_says_why() -> None:
         ("trace", {"trace_file": Path("/no/such/folder.json")}),
         ("prompt", {"prompt": 2048, "new": 2}),
         ("micro_batch", {"batch": 2, "micro_batch": 3}),
+        ("micro_batch", {"micro_batch": 2, "select": ["columns:0.1"]}),
     ],
 )
 def test_bad_input_is_named(field: str, options: dict[str, Any]) -> None:

@@ -151,7 +151,14 @@ def test_for_throughput_every_place_is_taken_at_the_same_memory() -> None:
     arguments += ["--tokens", "2048", "--weight-objective", "throughput"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    assert "weights crossing once" in " ".join(done.output.split())
+    output = " ".join(done.output.split())
+    assert "weights crossing once" in output
+    assert "throughput takes the first" in output
+    # An encoded store streams nothing unless asked.
+    done = CliRunner().invoke(app, [*arguments, "--kv-encoding", "int8"])
+    assert done.exit_code == 0, done.output
+    assert "weights crossing once" not in " ".join(done.output.split())
+    assert "streamed, have the most" not in " ".join(done.output.split())
 
 
 def test_encodings_shrink_the_host_and_not_the_device() -> None:

@@ -149,12 +149,19 @@ HOST_WEIGHTS = replace(
 )
 
 
-def started(worker: WorkerFacts, objective: Objective, count: int = 40) -> list[Grant]:
-    """Return what requests of 9 pages get of 40, as many as can start."""
+def started(
+    worker: WorkerFacts, objective: Objective, count: int = 40, workers: int = 1, pinned: int = 0
+) -> list[Grant]:
+    """Return what requests of 9 pages get of 40, as many as can start.
+
+    `workers`: of a store that they share. `pinned`: further requests, for a worker that is away.
+    """
     admission = AdmissionQueue(100, objective=objective)
-    admission.add_worker(worker)
-    for arrival in range(count):
-        admission.submit(request_of(arrival, 500, 60))
+    for index in range(workers):
+        admission.add_worker(replace(worker, worker_id=str(index)))
+    for arrival in range(count + pinned):
+        request = request_of(arrival, 500, 60, worker_id="" if arrival >= pinned else "away")
+        admission.submit(request)
     grants = [admitted.grant for admitted in admit_all(admission)]
     assert admission.check_integrity() == []
     return grants
@@ -201,6 +208,13 @@ def test_no_pages_are_left_for_requests_that_do_not_wait() -> None:
     assert kinds_of(started(HOST_WEIGHTS, Objective.THROUGHPUT, count=12)) == (3, 9)
 
 
+def test_requests_for_other_workers_are_not_waited_for() -> None:
+    grants = started(HOST_WEIGHTS, Objective.THROUGHPUT, count=4, pinned=8)
+    assert kinds_of(grants) == (4, 0)
+    grants = started(HOST_WEIGHTS, Objective.THROUGHPUT, count=8, workers=2)
+    assert kinds_of(grants) == (8, 0)
+
+
 def test_caches_that_take_the_link_longer_than_the_weights_stay_resident() -> None:
     """A hundredth of the weights is on the host: a full batch would wait for its caches."""
     light = replace(WORKER.profile, host_weight_bytes=SHAPE.weight_bytes // 100)
@@ -214,13 +228,33 @@ def test_a_store_of_few_slots_is_not_counted_on() -> None:
     assert kinds_of(grants)[0] == 4
 
 
+def test_a_request_with_memory_does_not_wait_for_slots() -> None:
+    """The streams of one worker took all slots of the store that a second worker shares."""
+    worker = replace(HOST_WEIGHTS, store_slot_count=12 * 9)
+    admission = AdmissionQueue(100, objective=Objective.THROUGHPUT)
+    for arrival in range(40):
+        admission.submit(request_of(arrival, 500, 60))
+    found = []
+    for worker_id in ("0", "1"):
+        admission.add_worker(replace(worker, worker_id=worker_id))
+        found.append(kinds_of([admitted.grant for admitted in admit_all(admission)]))
+    assert found == [(3, 12), (4, 0)]
+    assert admission.check_integrity() == []
+
+
 # -- the admission queue asks it ------------------------------------------------------
 
 
 def request_of(
-    arrival: int, prompt: int, answer: int, residency: Residency | None = None
+    arrival: int,
+    prompt: int,
+    answer: int,
+    residency: Residency | None = None,
+    worker_id: str = "",
 ) -> Request:
-    request = queued_request(arrival, prompt + 1, residency, cached={"0": prompt - 1})
+    request = queued_request(
+        arrival, prompt + 1, residency, worker_id, cached={"0": prompt - 1, "1": prompt - 1}
+    )
     request.sampling.max_tokens = answer
     return request
 
