@@ -158,6 +158,17 @@ def find_profiled(model: str | None, dtype: str, profile: Profile, name_or_path:
     return found
 
 
+def format_note(served: NamedModel, weights: WeightFormat, profile: str) -> str | None:
+    """Return what a checkpoint's weights lack on the machine of this profile; None: nothing.
+
+    Profiles with a name are those of GPUs. Raises InvalidArgument as `cpu_format`.
+    """
+    what = None if served.folder is None else cpu_format(support_of(served.folder), weights)
+    if what is None or profile.lower() not in BUILT_IN_PROFILES:
+        return None
+    return f"{what} is for CPU workers: a GPU worker refuses it"
+
+
 def costs_for(profile: Profile, shape: ModelShape) -> Profile:
     """Return a profile without what it measured of another model: its step and its host weights.
 

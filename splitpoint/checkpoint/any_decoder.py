@@ -71,8 +71,12 @@ MOST = {key: _BOUNDS[dimension] for dimension, keys in _KEYS.items() for key in 
 
 
 def stored_type(config: Mapping[str, Any]) -> DataType:
-    """Return the element type of a checkpoint. Raises ValueError for one that is not served."""
-    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    """Return the element type of a checkpoint. Raises ValueError for one that is not served.
+
+    Where a quantised checkpoint names none, as gpt-oss, what is not quantised has 16 bits.
+    """
+    absent = "bfloat16" if config.get("quantization_config") else "float32"
+    stored = config.get("dtype") or config.get("torch_dtype") or absent
     return DataType(str(stored).removeprefix("torch."))
 
 

@@ -28,9 +28,9 @@ from splitpoint.planning.weight_step import (
     with_weights,
 )
 from splitpoint.planning.words import ExplainedPlan, in_words
-from splitpoint.shapes import ArenaLayout, Encoding, ModelShape
+from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, WeightFormat
 from splitpoint.tiers import Tier
-from splitpoint_cli.models import costs_for, find_shape
+from splitpoint_cli.models import costs_for, find_named, format_note
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import (
     EXIT_HELP,
@@ -152,7 +152,9 @@ def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = Non
 
     Speculation is left out: a step is one token of each request, and no memory is for drafts.
     """
-    shape = find_shape(options.model, options.dtype)
+    served = find_named(options.model, options.dtype)
+    note = format_note(served, WeightFormat.NATIVE, options.profile)
+    shape = served.shape
     costs = costs_for(load_profile(options.profile), shape)
     weights = _weights(options, shape, costs)
     if weights is not None:
@@ -169,6 +171,8 @@ def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = Non
         rows += weights_rows(weights, step)
     rows += [("objective", answer.objective.value), ("reason", answer.reason)]
     rows += [("", detail) for detail in answer.reason_details]
+    if note is not None:
+        rows.append(("not on this GPU", note))
     hand_over(report, lambda: print_table(facts_table(rows)), as_json=as_json, output=output)
 
 

@@ -21,7 +21,7 @@ from splitpoint.planning.plan import Plan, RestoreMethod
 from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.residency.full_batch import MixedBatch
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape, WeightFormat
-from splitpoint_cli.models import NamedModel, find_named, find_profiled
+from splitpoint_cli.models import NamedModel, find_named, find_profiled, format_note
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import (
     EXIT_HELP,
@@ -114,6 +114,7 @@ def size(
         return
     costs = load_profile(options.profile)
     served = find_profiled(options.model, options.dtype, costs, options.profile)
+    note = format_note(served, WeightFormat(options.weights), options.profile)
     shape, node = served.shape, _node(options, served, costs)
     load = Load(options.tokens, options.new, options.max_tokens)
     found = size_up(shape, node, load)
@@ -139,6 +140,7 @@ def size(
     rows = [
         *_rows(shape, node, load, found),
         ("--host-memory", f"{format_size(host)}: {needed}"),
+        *([] if note is None else [("not on this GPU", note)]),
     ]
     hand_over(report, lambda: print_table(facts_table(rows)), as_json=as_json, output=output)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,21 @@ SHORT: dict[str, Any] = {"profile": "h100", "new": 16, "max_tokens": 16}
 def command_of(decorated: Any) -> Any:
     """Return what a command calls with its options, without Typer around it."""
     return decorated.__wrapped__
+
+
+def test_codes_are_planned_as_they_are_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gpt-oss names no element type: what is not MXFP4 has 16 bits. GPUs have no such kernels."""
+    (tmp_path / "config.json").write_text(json.dumps(CHECKPOINTS["openai/gpt-oss-20b"]["config"]))
+    sized = SizeOptions(model=str(tmp_path), **SHORT, tokens=64, device_memory="2TiB")
+    command_of(size)(sized)
+    command_of(plan)(PlanOptions(model=str(tmp_path), **SHORT, cached=16))
+    printed = capsys.readouterr().out
+    assert "bfloat16" in printed
+    assert printed.count("MXFP4 in groups of 32 is for CPU workers") == 2
+    with pytest.raises(InvalidArgument, match="MXFP4 in groups of 32 already"):
+        command_of(size)(replace(sized, weights="int8"))
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
