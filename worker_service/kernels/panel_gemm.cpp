@@ -481,7 +481,7 @@ static void unpack(const Call& call, const Panel& panel, Unpacked* to) { unpack<
 static void multiply_panels(const Call& call, int64_t index, int64_t first, int64_t last, Unpacked* unpacked) {
   const int64_t end = std::min(index + AT_ONCE, panel_count(call));
   if constexpr (AT_ONCE > 1 && VECTORS == 1) {
-    if (call.row_count == 1 && end == index + AT_ONCE) {
+    if (call.row_count == 1 && first < last && end == index + AT_ONCE) {
       const Panel panel = panel_of(call, index);
       Floats sums[AT_ONCE][VECTORS];
       const int64_t distance = COLUMNS * column_bytes(call);

@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -134,11 +136,11 @@ class Gating:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelTable:
-    """The panels of one matrix `[out, in]` of each expert; they are held elsewhere.
+    """The panels of one matrix `[out, in]` of each expert.
 
     Attributes:
         dtype: of rows.
-        addresses: int64 `[experts]`.
+        addresses: of the panels, int64 `[experts]`.
         bias: `[experts, out]`; None: none.
     """
 
@@ -146,6 +148,7 @@ class PanelTable:
     kind: Kind
     shape: tuple[int, int]
     group: int
+    panels: tuple[torch.Tensor, ...]
     addresses: torch.Tensor
     bias: torch.Tensor | None
 
@@ -168,7 +171,12 @@ class PanelTable:
             raise ValueError(f"a bias {tuple(bias.shape)} is not one of {len(panels)} experts")
         bias = None if bias is None else bias.contiguous()
         addresses = torch.tensor([each.data_ptr() for each in panels])
-        return cls(dtype, kind, shape, group, addresses, bias)
+        return cls(dtype, kind, shape, group, tuple(panels), addresses, bias)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PanelTable:
+        """Return a table with the addresses of copied panels."""
+        panels, bias = deepcopy((self.panels, self.bias), memo)
+        return PanelTable.of(panels, self.shape, self.group, self.dtype, bias)
 
 
 class _ExpertsCall(ctypes.Structure):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def _between(gating: Gating, gate: torch.Tensor, up: torch.Tensor | None = None)
 
 
 def asked(count: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return experts and shares of rows; the last expert is chosen by none."""
+    """Return experts and shares of rows; no row chooses the last expert."""
     generator = torch.Generator().manual_seed(4)
     chosen = torch.stack(
         [torch.randperm(COUNT - 1, generator=generator)[:CHOSEN] for _ in range(count)]
@@ -175,6 +176,20 @@ def test_a_row_at_a_time_is_what_many_rows_are(form: str) -> None:
         assert torch.equal(layer.computed(rows[part], chosen[part], shares[part]), every[part])
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_one_row_of_an_expert_beside_many_of_another(form: str) -> None:
+    """Those of many rows are divided among threads; a thread computes the one row."""
+    layer = Layer(form, torch.float32, _SILU)
+    rows, chosen = drawn(800, HIDDEN, dtype=torch.float32), torch.zeros(800, 1, dtype=torch.int64)
+    chosen[-1] = 1
+    shares = torch.ones(800, 1)
+    torch.set_num_threads(1)
+    alone = layer.computed(rows[-1:], chosen[-1:], shares[-1:])
+    torch.set_num_threads(16)
+    for _ in range(50):
+        assert torch.equal(layer.computed(rows, chosen, shares)[-1:], alone)
+
+
 def test_no_rows_and_no_experts() -> None:
     layer = Layer("same", torch.float32, _SILU)
     chosen, shares = asked(2)
@@ -200,6 +215,23 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
     found = layer.computed(rows, chosen, shares)
     assert found[1].isnan().all()
     assert found[[0, 2]].isfinite().all()
+
+
+def test_a_copy_has_panels_of_its_own() -> None:
+    """A table holds what its addresses point to; that of a copy points to the copy."""
+    layer = Layer("int4", torch.float32, _SILU)
+    rows = drawn(ROWS, HIDDEN, dtype=torch.float32)
+    chosen, shares = asked()
+    wanted = layer.computed(rows, chosen, shares)
+    made = deepcopy(layer)
+    for table in layer._tables:
+        for panels in table.panels:
+            panels.zero_()
+    assert torch.equal(made.computed(rows, chosen, shares), wanted)
+    for matrices, table in zip(made._matrices, made._tables, strict=True):
+        for each, panels, address in zip(matrices, table.panels, table.addresses, strict=True):
+            assert each.weight is panels
+            assert panels.data_ptr() == address
 
 
 def test_panels_of_another_shape_are_refused() -> None:
