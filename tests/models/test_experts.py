@@ -90,6 +90,14 @@ def test_what_experts_do_between_products_is_known(family: str, known: object) -
     assert gating_of(next(each for each in modules if hasattr(each, "is_transposed"))) == known
 
 
+def test_an_error_between_products_is_not_hidden() -> None:
+    modules = small_model("qwen3_moe").modules()
+    experts: Any = next(each for each in modules if hasattr(each, "is_transposed"))
+    experts.act_fn = None
+    with pytest.raises(TypeError, match="not callable"):
+        gating_of(experts)
+
+
 def test_a_router_is_computed_in_the_type_it_asks_for() -> None:
     weight, rows = torch.randn(4, 64).to(torch.bfloat16), torch.randn(5, 64).to(torch.bfloat16)
     router: Any = RouterWeight.of(weight)

@@ -14,10 +14,10 @@ import torch
 from any_models import clear_prompt, small_model, write
 from engine_runner import CPU, admission, make_engine, run_all
 from own_names import instance_name
-from quantized_models import FORMS, quantized_model
+from quantized_models import FORMS, int8, quantized_model
 from safetensors.torch import load_file, save_file
 from store_runner import restored, store_runner
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.checkpoint.quantized import Quantization, Stored, read_quantization
@@ -381,6 +381,40 @@ def test_experts_of_which_parts_are_missing(
     store(tmp_path, tensors)
     with pytest.raises(InvalidArgument, match=told):
         load(tmp_path, ModelBackend.AUTO)
+
+
+def test_an_expert_in_another_format_than_the_others(tmp_path: Path) -> None:
+    quantized_model("qwen3_moe", "gptq", tmp_path)
+    tensors = stored(tmp_path)
+    name = "model.layers.0.mlp.experts.1.up_proj."
+    other = {
+        part: tensors.pop(f"{name}{part}") for part in ("qweight", "qzeros", "scales", "g_idx")
+    }
+    inputs = len(other["g_idx"])
+    plain, _ = int8(torch.randn(other["qweight"].shape[1], inputs))
+    store(tmp_path, {**tensors, **{f"{name}{part}": each for part, each in plain.items()}})
+    told = "expert 1 of model.layers.0.mlp.experts.gate_up_proj is not stored as GPTQ int4"
+    with pytest.raises(InvalidArgument, match=told) as caught:
+        load(tmp_path, ModelBackend.AUTO)
+    assert caught.value.reason == "BAD_CHECKPOINT"
+
+
+def test_matrices_that_the_model_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of layers that guess tokens are not read; any other is refused."""
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp.*"])
+    quantized_model("llama", "gptq", tmp_path)
+    tensors = stored(tmp_path)
+    own = "model.layers.0.mlp.up_proj."
+    parts = {name.removeprefix(own): each for name, each in tensors.items() if own in name}
+    for beside in ("model.layers.7.mlp.up_proj", "mtp.up_proj"):
+        tensors |= {f"{beside}.{part}": each.clone() for part, each in parts.items()}
+    store(tmp_path, tensors)
+    load(tmp_path, ModelBackend.TRANSFORMERS)
+    other = "model.layers.0.mlp.other_proj"
+    tensors |= {f"{other}.{part}": each.clone() for part, each in parts.items()}
+    store(tmp_path, tensors)
+    with pytest.raises(InvalidArgument, match=f"{other} is stored as GPTQ"):
+        load(tmp_path, ModelBackend.TRANSFORMERS)
 
 
 def test_blocks_that_are_no_mxfp4(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ bits of a row then depend on no other row, as with our own decoder.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -685,8 +684,8 @@ def _read_stored(
         if left and (left != kinds or not how.ignores(_one_expert(name))):
             message = f"{min(left)} is not stored as {how.text}, expert by expert"
             raise unsupported(message, "quantization_config")
-    # What the model has not, such as layers that guess tokens, is not read.
-    if left := set(quantized) & _names_of(model) - set(found):
+    # Tensors of layers that the model lacks, such as MTP layers, are not read.
+    if left := {each for each in quantized if not _is_unexpected(model, each)} - set(found):
         raise unsupported(
             f"{min(left)} is stored as {how.text}, and is no linear layer", "quantization_config"
         )
@@ -716,9 +715,16 @@ def _read_stored(
             model.set_submodule(name, module.dequantized(stored))
 
 
-def _names_of(model: nn.Module) -> set[str]:
-    modules, tensors = model.named_modules(), model.named_parameters()
-    return {name for name, _ in itertools.chain(modules, tensors)}
+def _is_unexpected(model: Any, name: str) -> bool:
+    """Return True if a tensor is of a layer beyond the last, or the model's class ignores it."""
+    layer = _LAYER.search(name)
+    if layer is not None and int(layer[1]) >= model.config.get_text_config().num_hidden_layers:
+        return True
+    unread = model._keys_to_ignore_on_load_unexpected or ()
+    return any(re.search(each, name) for each in unread)
+
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def _read_experts(
@@ -738,7 +744,8 @@ def _read_experts(
         biases = (f"{name}:{expert}:{place}.bias" for place in (0, 1))
         if any(bool(get(each).any()) for each in biases if has(each)):
             raise bad_checkpoint(f"{name} has biases that are not zero, and the model has none")
-        if not parts:
+        kinds = {each.is_int4 if isinstance(each, Codes) else None for each in parts}
+        if kinds != {how.stored is not Stored.INT8 if how.holds_codes else None}:
             raise bad_checkpoint(f"expert {expert} of {name} is not stored as {how.text}")
         matrix = stacked(parts, module.dtype)
         module.matrices.append(matrix if isinstance(matrix, Codes) else matrix.to(module.dtype))
