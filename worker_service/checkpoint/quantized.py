@@ -22,7 +22,7 @@ PARTS = (
 MXFP4_PARTS = ("_blocks", "_scales")
 # How the names end of which a quantised matrix has one.
 STORED = tuple(f".{each}" for each in (*INT4_PARTS, *SCALES))
-# Of MXFP4: what the codes stand for, and the exponent of 1.
+# MXFP4: value of each code, and the bias of scales.
 _E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 _E8M0_BIAS = 127
 FP8 = torch.float8_e4m3fn
@@ -79,10 +79,10 @@ def stacked(parts: Sequence[torch.Tensor | Codes], dtype: torch.dtype) -> torch.
         return first
     if isinstance(first, Codes):
         alike = [each for each in parts if isinstance(each, Codes) and each.group == first.group]
-        if len(alike) == len(parts) and len({each.codes.dtype for each in alike}) == 1:
+        zeros = [each.zeros for each in alike if each.zeros is not None]  # MXFP4 has none
+        if len(zeros) == len(parts) and len({each.codes.dtype for each in alike}) == 1:
             codes = torch.cat([each.codes for each in alike])
             scales = torch.cat([each.scales for each in alike])
-            zeros = [each.zeros for each in alike if each.zeros is not None]
             return Codes(codes, scales, torch.cat(zeros), first.group)
     plain = (each.dequantized().to(dtype) if isinstance(each, Codes) else each for each in parts)
     return torch.cat([*plain])

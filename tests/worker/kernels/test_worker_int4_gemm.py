@@ -9,7 +9,7 @@ from gemm_checks import check_products, drawn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from splitpoint.host.processor import compiler
-from worker_service.checkpoint.quantized import Codes, read_mxfp4
+from worker_service.checkpoint.quantized import Codes, read_mxfp4, stacked
 from worker_service.kernels.panel_gemm import (
     Kind,
     Operation,
@@ -85,6 +85,15 @@ def test_mxfp4_is_what_transformers_reads() -> None:
     stored = {"x_blocks": blocks, "x_scales": scales}
     (found,) = read_mxfp4("x", stored.__getitem__)
     assert torch.equal(found.dequantized(), wanted)
+
+
+def test_mxfp4_is_stacked_dequantised() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16)
+    stored = {"x_blocks": blocks, "x_scales": torch.full((1, 16, 1), 127, dtype=torch.uint8)}
+    (codes,) = read_mxfp4("x", stored.__getitem__)
+    found = stacked([codes, codes], torch.float32)
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found, codes.dequantized().repeat(2, 1))
 
 
 def test_panels_of_another_matrix_are_refused() -> None:
