@@ -42,14 +42,15 @@ def test_a_forked_program_is_as_one_of_its_own(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "more"))
     parent = Parent(["first", "second"])
     try:
-        # `forked_python` compares it: else a forked `splitpoint up` would fork no service.
-        given = Path(f"/proc/{parent.process_id}/environ").read_bytes().split(b"\0")
-        assert f"PYTHONPATH={tmp_path}{os.pathsep}{tmp_path / 'more'}".encode() in given
         log = tmp_path / "log"
         child = parent.fork("second", (), log, errors=log)
         child.wait_ended()
         assert parent.code_of(child.process_id) == 3
         child.close()
+        # `forked_python` compares it: else a forked `splitpoint up` would fork no service. It is
+        # empty while the process starts.
+        given = Path(f"/proc/{parent.process_id}/environ").read_bytes().split(b"\0")
+        assert f"PYTHONPATH={tmp_path}{os.pathsep}{tmp_path / 'more'}".encode() in given
         # One that ends before anything else is asked.
         refused = parent.fork("first", ("refuse",), log, errors=tmp_path / "refused")
         assert parent.code_of(refused.process_id) == 1
