@@ -563,7 +563,7 @@ def _breakdown(rows: Mapping[str, Mapping[str, Any]]) -> Figure:
         axes.invert_yaxis()
         axes.set_title(_title(title, row), fontsize=10)
         axes.set_xlabel("% of the step")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     return figure
 
 
