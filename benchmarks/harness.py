@@ -15,7 +15,7 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +211,12 @@ async def serving(
     running = runner.running(asyncio.Event())
     async with running, AsyncClient(runner.addresses[0], token=token) as client:
         yield stack, client
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 def random_ids(rng: random.Random, count: int) -> list[int]:

@@ -16,12 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness import finish, parser_of
+from benchmarks.harness import finish, parser_of, table
 from splitpoint.config import format_size
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.planning.schedule import Schedule
@@ -368,12 +368,6 @@ def predicted(seconds: Mapping[str, float]) -> tuple[str, ...]:
 
 def tokens_per_second(seconds: Mapping[str, float], batch: int, new: int) -> dict[str, float]:
     return {way: batch * new / each for way, each in seconds.items()}
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 def show_predicted() -> None:

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.harness import finish, parser_of
+from benchmarks.harness import finish, parser_of, table
 from splitpoint.config import counted
 from splitpoint.costs.bottleneck import Bottleneck
 from splitpoint.costs.profile import Profile
@@ -197,7 +197,7 @@ class Asker:
         return plan_request(host.shape, engine.profile, request)
 
     def _admission(self, way: str, cached: int, new: int, plan: Plan | None) -> Admission:
-        """Return a request for one token whose new tokens nobody has asked for before."""
+        """Return a request for one token, with new tokens that no earlier request had."""
         vocabulary = self.host.shape.vocabulary_size
         fresh = (self.rng.randrange(vocabulary) for _ in range(new))
         residency = Residency.STREAMED if way == BY_LAYERS else Residency.RESIDENT
@@ -269,12 +269,7 @@ def _sweep(
 ) -> dict[str, Any]:
     """Measure every K and T over the link as it is."""
     profile, shape = asker.measure_costs(), asker.host.shape
-    limits = Bottleneck(
-        shape.prefill_flops_per_token,
-        shape.kv_bytes_per_token,
-        profile.link_bytes_per_second,
-        profile.prefill_flops_per_second,
-    )
+    limits = Bottleneck.of(shape, profile)
     runs: dict[tuple[str, int, int], Callable[[], Sample]] = {}
     for new in options.new:
         runs[COLD, 0, new] = partial(asker.ask, COLD, 0, new)
@@ -388,7 +383,7 @@ def show(result: Mapping[str, Any]) -> None:
             f"\nkappa_crit {link['kappa_crit']:.2f}: link {rate:.0f} MB/s, device {flops:.0f} "
             "GFLOP/s\n"
         )
-        print("\n".join(_table(link)))
+        print("\n".join(table(HEAD, _rows(link))))
         print()
         for new, by_way in link["kappa_crit_measured"].items():
             crossings = ", ".join(f"{way} {amount(kappa)}" for way, kappa in by_way.items())
@@ -403,38 +398,33 @@ def _setting(result: Mapping[str, Any]) -> str:
     return f"{result['model']}, {layers}, {result['dtype']}, {threads}, medians of {rounds}"
 
 
-def _table(link: Mapping[str, Any]) -> Iterator[str]:
-    head = (
-        *("T", "K", "kappa", "Eq. 8", *(f"P_OH, {way}" for way in WAYS)),
-        *("U, serial", "U, planned", "device busy, planned", "alpha, by layers"),
-        *("alpha, beside others", "TTFT, serial", "TTFT, planned", "planned"),
-    )
-    yield _row(head)
-    yield _row(["---"] * len(head))
+HEAD = (
+    *("T", "K", "kappa", "Eq. 8", *(f"P_OH, {way}" for way in WAYS)),
+    *("U, serial", "U, planned", "device busy, planned", "alpha, by layers"),
+    *("alpha, beside others", "TTFT, serial", "TTFT, planned", "planned"),
+)
+
+
+def _rows(link: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each K and T."""
     for cell in link["cells"]:
         ways = cell["ways"]
         serial, planned = ways[SERIAL], ways[PLANNED]
-        yield _row(
-            (
-                str(cell["new_tokens"]),
-                f"{cell['cached_tokens']:,}",
-                f"{cell['kappa_ratio']:g}",
-                f"{cell['predicted']['link_overhead']:.2f}",
-                *(_overhead_text(ways[way]) for way in WAYS),
-                f"{serial['utilisation']:.2f}",
-                f"{planned['utilisation']:.2f}",
-                f"{planned['device_share']:.0%}",
-                f"{ways[BY_LAYERS]['alpha']:.2f}",
-                f"{ways[BESIDE]['alpha']:.2f}",
-                seconds_text(serial["ttft_seconds"]),
-                seconds_text(planned["ttft_seconds"]),
-                _plan_text(planned),
-            )
+        yield (
+            str(cell["new_tokens"]),
+            f"{cell['cached_tokens']:,}",
+            f"{cell['kappa_ratio']:g}",
+            f"{cell['predicted']['link_overhead']:.2f}",
+            *(_overhead_text(ways[way]) for way in WAYS),
+            f"{serial['utilisation']:.2f}",
+            f"{planned['utilisation']:.2f}",
+            f"{planned['device_share']:.0%}",
+            f"{ways[BY_LAYERS]['alpha']:.2f}",
+            f"{ways[BESIDE]['alpha']:.2f}",
+            seconds_text(serial["ttft_seconds"]),
+            seconds_text(planned["ttft_seconds"]),
+            _plan_text(planned),
         )
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _overhead_text(found: Mapping[str, Any]) -> str:

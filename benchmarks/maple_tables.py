@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness import finish, parser_of
-from benchmarks.kvpr_tables import table
+from benchmarks.harness import finish, parser_of, table
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.residency.selecting import kept_bytes, wanted_rows
 from splitpoint.selection import Selection

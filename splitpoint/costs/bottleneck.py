@@ -38,6 +38,18 @@ class Bottleneck:
     link_bytes_per_second: float
     flops_per_second: float
 
+    @classmethod
+    def of(
+        cls, shape: ModelShape, profile: Profile, encoding: Encoding = Encoding.NATIVE
+    ) -> Bottleneck:
+        """Return a model on a worker, whose store keeps the cache so encoded."""
+        return cls(
+            shape.prefill_flops_per_token,
+            shape.stored_kv_bytes_per_token(encoding),
+            profile.link_bytes_per_second,
+            profile.prefill_flops_per_second,
+        )
+
     @property
     def kappa_model(self) -> float:
         """kappa_M, in FLOP per byte."""
@@ -87,9 +99,4 @@ class Bottleneck:
 
 def kappa_crit(shape: ModelShape, profile: Profile, encoding: Encoding = Encoding.NATIVE) -> float:
     """Return the ratio for a model on a worker, whose store keeps the cache so encoded."""
-    return Bottleneck(
-        shape.prefill_flops_per_token,
-        shape.stored_kv_bytes_per_token(encoding),
-        profile.link_bytes_per_second,
-        profile.prefill_flops_per_second,
-    ).kappa_crit
+    return Bottleneck.of(shape, profile, encoding).kappa_crit

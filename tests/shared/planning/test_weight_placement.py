@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -194,6 +195,15 @@ def test_for_throughput_streamed_sequences_fill_the_batch() -> None:
     Sequences of 100 MiB: of 300 MiB beside the weights three are resident, or all 16 streamed.
     """
     sizes, free, longest, batch, tail, room = sizes_of(100, head=1), 600, 100, 16, 1, 6
+    placed = partial(
+        place_weights,
+        sizes,
+        free_bytes=free * MIB,
+        least_cache_bytes=5 * MIB,
+        most_cache_bytes=batch * longest * MIB,
+        most_sequences=batch,
+        objective=WeightObjective.THROUGHPUT,
+    )
     # Loaded only; rebuilt from X of half the bytes in no time, or as long as loading takes.
     for link, sent, rebuild in ((1.0, 100, 0.0), (100.0, 100, 0.0), (1.0, 50, 0.0), (1.0, 50, 90)):
         streamed_cache = StreamedCache(tail * MIB, room * MIB, longest * MIB, sent * MIB, rebuild)
@@ -214,16 +224,7 @@ def test_for_throughput_streamed_sequences_fill_the_batch() -> None:
                         for part in (step / 100 for step in range(101))
                     )
                     best = max(best, sequences / seconds)
-        chosen = place_weights(
-            sizes,
-            free_bytes=free * MIB,
-            least_cache_bytes=5 * MIB,
-            most_cache_bytes=batch * longest * MIB,
-            most_sequences=batch,
-            streamed=streamed_cache,
-            rates=rates,
-            objective=WeightObjective.THROUGHPUT,
-        )
+        chosen = placed(streamed=streamed_cache, rates=rates)
         left = free - chosen.device_bytes / MIB - room
         resident = max(0, int((left - batch * tail) // (longest - tail)))
         streamed = min(batch - resident, int((left - resident * longest) // tail))
@@ -233,15 +234,7 @@ def test_for_throughput_streamed_sequences_fill_the_batch() -> None:
         assert rate >= 0.95 * best
         assert resident + streamed == batch
         assert f"16 requests of full length at once, {streamed} of them streamed" in chosen.reason
-    without = place_weights(
-        sizes,
-        free_bytes=free * MIB,
-        least_cache_bytes=5 * MIB,
-        most_cache_bytes=batch * longest * MIB,
-        most_sequences=batch,
-        rates=StepRates(MIB),
-        objective=WeightObjective.THROUGHPUT,
-    )
+    without = placed(rates=StepRates(MIB))
     assert "streamed" not in without.reason
     assert without.reason.endswith("5 requests of full length at once have the most tokens/s")
 
