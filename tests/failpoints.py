@@ -5,6 +5,7 @@ No code of the services knows them.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -87,9 +88,26 @@ def _mid_copy(count: int) -> None:
     write_back.copy_runs = copy_runs
 
 
+def _half_an_answer(count: int) -> None:
+    """When half of an answer of a batch is in its file."""
+    from gateway_service.batch.files import AnswerFile
+
+    is_due, real = _countdown(count), AnswerFile.write
+
+    def write(self: Any, row: Any) -> None:
+        if is_due():
+            line = json.dumps(row, separators=(",", ":")).encode()
+            os.write(self._fd, line[: len(line) // 2])
+            _die()
+        real(self, row)
+
+    AnswerFile.write = write  # type: ignore[method-assign]
+
+
 FAILPOINTS: dict[str, Callable[[int], None]] = {
     "prefill": _in_prefill,
     "seal": _after_a_seal,
     "send": _before_a_token_is_sent,
     "copy": _mid_copy,
+    "answer": _half_an_answer,
 }

@@ -82,10 +82,11 @@ class Child:
         """Return the address that it listens at."""
         deadline = time.monotonic() + SECONDS
         while True:
+            is_running = self.is_running
             for line in self.log.read_text().splitlines():
                 if line.startswith(READY_PREFIX):
                     return line.removeprefix(READY_PREFIX)
-            assert self.is_running, f"ended early: {self.log.read_text()}"
+            assert is_running, f"ended early: {self.log.read_text()}"
             assert time.monotonic() < deadline, f"not ready: {self.log.read_text()}"
             time.sleep(0.01)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import openai
 from fleet import Fleet, fleet
+from fork_server import Child
 
 from splitpoint.client import Client
 
@@ -50,14 +51,18 @@ class GatewayStack:
     def async_client(self, key: str = "none") -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
-    def start_gateway(self, *options: str) -> str:
-        """Start a further gateway; return its address, host:port."""
-        child = self.fleet.server.start(
+    def begin_gateway(self, *options: str, failpoint: str = "") -> Child:
+        """Start a further gateway, and do not wait for it."""
+        return self.fleet.server.start(
             "gateway_service",
             *("--listen", "127.0.0.1:0", "--scheduler", self.scheduler_address),
             *options,
+            failpoint=failpoint,
         )
-        return child.wait_ready()
+
+    def start_gateway(self, *options: str) -> str:
+        """Start a further gateway; return its address, host:port."""
+        return self.begin_gateway(*options).wait_ready()
 
 
 @contextmanager
