@@ -245,109 +245,139 @@ def test_closing_ends_every_thread_and_the_work_before_it() -> None:
 # -- the emulated link ---------------------------------------------------------------
 
 RATE = 50e6
-PIECE = 50_000  # a millisecond
+PIECE = 50_000
+PIECE_SECONDS = PIECE / RATE
+
+
+class VirtualClock:
+    """Stands for the module `time`: only sleeps take time, and what `work` is told."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._lock = threading.Lock()
+        self._own = threading.local()
+
+    def perf_counter(self) -> float:
+        with self._lock:
+            self._own.read = self._now
+            return self._now
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep from the last time on that this thread has read."""
+        with self._lock:
+            self._now = max(self._now, getattr(self._own, "read", self._now) + seconds)
+
+    def thread_time(self) -> float:
+        return getattr(self._own, "worked", 0.0)
+
+    def work(self, seconds: float) -> None:
+        """Use the processor in this thread."""
+        self._own.worked = self.thread_time() + seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    made = VirtualClock()
+    for module in ("lanes", "cpu"):
+        monkeypatch.setattr(f"worker_service.lanes.{module}.time", made)
+    return made
 
 
 def linked(rate: float = RATE) -> ThreadLanes:
     return ThreadLanes(CPU, EmulatedLink(rate))
 
 
+def follow_each_other(spans: Sequence[Span]) -> bool:
+    return all(b.start == pytest.approx(a.end) for a, b in itertools.pairwise(spans))
+
+
 @pytest.mark.parametrize("kind", [ThreadLanes, SerialLanes])
 def test_transfers_take_what_the_rate_says_and_are_not_seen_before(
-    kind: type[ThreadLanes] | type[SerialLanes],
+    clock: VirtualClock, kind: type[ThreadLanes] | type[SerialLanes]
 ) -> None:
     lanes: Lanes = kind(CPU, EmulatedLink(RATE))
-    # Long enough that the others are given in time.
-    lanes.run(Lane.LINK_IN, copy(100 * PIECE))
     events = [lanes.run(Lane.LINK_IN, copy(PIECE)) for _ in range(40)]
     seen = []
     for event in events:
         event.wait()
-        seen.append(time.perf_counter())
-    first, *spans = of(Lane.LINK_IN, lanes.finish())
-    lanes.close()
-    assert first.seconds >= 100 * PIECE / RATE * 0.999
-    for span in spans:
-        assert span.seconds >= PIECE / RATE * 0.999
-    if kind is ThreadLanes:
-        # Without gaps: the link is a copy engine, not the thread that stands for it.
-        assert all(a.end == b.start for a, b in itertools.pairwise([first, *spans]))
-    assert all(span.end <= moment for span, moment in zip(spans, seen, strict=True))
-
-
-def occupied(lanes: Lanes, *directions: Lane) -> None:
-    """Keep the link busy for as long as it takes to give it what is measured."""
-    for lane in directions:
-        lanes.run(lane, copy(100 * PIECE, "occupied"))
-
-
-def measured(lane: Lane, spans: Sequence[Span]) -> list[Span]:
-    return [span for span in of(lane, spans) if span.name != "occupied"]
-
-
-def test_a_thread_that_wakes_late_makes_up_for_it() -> None:
-    lanes = linked()
-    slow = iter([0.02, *[0.0] * 60])
-    lanes.before = lambda _: time.sleep(next(slow))
-    occupied(lanes, Lane.LINK_IN)
-    for _ in range(40):
-        lanes.run(Lane.LINK_IN, copy(PIECE))
+        seen.append(clock.perf_counter())
     spans = of(Lane.LINK_IN, lanes.finish())
     lanes.close()
-    assert spans[-1].end - spans[0].start == pytest.approx(140 * PIECE / RATE)
+    assert [span.seconds for span in spans] == pytest.approx([PIECE_SECONDS] * 40)
+    # Without gaps: the link is a copy engine, not the thread that stands for it.
+    assert follow_each_other(spans)
+    assert all(span.end <= moment + 1e-9 for span, moment in zip(spans, seen, strict=True))
 
 
-def test_the_link_is_idle_until_what_a_transfer_waits_for_is_done() -> None:
+def test_a_thread_that_wakes_late_makes_up_for_it(clock: VirtualClock) -> None:
+    lanes = linked()
+    all_given = threading.Event()
+    late = iter([0.02, *[0.0] * 39])
+
+    def wake(_: Lane) -> None:
+        all_given.wait()
+        clock.sleep(next(late))
+
+    lanes.before = wake
+    for _ in range(40):
+        lanes.run(Lane.LINK_IN, copy(PIECE))
+    all_given.set()
+    spans = of(Lane.LINK_IN, lanes.finish())
+    lanes.close()
+    assert spans[-1].end - spans[0].start == pytest.approx(40 * PIECE_SECONDS)
+
+
+def test_the_link_is_idle_until_what_a_transfer_waits_for_is_done(clock: VirtualClock) -> None:
     lanes = linked()
     lanes.run(Lane.LINK_IN, copy(PIECE))
-    computed = lanes.run(Lane.COMPUTE, Work("compute", lambda: time.sleep(0.02)))
+    computed = lanes.run(Lane.COMPUTE, Work("compute", lambda: clock.sleep(0.02)))
     lanes.run(Lane.LINK_IN, copy(PIECE), [computed])
     first, second = of(Lane.LINK_IN, lanes.finish())
     lanes.close()
-    assert second.start > first.end + 0.005
-    assert second.seconds >= PIECE / RATE * 0.999
+    assert second.start >= 0.02 > first.end
+    assert second.seconds == pytest.approx(PIECE_SECONDS)
 
 
-def test_both_directions_have_a_link_of_their_own() -> None:
+def test_both_directions_have_a_link_of_their_own(clock: VirtualClock) -> None:
     """The lane out is the calling thread of the write-back."""
     lanes = linked()
     outward: list[Span] = []
+    both_are_under_way = threading.Barrier(2).wait
 
     def write_back() -> None:
-        for _ in range(30):
-            outward.append(lanes.run_in_this_thread(Lane.LINK_OUT, copy(PIECE)))
+        for number in range(30):
+            call = nothing if number else both_are_under_way
+            outward.append(lanes.run_in_this_thread(Lane.LINK_OUT, copy(PIECE, call=call)))
 
     writer = threading.Thread(target=write_back)
     writer.start()
-    for _ in range(30):
-        lanes.run(Lane.LINK_IN, copy(PIECE))
+    for number in range(30):
+        lanes.run(Lane.LINK_IN, copy(PIECE, call=nothing if number else both_are_under_way))
     inward = of(Lane.LINK_IN, lanes.finish())
     writer.join()
     lanes.close()
-    assert len(inward) == len(outward) == 30
     # Neither was ever held up by the other: each is as long as its own bytes take.
-    for span in (*inward, *outward):
-        assert span.seconds >= PIECE / RATE * 0.999
-    assert inward[0].start < outward[-1].end
-    assert outward[0].start < inward[-1].end
+    spans = [*inward, *outward]
+    assert [span.seconds for span in spans] == pytest.approx([PIECE_SECONDS] * 60)
+    assert inward[0].start == outward[0].start == 0
 
 
-def test_weights_share_the_link_with_the_cache_and_neither_starves() -> None:
+def test_weights_share_the_link_with_the_cache_and_neither_starves(clock: VirtualClock) -> None:
+    """Each lane's transfer goes on when the other's has its place on the link."""
     lanes = linked()
-    occupied(lanes, Lane.LINK_IN)
+    both_are_under_way = threading.Barrier(2).wait
     for _ in range(30):
-        lanes.run(Lane.LINK_IN, copy(PIECE))
-        lanes.run(Lane.WEIGHTS_IN, copy(PIECE))
+        for lane in SIDE_LANES:
+            lanes.run(lane, copy(PIECE, call=both_are_under_way))
     spans = sorted(lanes.finish(), key=lambda span: span.start)
     lanes.close()
-    assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(spans))
-    shared = [span for span in spans if span.name != "occupied"]
-    assert shared[-1].end - shared[0].start == pytest.approx(60 * PIECE / RATE)
-    # In turn: of the first half of the time each had a fair part.
-    assert 5 <= sum(span.lane is Lane.LINK_IN for span in shared[:30]) <= 25
+    assert follow_each_other(spans)
+    assert spans[-1].end - spans[0].start == pytest.approx(60 * PIECE_SECONDS)
+    for first in range(0, 60, 2):
+        assert {span.lane for span in spans[first : first + 2]} == {*SIDE_LANES}
 
 
-def test_a_rate_that_changes_counts_from_the_next_transfer_on() -> None:
+def test_a_rate_that_changes_counts_from_the_next_transfer_on(clock: VirtualClock) -> None:
     lanes = linked()
     link = lanes.link
     assert link is not None
@@ -359,25 +389,17 @@ def test_a_rate_that_changes_counts_from_the_next_transfer_on() -> None:
         lanes.run(Lane.LINK_IN, copy(PIECE, call=slow_down if number == 9 else nothing))
     spans = of(Lane.LINK_IN, lanes.finish())
     lanes.close()
-    for span in spans[:10]:
-        assert span.seconds == pytest.approx(PIECE / RATE)
-    for span in spans[10:]:
-        assert span.seconds == pytest.approx(4 * PIECE / RATE)
+    seconds = [PIECE_SECONDS] * 10 + [4 * PIECE_SECONDS] * 10
+    assert [span.seconds for span in spans] == pytest.approx(seconds)
 
 
-def test_a_copy_slower_than_the_link_takes_its_own_time() -> None:
+def test_a_copy_slower_than_the_link_takes_its_own_time(clock: VirtualClock) -> None:
     lanes = linked(1e15)
-
-    def work_hard() -> None:
-        began = time.thread_time()
-        while time.thread_time() - began < 0.005:
-            pass
-
-    lanes.run(Lane.LINK_IN, copy(PIECE, call=work_hard))
+    lanes.run(Lane.LINK_IN, copy(PIECE, call=lambda: clock.work(0.005)))
     lanes.run(Lane.LINK_IN, copy(PIECE))
     first, second = of(Lane.LINK_IN, lanes.finish())
     lanes.close()
-    assert first.seconds >= 0.005
+    assert first.seconds == pytest.approx(0.005)
     assert second.start >= first.end
 
 

@@ -17,8 +17,8 @@ from worker_service.profiling.profiler import COPY_BYTES, ENOUGH_SIZES, measure,
 CPU = torch.device("cpu")
 
 
-class CountingLink(EmulatedLink):
-    """Lanes that record what crossed the link."""
+class ExactLink(EmulatedLink):
+    """A link whose transfers take no time, and say that they took what their bytes take."""
 
     def __init__(self, bytes_per_second: float) -> None:
         super().__init__(bytes_per_second)
@@ -26,18 +26,18 @@ class CountingLink(EmulatedLink):
 
     def transfer(self, work: Work, resource: str, ready: float) -> tuple[float, float]:
         self.copied.append(work.size_bytes)
-        return super().transfer(work, resource, ready)
+        work.call()
+        return ready, ready + work.size_bytes / self.bytes_per_second
 
 
 @pytest.mark.parametrize("overlapped", [True, False])
 def test_the_emulated_link_is_the_one_measured(overlapped: bool) -> None:
-    """A transfer never ends before the link allows, so no fit is faster than the link."""
-    link = CountingLink(200e6)
+    link = ExactLink(200e6)
     lanes = lanes_of(CPU, overlapped=overlapped, link=link)
     try:
-        assert measure_link(CPU, lanes).rate < 204e6
+        assert measure_link(CPU, lanes).rate == pytest.approx(200e6)
         link.bytes_per_second = 800e6
-        assert measure_link(CPU, lanes).rate < 816e6
+        assert measure_link(CPU, lanes).rate == pytest.approx(800e6)
     finally:
         lanes.close()
     assert set(link.copied) >= set(COPY_BYTES[:ENOUGH_SIZES])
@@ -45,14 +45,14 @@ def test_the_emulated_link_is_the_one_measured(overlapped: bool) -> None:
 
 @pytest.mark.parametrize(("rate", "sizes"), [(60e6, 4), (2e6, ENOUGH_SIZES)])
 def test_a_slow_link_is_spared_its_largest_copies(rate: float, sizes: int) -> None:
-    link = CountingLink(rate)
+    link = ExactLink(rate)
     lanes = lanes_of(CPU, link=link)
     try:
         found = measure_link(CPU, lanes)
     finally:
         lanes.close()
     assert sorted(set(link.copied)) == list(COPY_BYTES[:sizes])
-    assert found.rate == pytest.approx(rate, rel=0.02)
+    assert found.rate == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("case", ["opt", "qwen3"])
@@ -62,9 +62,7 @@ def test_every_cost_is_measured(case: str, tmp_path: Path) -> None:
     assert profile.description == "a test"
     assert profile.model == model.shape.name == tmp_path.name
     assert profile.step_compute_seconds > 0
+    assert profile.rebuild_flops_per_second > 0
+    assert profile.prefill_flops_per_second > 0
     assert profile.prefill_overhead_seconds >= 0
     assert profile.rebuild_overhead_seconds >= 0
-    # A step reads every weight, a layer's rebuild only its two projections.
-    shape = model.shape
-    one = shape.rebuild_flops_per_token_layer / profile.rebuild_flops_per_second
-    assert profile.step_compute_seconds > one
