@@ -66,7 +66,7 @@ class RedisServer:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def client(self) -> Redis:
-        return Redis(unix_socket_path=str(self.socket), socket_timeout=5)
+        return Redis(unix_socket_path=str(self.socket), socket_timeout=60)
 
     def flush(self) -> None:
         with self.client() as client:

@@ -53,7 +53,7 @@ class Master:
     def has_memory(self) -> bool:
         """Return True if a process has given memory to the pool."""
         url = f"http://127.0.0.1:{self._ports[1]}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             metrics = answer.read().decode()
         line = next(each for each in metrics.splitlines() if each.startswith(_CAPACITY))
         return float(line.removeprefix(_CAPACITY)) > 0

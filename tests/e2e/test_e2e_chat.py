@@ -17,7 +17,6 @@ import pytest
 from own_names import instance_name
 from small_model import small_model
 from test_e2e_cli import assert_nothing_left, service_processes
-from test_e2e_two_schedulers import listens
 from up_process import up_process, wait_until_up
 
 from splitpoint.checkpoint.text import Tokenizer
@@ -91,16 +90,22 @@ def test_a_chat_is_the_text_that_its_template_makes(stack: tuple[str, list[str]]
 
 
 def test_an_endless_template_holds_up_no_other_request(stack: tuple[str, list[str]]) -> None:
-    _, addresses = stack
+    """Its process is stopped meanwhile, so that the chat is under way however busy the machine."""
+    instance, addresses = stack
 
     async def play() -> None:
         async with AsyncClient(addresses[0]) as client:
             await client.wait_ready(30)
-            asked = asyncio.create_task(client.chat([{"role": "loop", "content": "x"}]).complete())
-            await asyncio.sleep(0.1)
-            await client.generate("import os", max_tokens=4).complete()
-            await client.chat(MESSAGES, max_tokens=4).complete()
-            assert not asked.done()
+            child = rendering(instance)[scheduler_of(instance, addresses[0])]
+            os.kill(child, signal.SIGSTOP)
+            try:
+                loop = client.chat([{"role": "loop", "content": "x"}]).complete()
+                asked = asyncio.create_task(loop)
+                await client.generate("import os", max_tokens=4).complete()
+                await client.chat(MESSAGES, max_tokens=4).complete()
+                assert not asked.done()
+            finally:
+                os.kill(child, signal.SIGCONT)
             with pytest.raises(InvalidArgument) as caught:
                 await asked
             assert (caught.value.field, caught.value.reason) == ("chat.messages", "CHAT_TOO_SLOW")
@@ -141,7 +146,7 @@ def test_a_chat_goes_on_at_another_scheduler(stack: tuple[str, list[str]]) -> No
         assert answer.text == wanted.text
         assert spelled(answer) == spelled(wanted)
         # The killed scheduler's process has ended by itself.
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while Path(f"/proc/{child}/cmdline").exists():
                 await asyncio.sleep(0.02)
 
@@ -154,3 +159,15 @@ def scheduler_of(instance: str, address: str) -> int:
     services = service_processes(instance).items()
     [found] = [pid for pid, name in services if name == "scheduler_service" and listens(pid, port)]
     return found
+
+
+def listens(process: int, port: int) -> bool:
+    """Return True if the process has a socket that listens at this port."""
+    nodes = {
+        line.split()[9]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == port
+    }
+    links = (os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir())
+    return any(link == f"socket:[{node}]" for link in links for node in nodes)

@@ -27,8 +27,6 @@ from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane
-from splitpoint.transport.channels import open_channel
-from splitpoint.v1 import worker_pb2, worker_pb2_grpc
 from worker_service.startup.worker import LoadedWorker
 
 NEW_TOKENS = 24
@@ -169,24 +167,6 @@ async def test_streamed_requests_wait_for_the_stores_slots(folder: Path, tmp_pat
         await stack.assert_clean()
 
 
-async def test_a_drained_worker_gets_nothing_new(
-    folder: Path, tmp_path: Path, cases: list[Case]
-) -> None:
-    async with local_stack(folder, tmp_path) as stack:
-        async with open_channel(f"unix:{tmp_path}/w0") as channel:
-            await worker_pb2_grpc.WorkerServiceStub(channel).Drain(worker_pb2.DrainRequest())
-        answers = await asyncio.gather(
-            *(
-                stack.client.generate(
-                    case.prompt, max_tokens=NEW_TOKENS, ignore_eos=True
-                ).complete()
-                for case in cases[::3]
-            )
-        )
-        assert {answer.worker for answer in answers} == {"1"}
-        assert [list(a.token_ids) for a in answers] == [case.wanted for case in cases[::3]]
-
-
 async def test_a_worker_whose_engine_fails_is_lost_and_its_request_goes_on(
     folder: Path, cases: list[Case], tmp_path: Path
 ) -> None:
@@ -216,36 +196,6 @@ async def test_a_worker_whose_engine_fails_is_lost_and_its_request_goes_on(
         # Each further attempt at a worker whose engine has failed is a loss again.
         assert seen[lost.worker_id].loss_count >= 1
         assert not seen[lost.worker_id].ready
-
-
-async def test_a_new_scheduler_takes_over_busy_workers(
-    folder: Path, tmp_path: Path, cases: list[Case]
-) -> None:
-    """The old one's requests end with it; the new one's get all their events."""
-    async with local_stack(folder, tmp_path) as stack:
-        for _ in range(3):
-            abandoned = [
-                stack.client.generate(cases[-1].prompt, max_tokens=200, ignore_eos=True)
-                for _ in range(4)
-            ]
-            for generation in abandoned:
-                async for _ in generation:
-                    break
-            for stream in abandoned:
-                await stream.close()
-        await stack.scheduler.stop(0)
-        heir = make_scheduler(folder, tmp_path, StackShape())
-        address = await heir.start("127.0.0.1:0")
-        try:
-            async with AsyncClient(address) as client:
-                await wait_for_workers(client, 2)
-                for case in cases[::3]:
-                    answer = await client.generate(
-                        case.prompt, max_tokens=NEW_TOKENS, ignore_eos=True
-                    ).complete()
-                    assert list(answer.token_ids) == case.wanted
-        finally:
-            await heir.stop(1.0)
 
 
 def slow_copies(stack: LocalStack, worker: int, gate: threading.Event) -> None:

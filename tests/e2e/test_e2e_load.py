@@ -12,17 +12,10 @@ from local_stack import (
     LocalStack,
     StackShape,
     local_stack,
-    prompt_of,
-    start_store,
-    stop_process,
-    wait_for_workers,
 )
 from long_runs import scaled
-from small_model import small_model
-from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
+from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from splitpoint.client.answers import Completion
-from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted
 from splitpoint.planning.plan import ReasonKind, Residency
 from splitpoint.planning.schedule import Schedule
 from worker_service.device.memory import MemoryPlan
@@ -78,27 +71,6 @@ async def test_many_requests_against_a_budget_for_8(folder: Path, tmp_path: Path
         assert [worker.cache_charged_bytes for worker in workers] == [0, 0]
 
 
-async def test_what_can_never_fit_is_refused_at_once_with_its_numbers(
-    folder: Path, tmp_path: Path
-) -> None:
-    shape = StackShape(workers=1, device_memory_bytes=2 << 20, max_batched_tokens=32)
-    async with local_stack(folder, tmp_path, shape) as stack:
-        plan = stack.workers[0].engine.memory_plan
-        prompt = prompt_of(300, 0, VOCABULARY)
-        if plan.page_count * shape.chunk_tokens >= 500:
-            pytest.fail(f"the budget is too large for this test: {plan}")
-        with pytest.raises(ResourceExhausted) as caught:
-            await stack.client.generate(
-                prompt, max_tokens=200, residency=Residency.RESIDENT
-            ).complete()
-        assert caught.value.retry_after_seconds is None
-        assert any(character.isdigit() for character in caught.value.message)
-        # Left to itself the scheduler streams it.
-        answer = await stack.client.generate(prompt, max_tokens=4, ignore_eos=True).complete()
-        assert len(answer.token_ids) == 4
-        await stack.assert_clean()
-
-
 async def test_a_front_of_what_must_stream_stays_where_memory_is_free(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -138,19 +110,6 @@ async def test_a_front_of_what_must_stream_stays_where_memory_is_free(
         await stack.assert_clean()
 
 
-async def test_a_prompt_larger_than_the_arena_is_refused_when_it_must_stream(
-    bundled_model: Path, tmp_path: Path
-) -> None:
-    shape = StackShape(workers=1, host_memory="5MiB", activations="never")
-    async with local_stack(bundled_model, tmp_path, shape) as stack:
-        slots = (await stack.store_stats()).slot_count
-        assert slots * shape.chunk_tokens < 300
-        with pytest.raises(ResourceExhausted):
-            await stack.client.generate(
-                prompt_of(300, 0, VOCABULARY), max_tokens=8, residency=Residency.STREAMED
-            ).complete()
-
-
 async def test_an_arena_full_of_other_prefixes_only_costs_reuse(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -172,30 +131,6 @@ async def test_an_arena_full_of_other_prefixes_only_costs_reuse(
         assert (await stack.store_stats()).evicted_chunk_count > 0
 
 
-async def test_splits_and_workers_that_cannot_be(folder: Path, tmp_path: Path) -> None:
-    shape = StackShape(workers=1, activations="never")
-    async with local_stack(folder, tmp_path, shape) as stack:
-        with pytest.raises(InvalidArgument, match="activations") as caught:
-            await stack.client.generate([5, 6, 7], max_tokens=2, split=1).complete()
-        assert caught.value.field == "split_tokens"
-        with pytest.raises(NotFound):
-            await stack.client.generate([5, 6, 7], max_tokens=2, worker="7").complete()
-
-
-async def test_salts_keep_prefixes_apart(folder: Path, tmp_path: Path) -> None:
-    async with local_stack(folder, tmp_path) as stack:
-        prompt = prompt_of(64, 1, VOCABULARY)
-
-        async def cached(salt: bytes) -> int:
-            answer = await stack.client.generate(
-                prompt, max_tokens=1, ignore_eos=True, cache_salt=salt
-            ).complete()
-            return answer.usage.cached_tokens
-
-        assert [await cached(b""), await cached(b"a"), await cached(b"b")] == [0, 0, 0]
-        assert [await cached(b""), await cached(b"a"), await cached(b"b")] == [63, 63, 63]
-
-
 async def disconnect_midway(stack: LocalStack) -> None:
     generation = stack.client.generate([5, 6, 7, 8], max_tokens=400, ignore_eos=True)
     async for _ in generation:
@@ -211,72 +146,3 @@ async def test_disconnects_leave_nothing_running(folder: Path, tmp_path: Path) -
         await asyncio.gather(*(disconnect_midway(stack) for _ in range(20)))
         await stack.assert_clean()
         assert fd_count() <= before + 2
-
-
-async def test_the_store_dies_and_comes_back(folder: Path, tmp_path: Path) -> None:
-    """Requests go on without it; once it is back, prefixes are shared again."""
-    model = build_tiny("llama")
-    prompt, wanted = clear_prompt(model, 50, 150)
-    async with local_stack(folder, tmp_path) as stack:
-        generation = stack.client.generate(
-            prompt, max_tokens=150, ignore_eos=True, residency=Residency.RESIDENT
-        )
-        answer: list[int] = []
-        async for event in generation:
-            if not answer:
-                stack.store_process.kill()
-                await stack.store_process.wait()
-            answer += getattr(event, "token_ids", ()) if len(answer) < 150 else ()
-        assert answer[:150] == wanted
-        again = await start_store(folder, f"unix:{tmp_path}/kv", stack.arena, StackShape())
-        try:
-            await wait_for_workers(stack.client, 2)
-            for worker in stack.workers:
-                assert worker.store is not None
-                async with asyncio.timeout(20):
-                    while worker.store.connection is None:
-                        await asyncio.sleep(0.05)
-            first = await stack.client.generate(
-                prompt, max_tokens=4, ignore_eos=True, worker="0"
-            ).complete()
-            second = await stack.client.generate(
-                prompt, max_tokens=4, ignore_eos=True, worker="1"
-            ).complete()
-            # What was sealed before the kill is there again; the rest was never stored.
-            adopted = (await stack.store_stats()).adopted_chunk_count
-            assert first.usage.cached_tokens == 16 * adopted
-            assert second.usage.cached_tokens == 49
-            assert list(second.token_ids) == wanted[:4]
-        finally:
-            # The workers must let go of their sessions while a store answers.
-            for worker in stack.workers:
-                await worker.runtime.wait_idle(5)
-            await stop_process(again)
-
-
-async def test_a_1000_token_prefix_is_found_by_the_other_worker(tmp_path: Path) -> None:
-    async with local_stack(small_model(), tmp_path, StackShape(chunk_tokens=64)) as stack:
-        prompt = prompt_of(1100, 0, 4096)
-        await stack.client.generate(prompt[:1000], max_tokens=1, worker="0").complete()
-        answer = await stack.client.generate(prompt, max_tokens=1, worker="1").complete()
-        assert answer.worker == "1"
-        assert answer.usage.cached_tokens >= 960
-        await stack.assert_clean()
-
-
-async def test_a_request_outlives_its_worker(folder: Path, tmp_path: Path) -> None:
-    """Its worker's sockets break after some tokens: another one goes on, nothing is resampled."""
-    prompt, wanted = clear_prompt(build_tiny("llama"), 50, 120)
-    async with local_stack(folder, tmp_path) as stack:
-        answer: list[int] = []
-        running = None
-        async for event in stack.client.generate(prompt, max_tokens=120, ignore_eos=True):
-            if isinstance(event, Completion):
-                assert event.worker != str(running)
-                continue
-            answer += event.token_ids
-            if running is None and len(answer) >= 20:
-                busy = [not worker.engine.is_idle for worker in stack.workers]
-                running = busy.index(True)
-                await stack.worker_servers[running].stop(0)
-        assert answer == wanted

@@ -16,6 +16,7 @@ from tiny_models import build_tiny, clear_prompt, write_tiny
 from splitpoint.errors import FailedPrecondition
 from splitpoint.shapes import ArenaLayout
 from splitpoint.v1 import types_pb2, worker_pb2
+from worker_service.fetching.results import LONGEST_SECONDS
 from worker_service.store.client import StoreClient
 
 MODEL = build_tiny("llama")
@@ -177,7 +178,7 @@ async def test_a_cancelled_request_does_not_wait_for_its_fetch(hosts: tuple[Host
         await asyncio.sleep(0.1)
         cancel = worker_pb2.CancelCommand(request_id=name)
         await second.run.write(worker_pb2.RunRequest(cancel=cancel))
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(0.8 * LONGEST_SECONDS):
             results = await second.results(name)
         assert results.finishes[name].reason == types_pb2.FINISH_REASON_CANCELLED
     finally:

@@ -192,13 +192,6 @@ async def test_an_end_inside_a_draft_counts_no_token_behind_it(
         assert accepted > 0
 
 
-async def test_auto_drafts_a_text_that_repeats_itself(stack: KeptFleet, plain: Texts) -> None:
-    async with AsyncClient(stack.address) as client:
-        answers = await ask_all(client, is_sampled=False, speculate=AUTO, max_tokens=LONG)
-        assert [answer.token_ids for answer in answers] == plain[False]
-        assert sum(answer.usage.speculation.accepted_token_count for answer in answers) > 0
-
-
 async def test_a_request_that_asks_for_nothing_gets_what_is_configured(stack: KeptFleet) -> None:
     async with AsyncClient(stack.address) as client:
         answers = await ask_all(client, is_sampled=False)

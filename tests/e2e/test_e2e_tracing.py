@@ -201,16 +201,6 @@ async def test_a_request_is_one_trace_through_all_services(
     assert collector.headers["x-key"] == "of-mine"
 
 
-async def test_no_flag_no_opentelemetry(tmp_path: Path, shm_folder: Path) -> None:
-    arena = shm_folder / "store" / "arena"
-    async with processes(tmp_path, arena) as (client, started):
-        await client.generate(PROMPT, max_tokens=2, timeout=30).complete()
-        for name, process in started.items():
-            mapped = Path(f"/proc/{process.pid}/maps").read_text()
-            assert "grpc" in mapped, name  # compiled modules are seen here
-            assert "opentelemetry" not in mapped, name
-
-
 async def test_a_collector_that_does_not_answer_costs_one_warning(
     tmp_path: Path, shm_folder: Path
 ) -> None:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import json
 import signal
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from own_names import free_ports, instance_name
-from small_model import small_model
 from typer.testing import CliRunner
 from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
 from splitpoint.client.answers import Completion
-from splitpoint.config import arena_path, remove_tree
+from splitpoint.config import arena_path
 from splitpoint_cli.main import app
 
 INSTANCE = instance_name("up-tiers")
@@ -32,24 +30,24 @@ SECONDS = 60
 
 
 @contextmanager
-def stack(folder: Path | None, *more: str) -> Iterator[tuple[Client, subprocess.Popen[str]]]:
-    """Run a stack with a disk tier in `folder`, if there is one, and further options."""
-    tier = () if folder is None else ("--tier-disk", str(folder), "--tier-disk-size", "256MiB")
+def stack(folder: Path) -> Iterator[Client]:
+    """Run a stack with a disk tier in `folder`."""
     address = f"127.0.0.1:{free_ports(1)}"
     command = [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--listen", address),
         *("--device", "cpu", "--threads", "1", "--instance", INSTANCE),
-        *("--host-memory", "4MiB", "--chunk-tokens", "16", *tier, *more),
+        *("--host-memory", "4MiB", "--chunk-tokens", "16"),
+        *("--tier-disk", str(folder), "--tier-disk-size", "256MiB"),
     ]
     with up_process(command) as process:
         summary = wait_until_up(process)
-        assert (f"disk tier  {folder}, at most 256 MiB" in summary) == (folder is not None)
+        assert f"disk tier  {folder}, at most 256 MiB" in summary
         with Client(address) as client:
-            yield client, process
+            yield client
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=SECONDS)
         assert process.returncode == 0
-    assert arena_path(INSTANCE).exists() == ("--keep-arena" in more)
+    assert not arena_path(INSTANCE).exists()
 
 
 def ask(client: Client, prompt: str) -> Completion:
@@ -58,7 +56,7 @@ def ask(client: Client, prompt: str) -> Completion:
 
 def test_a_stack_that_starts_again_finds_its_prefixes_on_the_disk(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
-    with stack(folder) as (client, _):
+    with stack(folder) as client:
         texts = [ask(client, prompt).text for prompt in PROMPTS]
         # More than the arena holds: the first has left it.
         again = ask(client, PROMPTS[0])
@@ -67,7 +65,7 @@ def test_a_stack_that_starts_again_finds_its_prefixes_on_the_disk(tmp_path: Path
         assert again.text == texts[0]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "server.key").stat().st_mode) == 0o600
-    with stack(folder) as (client, _):
+    with stack(folder) as client:
         found = ask(client, PROMPTS[1])
         assert found.plan is not None
         assert (found.plan.fetch_source, found.text) == ("disk", texts[1])
@@ -88,16 +86,3 @@ def test_a_stack_that_starts_again_finds_its_prefixes_on_the_disk(tmp_path: Path
         looked = json.loads(CliRunner().invoke(app, ["doctor", *arguments]).output)
         [found_disk] = (each for each in looked["findings"] if each["name"] == "disk tier")
         assert found_disk["verdict"] != "problem"
-
-
-def test_a_kept_arena_is_found_when_a_disk_tier_comes_and_goes(tmp_path: Path) -> None:
-    folder = tmp_path / "tier"
-    try:
-        for tier in (None, folder, None):
-            with stack(tier, "--keep-arena", "--model", str(small_model())) as (client, _):
-                found = ask(client, PROMPTS[0])
-                if tier is not None:
-                    assert found.usage.cached_tokens >= 64
-        assert found.usage.cached_tokens >= 64
-    finally:
-        remove_tree(arena_path(INSTANCE).parent)

@@ -22,7 +22,7 @@ from splitpoint.observe.metrics import Service
 from splitpoint.transport.access import Access
 from splitpoint.transport.tls import PLAIN
 
-SECONDS = 20
+SECONDS = 60
 
 
 @dataclass

@@ -61,7 +61,7 @@ def attach(stub: Any) -> tuple[bytes, Arena]:
 
 
 def test_a_lease_that_expires_protects_the_copy_under_way(path: Path, socket_address: str) -> None:
-    """The slots of a reader that is three leases late are not reused before it is done."""
+    """The slots of a reader that is a lease late are not reused before it is done."""
     with running(path, socket_address, "--lease-seconds", "1") as store, store.stub() as stub:
         worker = start_worker(socket_address, [1] * 8, seals=True)
         session, arena = attach(stub)
@@ -71,7 +71,8 @@ def test_a_lease_that_expires_protects_the_copy_under_way(path: Path, socket_add
         finish(worker)  # its own lease goes with it
         eventually(lambda: stats_of(stub).lease_count == 1)
         stats = stats_of(stub)
-        time.sleep(3)  # the reader's session is over, its copy is not
+        # The reader's session ends, its copy does not.
+        eventually(lambda: stats_of(stub).session_count == 0)
         assert arena.is_current(slots, generations)
         third, thirds = attach(stub)
         with pytest.raises(grpc.RpcError) as caught:
@@ -220,7 +221,7 @@ def test_an_arena_full_of_leases_says_when_to_ask_again(path: Path, socket_addre
                     pb.ReserveRequest(
                         session_id=answer.session_id, request_id=b"%d" % index, slot_count=1
                     ),
-                    timeout=5,
+                    timeout=60,
                 )
             error = error_of(caught.value)
             assert isinstance(error, ResourceExhausted)
@@ -312,7 +313,7 @@ def test_a_clock_that_jumps_changes_nothing(path: Path, socket_address: str) -> 
         [
             *(sys.executable, "-c", jumping, "--listen", socket_address),
             *("--layout", LAYOUT.to_json(), "--host-memory", "4MiB", "--arena", str(path)),
-            *("--lease-seconds", "1.5"),
+            *("--lease-seconds", "30"),
         ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -325,7 +326,7 @@ def test_a_clock_that_jumps_changes_nothing(path: Path, socket_address: str) -> 
         worker = start_worker(socket_address, [1] * 8, seals=True)  # beats every 0.2 s
         with open_sync_channel(socket_address) as channel:
             stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
-            time.sleep(3.2)  # two leases
+            time.sleep(2.5)  # some sweeps; each jump is far longer than a lease
             assert (stats_of(stub).session_count, stats_of(stub).lease_count) == (1, 1)
             finish(worker)
             eventually(lambda: stats_of(stub).session_count == 0)

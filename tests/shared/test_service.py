@@ -16,5 +16,5 @@ async def test_the_end_of_the_parents_pipe_stops() -> None:
     await asyncio.sleep(0.01)
     assert not stop.is_set()
     os.close(write)
-    await asyncio.wait_for(stop.wait(), 5)
+    await asyncio.wait_for(stop.wait(), 60)
     os.close(read)

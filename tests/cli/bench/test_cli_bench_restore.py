@@ -267,7 +267,7 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path) -> None:
         [sys.executable, "-m", "splitpoint_cli", "bench", "restore", *SMALL, "--png", picture],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         env=environment,
         check=False,
     )

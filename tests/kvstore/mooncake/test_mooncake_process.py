@@ -290,7 +290,7 @@ async def test_it_listens_on_its_interface_only(shm_folder: Path) -> None:
         endpoint = pair.source.endpoint
         assert endpoint is not None
         port = int(endpoint.segment.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port), timeout=5):
+        with socket.create_connection(("127.0.0.1", port), timeout=60):
             pass
         devices = await listening_devices(pair.source)
         assert devices

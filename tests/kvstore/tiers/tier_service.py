@@ -108,7 +108,7 @@ async def serving(
 
 
 async def eventually(condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 

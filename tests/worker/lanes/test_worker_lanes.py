@@ -287,6 +287,10 @@ def linked(rate: float = RATE) -> ThreadLanes:
     return ThreadLanes(CPU, EmulatedLink(rate))
 
 
+def meet(both: threading.Barrier) -> None:
+    both.wait(60)
+
+
 def follow_each_other(spans: Sequence[Span]) -> bool:
     return all(b.start == pytest.approx(a.end) for a, b in itertools.pairwise(spans))
 
@@ -342,17 +346,17 @@ def test_both_directions_have_a_link_of_their_own(clock: VirtualClock) -> None:
     """The lane out is the calling thread of the write-back."""
     lanes = linked()
     outward: list[Span] = []
-    both_are_under_way = threading.Barrier(2).wait
+    both = threading.Barrier(2)
 
     def write_back() -> None:
         for number in range(30):
-            call = nothing if number else both_are_under_way
+            call = nothing if number else partial(meet, both)
             outward.append(lanes.run_in_this_thread(Lane.LINK_OUT, copy(PIECE, call=call)))
 
     writer = threading.Thread(target=write_back)
     writer.start()
     for number in range(30):
-        lanes.run(Lane.LINK_IN, copy(PIECE, call=nothing if number else both_are_under_way))
+        lanes.run(Lane.LINK_IN, copy(PIECE, call=nothing if number else partial(meet, both)))
     inward = of(Lane.LINK_IN, lanes.finish())
     writer.join()
     lanes.close()
@@ -365,10 +369,10 @@ def test_both_directions_have_a_link_of_their_own(clock: VirtualClock) -> None:
 def test_weights_share_the_link_with_the_cache_and_neither_starves(clock: VirtualClock) -> None:
     """Each lane's transfer goes on when the other's has its place on the link."""
     lanes = linked()
-    both_are_under_way = threading.Barrier(2).wait
+    both = threading.Barrier(2)
     for _ in range(30):
         for lane in SIDE_LANES:
-            lanes.run(lane, copy(PIECE, call=both_are_under_way))
+            lanes.run(lane, copy(PIECE, call=partial(meet, both)))
     spans = sorted(lanes.finish(), key=lambda span: span.start)
     lanes.close()
     assert follow_each_other(spans)
