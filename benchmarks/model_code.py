@@ -129,7 +129,8 @@ def measured(
         for title, each in runs.items()
     }
     medians = {title: statistics.median(each) for title, each in steps.items()}
-    peer = min((title for title in medians if title.startswith(GENERATE)), key=medians.__getitem__)
+    peers = [title for title in medians if title.startswith(GENERATE)]
+    peer = min(peers, key=medians.__getitem__)
     step_bytes = step_weight_bytes(config, batch, data_type.size)
     return {
         "model": family,
@@ -144,6 +145,7 @@ def measured(
         "ratio_to_own": medians[OWN] / medians[OURS] if OWN in medians else None,
         "ratio_to_generate": medians[peer] / medians[OURS],
         "tokens_agree": runs[OURS][0].tokens == runs[peer][0].tokens,
+        "peers_agree": len({each[0].tokens for title, each in runs.items() if title in peers}) == 1,
         "step_weight_bytes": step_bytes,
         "read_bytes_per_second": reads.bytes_per_second,
         "limit_seconds": step_bytes / reads.bytes_per_second,
@@ -180,7 +182,8 @@ def _comparisons(case: Mapping[str, Any]) -> Iterator[str]:
     if case["ratio_to_own"] is not None:
         yield f"{case['ratio_to_own']:.2f} x {OWN}"
     yield f"{case['ratio_to_generate']:.2f} x {GENERATE} at its best"
-    yield "equal tokens" if case["tokens_agree"] else "OTHER TOKENS"
+    near_tie = "" if case["peers_agree"] else f" (as between the settings of {GENERATE})"
+    yield "equal tokens" if case["tokens_agree"] else f"OTHER TOKENS{near_tie}"
     yield (
         f"a step reads {case['step_weight_bytes'] / 1e6:.0f} MB of weights: "
         f"{1e3 * case['limit_seconds']:.1f} ms at {case['read_bytes_per_second'] / 1e9:.1f} GB/s"
