@@ -139,9 +139,15 @@ def _loss(
 
 
 def squared_error(guessed: torch.Tensor, true: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a row's mean squared error over the tokens that it sees (MAPLE, Eq. 2)."""
-    errors = (guessed - true).masked_fill(~seen, 0).square().sum(-1)
-    return (errors / seen.sum(-1)).mean()
+    """Return the mean of a row's mean squared error over the tokens that it sees (MAPLE, Eq. 2).
+
+    A row's mean error is left out, unlike there: it decides no choice, and it may be far larger
+    than the differences between tokens, which training then gives up for it.
+    """
+    count = seen.sum(-1, keepdim=True)
+    errors = (guessed - true).masked_fill(~seen, 0)
+    errors = (errors - errors.sum(-1, keepdim=True) / count).masked_fill(~seen, 0)
+    return (errors.square().sum(-1) / count.squeeze(-1)).mean()
 
 
 def logits_of(queries: torch.Tensor, keys: torch.Tensor, shape: AttentionShape) -> torch.Tensor:

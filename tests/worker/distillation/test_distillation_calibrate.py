@@ -141,10 +141,10 @@ def test_the_true_products_have_no_loss() -> None:
     assert found == pytest.approx(0.0, abs=1e-6)
 
 
-def test_tokens_that_a_row_does_not_see_have_no_error() -> None:
-    guessed = torch.tensor([[1.0, 9.0], [1.0, 3.0]])
-    seen = torch.tensor([[True, False], [True, True]])
-    assert squared_error(guessed, torch.zeros(2, 2), seen) == (1 + 5) / 2
+def test_the_error_of_a_row_is_that_of_differences_between_tokens_that_it_sees() -> None:
+    guessed = torch.tensor([[1.0, 5.0, 90.0], [7.0, 7.0, 7.0]])
+    seen = torch.tensor([[True, True, False], [True, True, True]])
+    assert squared_error(guessed, torch.zeros(2, 3), seen) == (4 + 0) / 2
 
 
 def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
