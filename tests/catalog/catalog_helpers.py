@@ -29,7 +29,7 @@ SIZE = LAYOUT.chunk_tokens
 LAYOUTS = frozenset({LayoutName(LAYOUT.layout_hash, SIZE)})
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Waits for a state that will come; fails loudly when it does not."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -42,7 +42,7 @@ def has_rebuilt(publisher: CatalogPublisher) -> bool:
 
 
 async def until_equal(
-    ask: Callable[[], Awaitable[object]], wanted: object, seconds: float = 10
+    ask: Callable[[], Awaitable[object]], wanted: object, seconds: float = 60
 ) -> None:
     deadline = time.monotonic() + seconds
     while (got := await ask()) != wanted:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from splitpoint.tiers import ChunkSource, Transfer
 
 LONGEST_SECONDS = 30.0
+# A fetch may take this beside three times what was predicted: pauses are no slow source.
+SPARE_SECONDS = 2.0
 # Bytes per call of a stream: enough for a link's full speed, few enough that not all is lost if
 # the peer dies.
 BATCH_BYTES = 64 << 20
@@ -32,7 +34,7 @@ class FetchSource:
     def time_limit(self) -> float:
         if not self.predicted_seconds > 0:
             return LONGEST_SECONDS
-        return min(LONGEST_SECONDS, 3 * self.predicted_seconds + 2.0)
+        return min(LONGEST_SECONDS, 3 * self.predicted_seconds + SPARE_SECONDS)
 
 
 @dataclass(slots=True)
