@@ -15,7 +15,9 @@ from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.extras import is_installed
 from splitpoint.options.store import INT8_NEEDS_OWN
+from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape, WeightFormat
+from worker_service.checkpoint.names import position_bytes, vector_bytes
 
 # Shapes that commands which plan know by name.
 KNOWN_SHAPES = BUILT_IN_SHAPES | SPARSE_SHAPES
@@ -87,6 +89,20 @@ class NamedModel:
 
     shape: ModelShape
     folder: Path | None = None
+
+    def weight_sizes(
+        self, weights: WeightFormat = WeightFormat.NATIVE, *, is_gpu: bool
+    ) -> WeightSizes:
+        """Return the bytes of its weights as a worker holds them, without padding.
+
+        Of a checkpoint that our own decoder computes norms, biases and positions are counted, too.
+        """
+        sizes = WeightSizes.of(self.shape, weights, is_gpu=is_gpu)
+        if self.folder is None or not sizes.can_stream:
+            return sizes
+        decoder, item = read_decoder(self.folder, self.shape.data_type), self.shape.data_type.size
+        table = sizes.table + position_bytes(decoder, item)
+        return dataclasses.replace(sizes, fixed=vector_bytes(decoder, item), table=table)
 
 
 def find_shape(model: str, dtype: str = "auto") -> ModelShape:

@@ -174,6 +174,12 @@ def check_picture(path: Path | None) -> None:
     check_output(path, "png")
 
 
+def save_picture(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, and say on stderr where it is."""
+    figure.savefig(path, format="png")
+    err.print(f"wrote {escape(str(path))}")
+
+
 def new_figure() -> Figure:
     """Return an empty figure, without a display. Raises MissingExtra without matplotlib."""
     need("a picture", "plots")

@@ -72,7 +72,8 @@ def plan_attempt(
 ) -> tuple[Plan, FetchSource | None]:
     """Return the plan of one attempt, and what is fetched before it; None: nothing.
 
-    Tokens that the device holds (`grant.device_tokens`) take no restore.
+    Tokens that the device holds (`grant.device_tokens`) take no restore, unless the client forces
+    a split: a worker then restores them, too.
 
     Args:
         token_count: tokens known now: the prompt, and those already delivered.
@@ -86,6 +87,8 @@ def plan_attempt(
     # The last token is always computed: its logits are needed.
     most = token_count - 1
     on_device = min(grant.device_tokens, most // worker.chunk_tokens * worker.chunk_tokens)
+    if options.forced is not None and options.forced.split_tokens is not None:
+        on_device = 0
 
     def plan(cached: int) -> Plan:
         # Without their X on the device, tokens beyond those of the store could not be stored.

@@ -459,12 +459,6 @@ class Support:
     refusal: InvalidArgument | None = None
 
     @property
-    def can_stream_weights(self) -> bool:
-        """True if some of its weights may stay on the host and stream from there."""
-        has_codes = self.quantization is not None and self.quantization.holds_codes
-        return self.decoder is not None and not has_codes
-
-    @property
     def required_shape(self) -> ModelShape:
         """The shape. Raises the refusal."""
         if self.shape is None:
@@ -493,8 +487,9 @@ def support_of(
                     raise
         quantization = read_quantization(text_part(config))
         shape = any_shape(config, name=name, data_type=data_type)
-        if quantization is not None:
-            shape = replace(shape, held_weight_bytes=quantization.held_bytes(shape))
+        held = None if quantization is None else quantization.held_bytes(shape)
+        # By transformers' code a device holds them all.
+        shape = replace(shape, held_weight_bytes=held or shape.weight_bytes)
         return Support(shape, quantization=quantization)
     except InvalidArgument as error:
         return Support(refusal=error)

@@ -101,10 +101,9 @@ class Quantization:
         size = self.element_bytes
         own = shape.query_parameters + shape.hidden_size * shape.kv_width
         layers = shape.layer_count * (2 * own + shape.mlp_parameters)
-        head = shape.embedding_bytes
-        if self.covers(_HEAD) and not shape.tied_embeddings:
+        head = 0 if shape.tied_embeddings else shape.embedding_bytes
+        if head and self.covers(_HEAD):
             head = int(shape.vocabulary_size * shape.hidden_size * size)
-        # A CPU holds a tied head by itself.
         return int(layers * size) + shape.embedding_bytes + head
 
 

@@ -15,7 +15,10 @@ from typing import Any
 
 from splitpoint.errors import InvalidArgument
 
-_NOT_NUMBERS = ("description", "model", "remote_bytes_per_second", "aged_sources")
+_NOT_NUMBERS = (
+    *("description", "model", "device_type"),
+    *("remote_bytes_per_second", "aged_sources"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Profile:
     description: str = ""
     # Name of the model that it was measured with. Empty: unknown, or assumed for any model.
     model: str = ""
+    # Kind of its device: cpu or cuda. Empty: unknown.
+    device_type: str = ""
     # Measured rates of chunks from tiers and other stores, by `ChunkSource.rate_key`.
     remote_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     # Keys of these whose rate has aged: it was doubled since it was measured.
@@ -55,8 +60,9 @@ class Profile:
             if each.name not in _NOT_NUMBERS:
                 above_zero = each.name.endswith("_per_second")
                 _require_finite(each.name, getattr(self, each.name), above_zero=above_zero)
-        if not isinstance(self.model, str):
-            raise InvalidArgument("model must be a name", field="model")
+        for name in ("model", "device_type"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidArgument(f"{name} must be a name", field=name)
         if not isinstance(self.remote_bytes_per_second, Mapping):
             raise InvalidArgument(
                 "remote_bytes_per_second must map addresses to rates",
@@ -74,6 +80,11 @@ class Profile:
         overhead = pieces * self.prefill_overhead_seconds
         computes = overhead + flops / self.prefill_flops_per_second
         return max(computes, pieces * self.weight_seconds)
+
+    @property
+    def is_of_gpu(self) -> bool:
+        """False if it was measured on a CPU, whose workers hold weights in another layout."""
+        return self.device_type != "cpu"
 
     @property
     def weight_seconds(self) -> float:
@@ -209,6 +220,7 @@ def assumed_profile(name: str, link_gb: float, peak_tflops: float, memory_tb: fl
         prefill_overhead_seconds=2e-3,
         memory_seconds_per_byte=1 / (0.8 * memory_tb * 1e12),
         description=f"{name}: assumed from data sheets, not measured",
+        device_type="cuda",
     )
 
 

@@ -72,10 +72,20 @@ class WeightSizes:
     head_is_table: bool
 
     @classmethod
-    def of(cls, shape: ModelShape, weights: WeightFormat = WeightFormat.NATIVE) -> WeightSizes:
-        """Return the sizes of a shape's matrices, without padding, biases and norms."""
+    def of(
+        cls,
+        shape: ModelShape,
+        weights: WeightFormat = WeightFormat.NATIVE,
+        *,
+        is_gpu: bool = True,
+    ) -> WeightSizes:
+        """Return the sizes of a shape's matrices, without padding, biases and norms.
+
+        A CPU holds a head that is tied to the table by itself, in the layout of its kernels.
+        """
         if shape.held_weight_bytes is not None:
-            return cls.held(shape.layer_count, shape.held_weight_bytes)
+            head = shape.embedding_bytes if shape.tied_embeddings and not is_gpu else 0
+            return cls.held(shape.layer_count, shape.held_weight_bytes + head)
         hidden, inner, data_type = shape.hidden_size, shape.intermediate_size, shape.data_type
         head = weights.matrix_bytes(shape.vocabulary_size, hidden, data_type)
         count = head_piece_count(shape.embedding_bytes)
@@ -94,7 +104,7 @@ class WeightSizes:
             head=head,
             head_piece=-(-head // count),
             head_pieces=count,
-            head_is_table=shape.tied_embeddings and not weights.is_lossy,
+            head_is_table=shape.tied_embeddings and is_gpu and not weights.is_lossy,
         )
 
     @classmethod
@@ -114,6 +124,11 @@ class WeightSizes:
     @property
     def layer(self) -> int:
         return sum(self.pieces.values())
+
+    @property
+    def can_stream(self) -> bool:
+        """True if some of them may stay on the host."""
+        return self.total > self.fixed
 
     @property
     def total(self) -> int:
@@ -208,7 +223,7 @@ class StepRates:
 
 @dataclass(frozen=True, slots=True)
 class StreamedCache:
-    """What a streamed sequence of full length needs.
+    """What a streamed sequence as long as the context needs.
 
     Attributes:
         kept_bytes: device memory.
@@ -263,7 +278,8 @@ def place_weights(
     Args:
         least_cache_bytes, most_cache_bytes: what the cache must have, and what it can use.
         most_sequences: the batch that `most_cache_bytes` hold.
-        streamed: what a streamed sequence of full length needs; None: none can be streamed.
+        streamed: what a streamed sequence as long as the context needs; None: none can be
+            streamed.
     """
     if sizes.total + least_cache_bytes <= free_bytes:
         return _placement(sizes, NOTHING_ON_HOST)
@@ -304,7 +320,7 @@ def place_weights(
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """A batch of the longest sequences, and its tokens per second.
+    """A batch of sequences as long as the context, and its tokens per second.
 
     Attributes:
         resident: sequences, or parts of one, whose cache is on the device.
@@ -319,14 +335,33 @@ class _Batch:
         count = math.floor(self.resident + self.streamed + 1e-6)
         streamed = f", {math.ceil(self.streamed)} of them streamed," if self.streamed else ""
         return (
-            f"for throughput: {counted(count, 'request')} of full length at once{streamed} have "
-            "the most tokens/s"
+            f"for throughput: {counted(count, 'request')} as long as the context at once"
+            f"{streamed} have the most tokens/s"
         )
+
+
+def tokens_per_second(count: float, step_seconds: float) -> float:
+    """Return the rate of a batch: 0 if it is empty, infinite if its step takes no time."""
+    if not count:
+        return 0.0
+    return count / step_seconds if step_seconds else math.inf
+
+
+def residents_beside_others(
+    memory: float, places: int, resident_size: float, streamed_size: float
+) -> float:
+    """Return how many residents leave memory to stream a sequence at every other place.
+
+    In bytes or pages, (C - N t) / (P - t) of splitpoint/residency/full_batch.py. 0 if every place
+    could be streamed only without residents, or if a resident needs no more than a streamed one.
+    """
+    more = resident_size - streamed_size
+    return max(0.0, (memory - places * streamed_size) / more) if more > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _CacheRoom:
-    """What sequences of full length need of the cache; see `place_weights`."""
+    """What sequences as long as the context need of the cache; see `place_weights`."""
 
     most_bytes: int
     most_sequences: int
@@ -340,23 +375,22 @@ class _CacheRoom:
         """Return the better of two batches: residents alone, or every place taken."""
         residents = self.residents(cache_bytes)
         seconds = rates.step_seconds(weight_bytes, residents)
-        alone = _Batch(residents, 0.0, residents / seconds if seconds else math.inf)
+        alone = _Batch(residents, 0.0, tokens_per_second(residents, seconds))
         if self.streamed is None or residents >= self.most_sequences:
             return alone
         residents, count = self._every_place(cache_bytes, self.streamed)
         seconds = self.streamed.step_seconds(weight_bytes, residents, count, rates)
-        full = _Batch(residents, count, (residents + count) / seconds if seconds else 0.0)
+        full = _Batch(residents, count, tokens_per_second(residents + count, seconds))
         return max(alone, full, key=lambda batch: batch.rate)
 
     def _every_place(self, cache_bytes: int, each: StreamedCache) -> tuple[float, float]:
         """Return residents and streamed sequences, which have their pages first."""
-        left = max(0, cache_bytes - each.room_bytes)
-        tails = self.most_sequences * each.kept_bytes
-        longest = self.most_bytes / self.most_sequences
-        if tails >= left or longest <= each.kept_bytes:
-            return 0.0, float(min(self.most_sequences, left // each.kept_bytes))
-        resident = (left - tails) / (longest - each.kept_bytes)
-        return resident, self.most_sequences - resident
+        left, places = max(0, cache_bytes - each.room_bytes), self.most_sequences
+        longest = self.most_bytes / places
+        residents = residents_beside_others(left, places, longest, each.kept_bytes)
+        if not residents:
+            return 0.0, float(min(places, left // each.kept_bytes))
+        return residents, places - residents
 
 
 def spread(count: int, layer_count: int) -> tuple[int, ...]:

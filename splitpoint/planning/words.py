@@ -77,7 +77,7 @@ def headline(plan: Plan) -> str:
 def _streamed_headline(plan: Plan) -> str:
     step = "streamed from host memory in each step"
     if plan.predicted_step_seconds:
-        step = f"{step}: {_time(plan.predicted_step_seconds)} predicted"
+        step = f"{step}: {_time(plan.predicted_step_seconds)} predicted for this request alone"
     return step if plan.cached_tokens else f"{_cold(plan.new_tokens)}, then {step}"
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from splitpoint.planning.weight_placement import residents_beside_others, tokens_per_second
 from splitpoint.residency.seconds import PieceSeconds
 
 # Streaming must be predicted to take at most this share of the time without it: once streamed, a
@@ -49,11 +50,11 @@ class BatchRoom:
     @property
     def residents_beside_others(self) -> int:
         """Resident sequences that leave pages for every other place of the batch."""
-        more = self.resident_pages - self.streamed_pages
-        if more <= 0:
+        if self.resident_pages <= self.streamed_pages:
             return self.most_resident
-        left = self.pages - self.places * self.streamed_pages
-        return max(0, min(self.most_resident, left // more))
+        sizes = (self.resident_pages, self.streamed_pages)
+        residents = residents_beside_others(self.pages, self.places, *sizes)
+        return min(self.most_resident, int(residents))
 
     def streamed_beside(self, resident: int) -> int:
         """Return how many sequences can be streamed beside this many residents."""
@@ -73,8 +74,7 @@ class MixedBatch:
     @property
     def tokens_per_second(self) -> float:
         """0 for an empty batch."""
-        count = self.resident + self.streamed
-        return count / self.step_seconds if count else 0.0
+        return tokens_per_second(self.resident + self.streamed, self.step_seconds)
 
     def is_worth_streaming(self, residents: MixedBatch) -> bool:
         """Return True if this batch is so much better than residents alone."""

@@ -29,7 +29,7 @@ from splitpoint_cli.bench.offload_report import (
 )
 from splitpoint_cli.files import check_output
 from splitpoint_cli.models import find_named, find_shape
-from splitpoint_cli.output import AsJson, OutputFile, check_picture
+from splitpoint_cli.output import AsJson, OutputFile, check_picture, save_picture
 
 # Draft methods that are measured here; "off" is what all are compared with.
 MEASURED = (DraftMethod.SELF, DraftMethod.SUFFIX, DraftMethod.OFF)
@@ -211,7 +211,7 @@ def offload(
         )
         report = _measured(shape or "opt-125m", workload, trace_file)
     if png_file is not None:
-        picture_of(report).savefig(png_file, format="png")
+        save_picture(picture_of(report), png_file)
     hand_over_report(report, table_of, as_json=as_json, output=output)
 
 

@@ -21,7 +21,7 @@ from splitpoint_cli.bench.restore_report import (
     table_of,
 )
 from splitpoint_cli.files import check_output
-from splitpoint_cli.output import AsJson, OutputFile, check_picture
+from splitpoint_cli.output import AsJson, OutputFile, check_picture, save_picture
 from worker_service.lanes.timeline import Trace
 
 SWEEP_POINTS = 16
@@ -102,7 +102,7 @@ def restore(
     results = run_all(workload, Progress(), recorder)
     report = report_of(workload, results)
     if png is not None:
-        picture_of(report).savefig(png, format="png")
+        save_picture(picture_of(report), png)
     if trace is not None and recorder is not None:
         recorder.write(trace)
     hand_over_report(report, table_of, as_json=as_json, output=output)

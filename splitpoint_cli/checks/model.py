@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from splitpoint import config
 from splitpoint.chat.renderer import ChatRenderer
 from splitpoint.chat.source import read_template_file, read_templates
 from splitpoint.checkpoint.config import (
@@ -31,16 +29,11 @@ from splitpoint_cli.models import cpu_format, find_draft, parse_dtype, served_sh
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """The model of --model; folder and shape are None if it is absent or of an unknown family.
-
-    Attributes:
-        can_stream_weights: see `Support`.
-    """
+    """The model of --model; folder and shape are None if it is absent or of an unknown family."""
 
     finding: Finding
     folder: Path | None = None
     shape: ModelShape | None = None
-    can_stream_weights: bool = True
 
 
 def find_model(
@@ -48,6 +41,7 @@ def find_model(
     dtype: str,
     backend: str = ModelBackend.AUTO,
     weights: WeightFormat = WeightFormat.NATIVE,
+    max_model_len: int | None = None,
 ) -> FoundModel:
     """Return folder and shape of the model, as far as they are present."""
     name = "model"
@@ -59,7 +53,7 @@ def find_model(
     except SplitpointError as error:
         return FoundModel(Finding(name, Verdict.PROBLEM, error.message, _advice(error, text)))
     try:
-        shape = served_shape(folder, data_type, ModelBackend(backend))
+        shape = served_shape(folder, data_type, ModelBackend(backend), max_model_len)
         support = support_of(folder, data_type, ModelBackend(backend))
         cpu_format(support, weights)
     except InvalidArgument as error:
@@ -69,13 +63,13 @@ def find_model(
     found = (
         f"{shape.name}: {shape.family}, {shape.layer_count} layers, {shape.data_type.value}, "
         f"{'' if how is None else f'{how.text}, '}"
-        f"{format_size(shape.weight_bytes)} of weights, context {shape.context_length:,}"
+        f"context {shape.context_length:,}"
     )
     if reads_more_than_text(read_config(folder)):
         found += f", {TEXT_ONLY}"
     if support.decoder is None:
         found += ", computed by transformers' code"
-    return FoundModel(Finding(name, Verdict.OK, found), folder, shape, support.can_stream_weights)
+    return FoundModel(Finding(name, Verdict.OK, found), folder, shape)
 
 
 def find_draft_model(text: str, served: FoundModel) -> FoundModel:
@@ -102,10 +96,7 @@ def find_draft_model(text: str, served: FoundModel) -> FoundModel:
     weights = check_weights(folder)
     if weights.verdict is not Verdict.OK:
         return FoundModel(replace(weights, name=name), folder, shape)
-    found = (
-        f"{shape.name}: {counted(shape.layer_count, 'layer')}, "
-        f"{format_size(shape.weight_bytes)} of weights, vocabulary of the model"
-    )
+    found = f"{shape.name}: {counted(shape.layer_count, 'layer')}, vocabulary of the model"
     return FoundModel(Finding(name, Verdict.OK, found), folder, shape)
 
 
@@ -135,6 +126,8 @@ def _advice(error: SplitpointError, text: str | None) -> str:
         return "Write the defaults into config.json, as said above"
     if error.reason == UNSUPPORTED_MODEL:
         return f"Choose another checkpoint: this version cannot compute its {field}"
+    if field == "max_model_len":
+        return "Leave --max-model-len out, or give a smaller one"
     if field == "dtype":
         return "Choose one that the CPU or GPU has, or --dtype auto"
     if text is not None and not Path(text).expanduser().exists():
@@ -223,46 +216,3 @@ def check_chat_template(folder: Path, given: Path | None = None) -> Finding:
     calls = found.tool_call_format
     taught = f"it teaches calls of tools ({calls})" if calls else "it teaches no calls of tools"
     return Finding(name, Verdict.OK, f"{given or 'of the model'}: {taught}")
-
-
-def check_device_memory(
-    weights: int, wish: str | None, gpu_bytes: tuple[int, ...], *, can_stream_weights: bool = True
-) -> Iterator[Finding]:
-    """Compare bytes of weights with the smallest GPU's memory, or with --device-memory.
-
-    `can_stream_weights`: see `Support`.
-    """
-    name = "device memory"
-    most = min(gpu_bytes, default=None)
-    budget = most if wish is None else config.parse_size(wish, field="device_memory")
-    if budget is None:
-        return
-    if most is not None and budget > most:
-        yield Finding(
-            name,
-            Verdict.PROBLEM,
-            f"{format_size(budget)} are asked for, a GPU has {format_size(most)}",
-            f"Ask for less: --device-memory {most * 9 // 10 >> 20}MiB, or leave it out",
-        )
-    elif weights > budget and not can_stream_weights:
-        yield Finding(
-            name,
-            Verdict.PROBLEM,
-            f"{format_size(weights)} of weights, {format_size(budget)} for them and the cache: "
-            "none of these weights can stay on the host (docs/models.md)",
-            "Give it more: --device-memory SIZE",
-        )
-    elif weights > budget:
-        yield Finding(
-            name,
-            Verdict.WARNING,
-            f"{format_size(weights)} of weights, {format_size(budget)} for them and "
-            "the cache: some layers come over the link in every step (docs/memory.md)",
-            "See what a step costs: splitpoint plan --model DIR --device-memory SIZE",
-        )
-    else:
-        yield Finding(
-            name,
-            Verdict.OK,
-            f"{format_size(budget)}, {format_size(budget - weights)} beside the weights",
-        )

@@ -9,7 +9,7 @@ import os
 import re
 import resource
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,24 +17,35 @@ from pathlib import Path
 from splitpoint import config
 from splitpoint.arena import presence
 from splitpoint.client import INFERENCE_SERVICE
-from splitpoint.config import reachable_address, runtime_path
-from splitpoint.errors import InvalidArgument, SplitpointError
+from splitpoint.config import format_size, reachable_address, runtime_path
+from splitpoint.costs.profile import MACHINES
+from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError
 from splitpoint.extras import need
 from splitpoint.host.memory import default_host_memory, memory_facts
 from splitpoint.options import store
 from splitpoint.options.speculation import read_speculative_config
-from splitpoint.planning.weight_placement import WeightSizes
-from splitpoint.shapes import ArenaLayout, ModelShape, WeightFormat
+from splitpoint.options.worker import GPU_MEMORY_SHARE
+from splitpoint.planning.weight_placement import NOTHING_ON_HOST
+from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, WeightFormat
 from splitpoint.transport.tls import read_identity, trusting_own_server
 from splitpoint_cli.checks import disk, gpu, memory, model, ports, redis, security
-from splitpoint_cli.checks.finding import Check, Finding, Verdict, attempt, run_check
-from splitpoint_cli.doctor.command import DoctorOptions
+from splitpoint_cli.checks.finding import Check, Finding, Places, Verdict, attempt, run_check
+from splitpoint_cli.models import NamedModel
+from splitpoint_cli.page_tokens import page_tokens_of
+from splitpoint_cli.planning.sizing import Node, divided
 from splitpoint_cli.request.probe import obstacle_of
-from splitpoint_cli.stack.devices import choose_devices, visible_gpu_count
+from splitpoint_cli.stack.api_key import api_key_of
+from splitpoint_cli.stack.devices import choose_devices, cpu_memory, visible_gpu_count
 from splitpoint_cli.stack.instance import running_process
+from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.places import arena_bytes, instance_of
+from splitpoint_cli.stack.plan import plan_stack
+from splitpoint_cli.stack.preflight import check_store_arguments
 
 _ANSWER_SECONDS = 3.0
+_PLACES = Places()
+# Names of findings about a model.
+_MODELS = ("model", "draft model")
 # The first Linux with open file description locks.
 _LEAST_KERNEL = (3, 15)
 
@@ -131,16 +142,31 @@ def check_locks(folder: Path) -> Finding:
     )
 
 
-def examine(options: DoctorOptions) -> Iterator[Finding]:
+def examine(options: StackOptions) -> Iterator[Finding]:
     """Yield every finding, in order. Does not raise."""
     own = attempt("instance", lambda: _own_stack(options))
     if isinstance(own, Finding):  # wrong options, which other checks report
         own = None
+    can_plan = True
     for check in (*_machine(options), *_stack(options, own), *_network(options, own)):
-        yield from run_check(check)
+        for finding in run_check(check):
+            # A model that `up` would download first is only noted.
+            is_absent = finding.name in _MODELS and finding.verdict is Verdict.NOTE
+            can_plan = can_plan and finding.verdict is not Verdict.PROBLEM and not is_absent
+            yield finding
+    if can_plan:
+        yield from run_check(Check("options", lambda: check_plan(options)))
 
 
-def _own_stack(options: DoctorOptions) -> OwnStack | None:
+def check_plan(options: StackOptions) -> Finding:
+    """Check that `up` can plan a stack with these options. Raises what it raises."""
+    if page_tokens_of(options.page_tokens) is None:  # `up` measures
+        options = replace(options, page_tokens=str(store.CHUNK_TOKENS.default))
+    check_store_arguments(plan_stack(options))
+    return Finding("options", Verdict.OK, "`splitpoint up` takes them")
+
+
+def _own_stack(options: StackOptions) -> OwnStack | None:
     return find_own_stack(
         _instance(options),
         options.listen,
@@ -150,15 +176,15 @@ def _own_stack(options: DoctorOptions) -> OwnStack | None:
     )
 
 
-def _machine(options: DoctorOptions) -> Iterator[Check]:
+def _machine(options: StackOptions) -> Iterator[Check]:
     yield Check("kernel", lambda: check_kernel(os.uname()))
-    yield Check("file locks", lambda: check_locks(options.places.shm))
+    yield Check("file locks", lambda: check_locks(_PLACES.shm))
     yield Check("open files", lambda: memory.check_open_files(*_limit(resource.RLIMIT_NOFILE)))
 
 
-def _stack(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
+def _stack(options: StackOptions, own: OwnStack | None) -> Iterator[Check]:
     """Yield the checks of GPUs, the model, and the memory for both."""
-    on_bus = gpu.pci_gpu_count(options.places)
+    on_bus = gpu.pci_gpu_count(_PLACES)
     visible = visible_gpu_count()
     yield Check("GPU", lambda: gpu.check_presence(options.device, on_bus, visible))
     has_gpu = bool(visible) and options.device != "cpu"
@@ -167,36 +193,37 @@ def _stack(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
         yield Check("driver", lambda: gpu.check_driver(driver))
         yield Check("torch", lambda: gpu.check_torch(gpu.ask_torch(), driver))
     known = attempt(
-        "model",
+        _MODELS[0],
         lambda: model.find_model(
-            options.model, options.dtype, options.model_backend, WeightFormat(options.weights)
+            options.model,
+            options.dtype,
+            options.model_backend,
+            WeightFormat(options.weights),
+            options.max_model_len,
         ),
     )
-    found = known if isinstance(known, Finding) else known.finding
-    shape = None if isinstance(known, Finding) else known.shape
-    yield Check("model", lambda: found)
-    if not isinstance(known, Finding) and known.folder is not None:
-        yield from _checkpoint(known.folder, shape)
-    draft = attempt("speculation", lambda: _draft_model(options, known))
-    draft_bytes = 0
+    served = model.FoundModel(known) if isinstance(known, Finding) else known
+    shape = served.shape
+    yield Check(_MODELS[0], lambda: served.finding)
+    if served.folder is not None:
+        yield from _checkpoint(served.folder, shape)
+    draft = attempt("speculation", lambda: _draft_model(options, served))
     if isinstance(draft, Finding):
         wrong_options = replace(draft, advice="See `splitpoint up --help` and docs/speculation.md")
         yield Check("speculation", lambda: wrong_options)
     elif draft is not None:
         of_draft = draft.finding
-        yield Check("draft model", lambda: of_draft)
-        draft_bytes = 0 if draft.shape is None else WeightSizes.of(draft.shape).total
-    if shape is not None and not isinstance(known, Finding):
-        weights = _weight_bytes(options, shape) + draft_bytes
-        sizes = tuple(each.memory_bytes for each in driver.gpus if each.memory_bytes is not None)
-        can_stream = known.can_stream_weights
-        yield Check(
-            "device memory",
-            lambda: model.check_device_memory(
-                weights, options.device_memory, sizes, can_stream_weights=can_stream
-            ),
-        )
-    yield Check("memory", lambda: _memory(options, shape, draft_bytes, has_gpu=has_gpu, own=own))
+        yield Check(_MODELS[1], lambda: of_draft)
+    models = [
+        NamedModel(each.shape, each.folder)
+        for each in (served, draft)
+        if isinstance(each, model.FoundModel) and each.shape is not None
+    ]
+    if shape is not None and own is None and not isinstance(draft, Finding):
+        sizes = (each.memory_bytes for each in driver.gpus)
+        gpu_bytes = [size for size in sizes if size is not None]
+        yield Check("device memory", lambda: _device_memory(options, models, gpu_bytes))
+    yield Check("memory", lambda: _memory(options, models, has_gpu=has_gpu, own=own))
     if options.tier_disk is not None or options.tier_disk_size != store.TIER_DISK_SIZE.default:
         folder = None if options.tier_disk is None else Path(options.tier_disk)
         yield Check(
@@ -204,19 +231,24 @@ def _stack(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
             lambda: disk.check_tier_disk(
                 folder,
                 options.tier_disk_size,
-                options.places,
-                None if shape is None else _layout(shape),
+                _PLACES,
+                None if shape is None else _layout(shape, options),
             ),
         )
-    yield Check("huge pages", lambda: memory.check_huge_pages(options.huge_pages, options.places))
+    yield Check(
+        "huge pages", lambda: memory.check_huge_pages(options.passed["huge_pages"], _PLACES)
+    )
 
 
-def _layout(shape: ModelShape) -> ArenaLayout:
-    """Return the layout of a store's chunks without options about it."""
+def _layout(shape: ModelShape, options: StackOptions) -> ArenaLayout:
+    """Return the layout of the store's chunks."""
+    kept = {"auto": shape.activations_can_pay, "always": True, "never": False}
     return ArenaLayout.of(
         shape,
-        chunk_tokens=store.CHUNK_TOKENS.default,
-        has_activations=shape.activations_can_pay,
+        # `auto` is measured by `up`.
+        chunk_tokens=page_tokens_of(options.page_tokens) or store.CHUNK_TOKENS.default,
+        has_activations=kept[options.passed["activations"]],
+        encoding=Encoding(options.kv_encoding),
     )
 
 
@@ -227,84 +259,148 @@ def _checkpoint(folder: Path, shape: ModelShape | None) -> Iterator[Check]:
         yield Check("chat template", lambda: model.check_chat_template(folder))
 
 
-def _draft_model(
-    options: DoctorOptions, served: model.FoundModel | Finding
-) -> model.FoundModel | None:
+def _draft_model(options: StackOptions, served: model.FoundModel) -> model.FoundModel | None:
     """Return the draft model; None if there is none. Raises InvalidArgument (options)."""
     wanted = read_speculative_config(options.speculative_config, options.draft_model)
     if wanted is None or wanted.model is None:
         return None
-    if isinstance(served, Finding):
-        served = model.FoundModel(served)
     return model.find_draft_model(wanted.model, served)
 
 
-def _weight_bytes(options: DoctorOptions, shape: ModelShape) -> int:
-    return WeightSizes.of(shape, WeightFormat(options.weights)).total
+def _device_memory(
+    options: StackOptions,
+    models: Sequence[NamedModel],
+    gpu_bytes: Sequence[int],
+) -> Iterator[Finding]:
+    """Divide a worker's memory as it does at its start. `models`: the served and the draft one."""
+    name, served, devices = "device memory", models[0], _devices(options)
+    is_gpu, most = devices[0] != "cpu", min(gpu_bytes, default=None)
+    if options.device_memory is not None:
+        budget = config.parse_size(options.device_memory, field="device_memory")
+    elif not is_gpu:
+        needed = max(0, _host_bytes(options) - arena_bytes(_arena(options)))
+        sizes = served.weight_sizes(WeightFormat(options.weights), is_gpu=False)
+        budget = cpu_memory(sizes.total, needed)
+    elif most is not None:
+        budget = int(GPU_MEMORY_SHARE * most) // devices.count(devices[0])
+    else:
+        return
+    if is_gpu and most is not None and budget > most:
+        yield Finding(
+            name,
+            Verdict.PROBLEM,
+            f"{format_size(budget)} are asked for, a GPU has {format_size(most)}",
+            f"Ask for less: --device-memory {most * 9 // 10 >> 20}MiB, or leave it out",
+        )
+        return
+    drafts = read_speculative_config(options.speculative_config, options.draft_model)
+    layout = _layout(served.shape, options)
+    node = Node(
+        # Its rates decide how many weights cross the link, and not whether any do.
+        replace(MACHINES["h100"].profile, device_type="cuda" if is_gpu else "cpu"),
+        budget,
+        max_batch=options.passed["max_batch"],
+        max_batched_tokens=options.passed["max_batched_tokens"],
+        chunk_tokens=layout.chunk_tokens,
+        encoding=layout.encoding,
+        weights=WeightFormat(options.weights),
+        drafts=None if drafts is None else drafts.defaults.method,
+        folder=served.folder,
+        draft=models[1] if len(models) > 1 else None,
+    )
+    try:
+        worker = divided(served.shape, node, has_activations=layout.has_activations)
+    except ResourceExhausted as error:
+        more = "Give it more: --device-memory SIZE"
+        less = "--max-batch, --max-batched-tokens or --max-model-len"
+        yield Finding(
+            name, Verdict.PROBLEM, error.message, f"{more}; or ask for less of it: {less}"
+        )
+        return
+    total, found = format_size(worker.sizes.total), worker.device.memory
+    workspace, cache = map(format_size, (found.workspace_bytes, found.cache_capacity_bytes))
+    if worker.device.placement.on_host == NOTHING_ON_HOST:
+        yield Finding(
+            name,
+            Verdict.OK,
+            f"{format_size(budget)}: weights {total}, workspace {workspace}, cache {cache}",
+        )
+    else:
+        yield Finding(
+            name,
+            Verdict.WARNING,
+            f"{total} of weights do not fit with a cache in {format_size(budget)}: some stay on "
+            "the host, and most of these cross the link in every step (docs/memory.md)",
+            "See what a step costs: splitpoint plan --model DIR --profile NAME|FILE "
+            "--device-memory SIZE --cached K --new T",
+        )
+
+
+def _host_bytes(options: StackOptions) -> int:
+    """Return the size of the arena, chosen or wished; 0 if there is no folder for it."""
+    if options.host_memory is not None:
+        return config.parse_size(options.host_memory, field="host_memory")
+    there = arena_bytes(_arena(options))
+    return there or (default_host_memory(_PLACES.shm) if _PLACES.shm.is_dir() else 0)
 
 
 def _memory(
-    options: DoctorOptions,
-    shape: ModelShape | None,
-    draft_bytes: int,
+    options: StackOptions,
+    models: Sequence[NamedModel],
     *,
     has_gpu: bool,
     own: OwnStack | None,
 ) -> Iterator[Finding]:
     """Check all uses of host memory, and the part that is to be page-locked."""
-    there = arena_bytes(_arena(options))
+    there, size = arena_bytes(_arena(options)), _host_bytes(options)
     chosen = options.host_memory is None
-    if options.host_memory is not None:
-        size = config.parse_size(options.host_memory, field="host_memory")
-    else:
-        # A missing folder is a finding below.
-        is_there = options.places.shm.is_dir()
-        size = there or (default_host_memory(options.places.shm) if is_there else 0)
-    yield memory.check_shared_memory(options.places.shm, size, is_chosen=chosen, there_bytes=there)
-    if shape is not None and not chosen:
-        too_small = memory.check_chunks(size, _layout(shape))
+    yield memory.check_shared_memory(_PLACES.shm, size, is_chosen=chosen, there_bytes=there)
+    if models and not chosen:
+        too_small = memory.check_chunks(size, _layout(models[0].shape, options))
         if too_small is not None:
             yield too_small
-    # On a GPU node the weights are on the GPU; `check_device_memory` speaks of them. Those of
-    # a stack that runs are loaded already.
-    weights = (
-        0
-        if shape is None or has_gpu or own is not None
-        else (_weight_bytes(options, shape) + draft_bytes) * (options.workers or 1)
-    )
-    facts = memory_facts(options.places.proc, options.places.sys / "fs/cgroup")
+    # On a GPU node the weights are on the GPU; `_device_memory` speaks of them. Those of a
+    # stack that runs are loaded already.
+    weights = 0
+    if not has_gpu and own is None:
+        forms = (WeightFormat(options.weights), WeightFormat.NATIVE)
+        held = (
+            each.weight_sizes(form, is_gpu=False).total
+            for each, form in zip(models, forms, strict=False)
+        )
+        weights = sum(held) * (options.workers or 1)
+    facts = memory_facts(_PLACES.proc, _PLACES.sys / "fs/cgroup")
     yield memory.check_memory(facts, max(0, size - there), weights)
-    pinned = size
-    if options.pin_limit is not None:
-        pinned = min(size, config.parse_size(options.pin_limit, field="pin_limit"))
+    pinned, limit = size, options.passed["pin_limit"]
+    if limit is not None:
+        pinned = min(size, config.parse_size(limit, field="pin_limit"))
     soft, _ = _limit(resource.RLIMIT_MEMLOCK)
     yield memory.check_locked_memory(soft, pinned, has_gpu=has_gpu)
 
 
-def _metrics(wanted: str, options: DoctorOptions) -> Finding:
-    """Check ports from this one on, as `up` takes them, or a service's HOST:PORT."""
-    if not wanted.isdigit():
-        return ports.check_free("metrics", wanted, "--metrics")
+def _metrics(first: int, options: StackOptions) -> Finding:
+    """Check the ports of metrics, from this one on."""
     workers = len(_devices(options))
     listens = ports.scheduler_addresses(options.listen, options.schedulers)
-    addresses = ports.metrics_addresses(int(wanted), listens, workers, http=options.http)
+    addresses = ports.metrics_addresses(first, listens, workers, http=options.http)
     return ports.check_metrics(addresses)
 
 
-def _listen(options: DoctorOptions, *, has_tls: bool, has_tokens: bool) -> Iterator[Finding]:
+def _listen(options: StackOptions, *, has_tls: bool, has_tokens: bool) -> Iterator[Finding]:
     for address in ports.scheduler_addresses(options.listen, options.schedulers):
         yield ports.check_listen(address, has_tls=has_tls, has_tokens=has_tokens)
 
 
-def _http(address: str, options: DoctorOptions) -> Finding:
+def _http(address: str, options: StackOptions) -> Finding:
     """Check the gateway's address, and that it is installed."""
     need("a gateway (--http)", "gateway")
+    has_key = api_key_of(options, runtime_path(_instance(options))) is not None
     try:
         ports.check_http_address(
             address,
             ports.scheduler_addresses(options.listen, options.schedulers),
             has_tls=options.tls_cert is not None,
-            has_tokens=options.tokens is not None,
+            has_tokens=options.tokens is not None or has_key,
         )
     except InvalidArgument as error:
         advice = "Listen at this host only: --http 127.0.0.1:8000, or see docs/security.md"
@@ -312,7 +408,7 @@ def _http(address: str, options: DoctorOptions) -> Finding:
     return ports.check_free("http", address, "--http")
 
 
-def _network(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
+def _network(options: StackOptions, own: OwnStack | None) -> Iterator[Check]:
     has_tls, has_tokens = options.tls_cert is not None, options.tokens is not None
     yield Check("instance", lambda: check_instance(_instance(options), own))
     if own is None:  # else it uses the ports itself
@@ -340,20 +436,20 @@ def _network(options: DoctorOptions, own: OwnStack | None) -> Iterator[Check]:
         yield Check("tokens", lambda: security.check_tokens(tokens))
 
 
-def _devices(options: DoctorOptions) -> tuple[str, ...]:
+def _devices(options: StackOptions) -> tuple[str, ...]:
     """Return the devices that `up` would choose; another check reports a missing GPU."""
     if options.device == "cuda" and not visible_gpu_count():
         return ("cuda:0",) * (options.workers or 1)
     return choose_devices(options.device, options.workers)
 
 
-def _instance(options: DoctorOptions) -> str:
+def _instance(options: StackOptions) -> str:
     return instance_of(options.listen, options.instance)
 
 
-def _arena(options: DoctorOptions) -> Path:
+def _arena(options: StackOptions) -> Path:
     """Return the path of `config.arena_path`, below the folder that is checked."""
-    return options.places.shm / f"splitpoint-{os.getuid()}-{_instance(options)}" / "arena"
+    return _PLACES.shm / f"splitpoint-{os.getuid()}-{_instance(options)}" / "arena"
 
 
 def _limit(kind: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """`splitpoint doctor`: what would keep `splitpoint up` from starting, or make it slow.
 
-Starts nothing. Its options are those of `up` that its checks depend on. The checks are in
+Starts nothing. Its options are those of `up`. The checks are in
 `splitpoint_cli.checks`; here is the report.
 """
 
@@ -10,7 +10,6 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import typer
@@ -18,57 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from splitpoint.options import service, store, worker
-from splitpoint.options.option import Option
-from splitpoint_cli.checks.finding import Places
-from splitpoint_cli.options import of, takes_options
+from splitpoint_cli.options import configurable
 from splitpoint_cli.output import AsJson, OutputFile, hand_over, out
-from splitpoint_cli.stack import options as up
+from splitpoint_cli.stack.options import StackOptions
 
 if TYPE_CHECKING:
     from splitpoint_cli.checks.finding import Finding
-
-
-_METRICS: Option[str | None] = Option(
-    "metrics",
-    str,
-    None,
-    "Address for metrics: a port as for `up`, or HOST:PORT as for a service; absent: none.",
-    unit="PORT|HOST:PORT",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class DoctorOptions:
-    """Values of the options, as `splitpoint up` is to get them; `places` is for tests."""
-
-    model: str | None = of(up.MODEL)
-    workers: int | None = of(up.WORKERS)
-    device: str = of(up.DEVICE)
-    dtype: str = of(store.DTYPE)
-    weights: str = of(store.WEIGHTS)
-    model_backend: str = of(worker.MODEL_BACKEND)
-    speculative_config: str | None = of(worker.SPECULATIVE_CONFIG)
-    draft_model: str | None = of(up.DRAFT_MODEL)
-    device_memory: str | None = of(worker.DEVICE_MEMORY)
-    host_memory: str | None = of(up.HOST_MEMORY)
-    huge_pages: str = of(store.HUGE_PAGES)
-    pin_limit: str | None = of(worker.PIN_LIMIT)
-    tier_disk: str | None = of(up.TIER_DISK)
-    tier_disk_size: str = of(store.TIER_DISK_SIZE)
-    listen: str = of(up.LISTEN)
-    schedulers: int = of(up.SCHEDULERS)
-    http: str | None = of(up.HTTP)
-    instance: str | None = of(up.INSTANCE)
-    metrics: str | None = of(_METRICS)
-    redis: str | None = of(service.REDIS)
-    redis_password_file: str | None = of(service.REDIS_PASSWORD_FILE)
-    redis_ca: str | None = of(service.REDIS_CA)
-    tls_cert: str | None = of(service.TLS_CERT)
-    tls_key: str | None = of(service.TLS_KEY)
-    tls_ca: str | None = of(service.TLS_CA)
-    tokens: str | None = of(service.TOKENS)
-    places: Places = field(default_factory=Places)
 
 
 # Verdict: its sign, the same where a terminal knows no more than ASCII, its colour.
@@ -81,9 +35,9 @@ _SIGNS = {
 _NAME_WIDTH = 18
 
 
-@takes_options
+@configurable
 def doctor(
-    options: DoctorOptions,
+    options: StackOptions,
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:

@@ -17,7 +17,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from splitpoint.config import format_size, parse_rate, parse_size
+from splitpoint.config import counted, format_size, parse_rate, parse_size
 from splitpoint.costs.bottleneck import Bottleneck
 from splitpoint.costs.profile import MACHINES, Machine, load_profile
 from splitpoint.errors import InvalidArgument
@@ -35,6 +35,7 @@ from splitpoint_cli.output import (
     hand_over,
     new_figure,
     print_table,
+    save_picture,
     seconds_text,
 )
 from splitpoint_cli.planning.size import restore_words
@@ -281,8 +282,12 @@ def bottleneck(
     check_picture(png)
     workloads = _workloads(trace, cached, new)
     memory = None if kv_memory is None else parse_size(kv_memory, field="kv_memory")
+    if memory == 0:
+        raise InvalidArgument("--kv-memory: K and V need some memory, not 0", field="kv_memory")
     machines = [_machine(name, link_rate, tflops) for name in machine or MACHINES]
     shapes = [find_shape(name, dtype) for name in model or KNOWN_SHAPES]
+    if model and cached is not None:
+        _check_context(shapes, workloads[0])
     cases = [
         case_of(shape, each, kv_memory_bytes=memory, has_embeddings=embeddings)
         for shape in shapes
@@ -324,6 +329,18 @@ def _workloads(trace: str | None, cached: int | None, new: int | None) -> list[W
     return [Workload(name, [request]) for name, request in PAPER_WORKLOADS.items()]
 
 
+def _check_context(shapes: Iterable[ModelShape], request: Workload) -> None:
+    """Raise InvalidArgument for one request that a model cannot have."""
+    [(cached, new)] = request.requests
+    for shape in shapes:
+        if cached + new > shape.context_length:
+            raise InvalidArgument(
+                f"{counted(cached + new, 'token')} (--cached and --new) are over {shape.name}'s "
+                f"context of {shape.context_length:,}",
+                field="cached",
+            )
+
+
 def report_of(case: Case, workloads: Sequence[Workload]) -> dict[str, Any]:
     """Return the object of one model on one machine that `--json` prints."""
     limits = case.limits
@@ -349,7 +366,9 @@ def _show(
     figures = [case.figures(workload) for workload in workloads]
     plans = [case.restore(workload) for workload in workloads]
     print_table(facts_table(_facts(case)))
-    for table in (_workload_table(figures), _help_table(figures, plans)):
+    beyond = f"beyond the context of {case.shape.context_length:,}"
+    restored = [beyond if plan is None else restore_words(plan) for plan in plans]
+    for table in (_workload_table(figures), _help_table(figures, restored)):
         print()
         print_table(table)
 
@@ -428,14 +447,16 @@ def _workload_table(figures: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _help_table(figures: Sequence[Mapping[str, Any]], plans: Sequence[Plan | None]) -> Table:
-    """Return by which factor each change brings the first token earlier, the best one first."""
+def _help_table(figures: Sequence[Mapping[str, Any]], restored: Sequence[str]) -> Table:
+    """Return by which factor each change brings the first token earlier, the best one first.
+
+    `restored`: how long this version takes for each workload.
+    """
     table = Table("what helps", *(found["name"] for found in figures), box=box.MARKDOWN)
     for name in dict.fromkeys(name for found in figures for name in found["help"]):
         factors = (found["help"].get(name) for found in figures)
         table.add_row(name, *("–" if each is None else f"× {each:.3g}" for each in factors))
-    words = ("–" if plan is None else restore_words(plan) for plan in plans)
-    table.add_row("restored by this version in", *words)
+    table.add_row("restored by this version in", *restored)
     return table
 
 
@@ -459,4 +480,4 @@ def draw_rooflines(cases: Sequence[Case], workloads: Sequence[Workload], path: P
     axes.set_ylabel("FLOP/s")
     axes.grid(linewidth=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(path, format="png")
+    save_picture(figure, path)

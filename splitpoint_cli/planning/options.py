@@ -178,7 +178,8 @@ _STREAMED: Option[int | None] = Option(
     "streamed",
     int,
     None,
-    "Number of streamed requests at once; absent: none unless no request fits as resident.",
+    "Number of streamed requests at once; absent: those of the batch with the most tokens per "
+    "second while weights cross the link, all if no request fits as resident, else none.",
     unit="N",
     least=0,
 )

@@ -6,8 +6,7 @@ With `--device-memory` it also shows which weights stay on the device, and the t
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 from splitpoint.config import counted, format_size, parse_rate, parse_size
 from splitpoint.costs.profile import Profile, load_profile
@@ -15,22 +14,12 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.weight_placement import (
-    StepRates,
-    WeightObjective,
-    WeightPlacement,
-    WeightSizes,
-)
-from splitpoint.planning.weight_step import (
-    WeightStep,
-    prefill_tokens_beside_weights,
-    weight_step,
-    with_weights,
-)
+from splitpoint.planning.weight_placement import WeightObjective
+from splitpoint.planning.weight_step import WeightStep, prefill_tokens_beside_weights, weight_step
 from splitpoint.planning.words import ExplainedPlan, in_words
-from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, WeightFormat
+from splitpoint.shapes import Encoding, ModelShape, WeightFormat
 from splitpoint.tiers import Tier
-from splitpoint_cli.models import costs_for, find_named, format_note
+from splitpoint_cli.models import NamedModel, costs_for, find_named, format_note
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import (
     EXIT_HELP,
@@ -42,100 +31,53 @@ from splitpoint_cli.output import (
     seconds_text,
 )
 from splitpoint_cli.planning.options import PlanOptions
-from worker_service.device.memory import STAGING_PAGES, divide, grown_prefill, place
+from splitpoint_cli.planning.sizing import Divided, Node, divided
+from worker_service.device.memory import STAGING_PAGES
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedWeights:
-    """Places of a model's weights in a worker with limited device memory.
-
-    Attributes:
-        profile: the costs, with the bytes of weights that each step copies.
-        prefill_tokens: prompt tokens that a step computes while they cross the link.
-        max_batched_tokens: prompt tokens of a step, which grow while weights cross the link.
-    """
-
-    sizes: WeightSizes
-    placement: WeightPlacement
-    profile: Profile
-    prefill_tokens: int
-    max_batched_tokens: int
-
-
-def plan_weights(
-    shape: ModelShape,
-    profile: Profile,
-    *,
-    budget_bytes: int,
-    chunk_tokens: int,
-    has_activations: bool,
-    max_batch: int,
-    max_batched_tokens: int,
-    objective: WeightObjective = WeightObjective.BALANCED,
-) -> PlannedWeights:
-    """Divide the memory as a worker does at its start. Raises ResourceExhausted as it would."""
-    sizes = WeightSizes.of(shape)
-    layout = ArenaLayout.of(shape, chunk_tokens=chunk_tokens, has_activations=has_activations)
-    rates = StepRates.of(shape, profile)
-    limits: dict[str, Any] = {
-        "budget_bytes": budget_bytes,
-        "max_batch_size": max_batch,
-        "max_batched_tokens": max_batched_tokens,
-        "staging_pages": STAGING_PAGES,
-        "has_store": True,
-    }
-    placement = place(shape, layout, sizes, **limits, rates=rates, objective=objective)
-    grown = grown_prefill(shape, layout, placement, rates, **limits)
-    divide(
-        shape,
-        layout,
-        weight_bytes=placement.device_bytes,
-        **limits | {"max_batched_tokens": grown},
-    )
-    with_host = with_weights(profile, sizes, placement)
-    free = prefill_tokens_beside_weights(shape, with_host, with_host.step_compute_seconds)
-    return PlannedWeights(sizes, placement, with_host, free, grown)
-
-
-def step_of(
-    shape: ModelShape, planned: PlannedWeights, request: PlanInput, answer: Plan
-) -> WeightStep:
+def step_of(shape: ModelShape, worker: Divided, request: PlanInput, answer: Plan) -> WeightStep:
     """Return one decode step of the planned request alone."""
     given = request.step_compute_seconds
-    compute = planned.profile.step_compute_seconds if given is None else given
-    return weight_step(shape, planned.profile, planned.sizes, planned.placement, answer, compute)
+    compute = worker.profile.step_compute_seconds if given is None else given
+    placement = worker.device.placement
+    return weight_step(shape, worker.profile, worker.sizes, placement, answer, compute)
 
 
-def weights_report(planned: PlannedWeights, step: WeightStep) -> dict[str, object]:
+def weights_report(shape: ModelShape, worker: Divided, step: WeightStep) -> dict[str, object]:
     """Return the part for `--json`: bytes and seconds."""
+    placement = worker.device.placement
     return {
-        "host_layers": list(planned.placement.on_host.layers),
-        "table_on_host": planned.placement.on_host.table,
-        "head_on_host": planned.placement.on_host.head,
-        "device_weight_bytes": planned.placement.device_bytes,
-        "streamed_weight_bytes": planned.placement.streamed_bytes,
-        "max_batched_tokens": planned.max_batched_tokens,
-        "weights_reason": planned.placement.reason,
-        "prefill_tokens_beside_weights": planned.prefill_tokens,
+        "host_layers": list(placement.on_host.layers),
+        "table_on_host": placement.on_host.table,
+        "head_on_host": placement.on_host.head,
+        "device_weight_bytes": placement.device_bytes,
+        "streamed_weight_bytes": placement.streamed_bytes,
+        "max_batched_tokens": worker.device.max_batched_tokens,
+        "weights_reason": placement.reason,
+        "prefill_tokens_beside_weights": _free_prefill(shape, worker),
         "weight_step": dataclasses.asdict(step),
     }
 
 
-def weights_rows(planned: PlannedWeights, step: WeightStep) -> list[tuple[str, str]]:
-    """Return the rows for the table."""
-    listed = [("weights", planned.placement.reason)]
-    if planned.placement.streamed_bytes:
-        listed.append(
-            (
-                "a step with them",
-                f"{seconds_text(step.fine)}, of which the link {seconds_text(step.link)}; with "
-                f"whole layers ahead of their cache {seconds_text(step.coarse)}",
-            )
+def weights_rows(shape: ModelShape, worker: Divided, step: WeightStep) -> Iterator[tuple[str, str]]:
+    """Yield the rows for the table."""
+    yield "weights", worker.device.placement.reason
+    if worker.device.placement.streamed_bytes:
+        yield (
+            "a step with them",
+            f"{seconds_text(step.fine)} for this request alone, of which the link "
+            f"{seconds_text(step.link)}; with whole layers ahead of their cache "
+            f"{seconds_text(step.coarse)}",
         )
-        tokens = counted(planned.prefill_tokens, "prompt token")
-        computed = f"{planned.max_batched_tokens:,} are computed at once"
-        listed.append(("prefill beside them", f"{tokens} a step at no cost: {computed}"))
-    return listed
+        tokens = counted(_free_prefill(shape, worker), "prompt token")
+        computed = f"{worker.device.max_batched_tokens:,} are computed at once"
+        yield "prefill beside them", f"{tokens} a step at no cost: {computed}"
+
+
+def _free_prefill(shape: ModelShape, worker: Divided) -> int:
+    """Return the prompt tokens that a step computes while the weights cross the link."""
+    costs = worker.profile
+    return prefill_tokens_beside_weights(shape, costs, costs.step_compute_seconds)
 
 
 _SCHEDULES = {
@@ -156,19 +98,17 @@ def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = Non
     note = format_note(served, WeightFormat.NATIVE, options.profile)
     shape = served.shape
     costs = costs_for(load_profile(options.profile), shape)
-    weights = _weights(options, shape, costs)
-    if weights is not None:
-        costs = weights.profile
+    worker = _worker(options, served, costs)
+    if worker is not None:
+        costs = worker.profile
     _check_request(options, shape)
-    request = _request(options, shape)
-    if weights is not None:
-        request = dataclasses.replace(request, prefill_tokens=weights.max_batched_tokens)
+    request = _request(options, shape, worker)
     answer = in_words(_with_tier(options, shape, costs, request))
     report, rows = plan_report(shape, costs, request, answer), _rows(shape, costs, request, answer)
-    if weights is not None:
-        step = step_of(shape, weights, request, answer)
-        report |= weights_report(weights, step)
-        rows += weights_rows(weights, step)
+    if worker is not None:
+        step = step_of(shape, worker, request, answer)
+        report |= weights_report(shape, worker, step)
+        rows += weights_rows(shape, worker, step)
     rows += [("objective", answer.objective.value), ("reason", answer.reason)]
     rows += [("", detail) for detail in answer.reason_details]
     if note is not None:
@@ -214,20 +154,26 @@ def _with_tier(options: PlanOptions, shape: ModelShape, costs: Profile, request:
     return answer
 
 
-def _weights(options: PlanOptions, shape: ModelShape, costs: Profile) -> PlannedWeights | None:
-    """Return where the weights are; None if all fit."""
+def _worker(options: PlanOptions, served: NamedModel, costs: Profile) -> Divided | None:
+    """Return the worker with its memory divided; None: all weights fit."""
     if options.device_memory is None:
         return None
-    return plan_weights(
-        shape,
+    node = Node(
         costs,
-        budget_bytes=parse_size(options.device_memory, field="device_memory"),
-        chunk_tokens=options.chunk_tokens,
-        has_activations=options.activations,
+        parse_size(options.device_memory, field="device_memory"),
         max_batch=options.max_batch,
         max_batched_tokens=options.max_batched_tokens,
-        objective=WeightObjective(options.weight_objective),
+        chunk_tokens=options.chunk_tokens,
+        encoding=Encoding(options.encoding),
+        weight_objective=WeightObjective(options.weight_objective),
+        folder=served.folder,
     )
+    return divided(served.shape, node, has_activations=_has_activations(options, served.shape))
+
+
+def _has_activations(options: PlanOptions, shape: ModelShape) -> bool:
+    """Return whether the store keeps X: where it can pay, unless the options say no."""
+    return options.activations and shape.activations_can_pay
 
 
 def _check_request(options: PlanOptions, shape: ModelShape) -> None:
@@ -248,17 +194,21 @@ def _check_request(options: PlanOptions, shape: ModelShape) -> None:
         )
 
 
-def _request(options: PlanOptions, shape: ModelShape) -> PlanInput:
+def _request(options: PlanOptions, shape: ModelShape, worker: Divided | None) -> PlanInput:
+    staging, prefill = STAGING_PAGES * options.chunk_tokens, 0
+    if worker is not None:
+        staging, prefill = worker.staging_tokens, worker.device.max_batched_tokens
     return PlanInput(
         cached_tokens=options.cached,
         new_tokens=options.new,
-        has_activations=options.activations,
+        has_activations=_has_activations(options, shape),
         schedule=Schedule(options.schedule),
         residency=Residency(options.residency),
         objective=Objective(options.objective),
         encoding=Encoding(options.encoding),
         chunk_tokens=options.chunk_tokens,
-        staging_tokens=STAGING_PAGES * options.chunk_tokens,
+        staging_tokens=staging,
+        prefill_tokens=prefill,
         spare_bytes=parse_size(options.spare, field="spare"),
         keeps_activations=options.keep_activations,
         step_compute_seconds=options.step_seconds,
@@ -340,7 +290,7 @@ def _parts(answer: Plan) -> list[tuple[str, str]]:
 def _step(costs: Profile, request: PlanInput, answer: Plan) -> list[tuple[str, str]]:
     if answer.residency is Residency.RESIDENT:
         return []
-    text = seconds_text(answer.predicted_step_seconds)
+    text = f"{seconds_text(answer.predicted_step_seconds)} for this request alone"
     if not costs.step_compute_seconds and request.step_compute_seconds is None:
-        text += ", the step's own compute not counted: the profile lacks it (give --step-ms)"
+        text += "; the step's own compute is not counted: the profile lacks it (give --step-ms)"
     return [("each decode step", text)]

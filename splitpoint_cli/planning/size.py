@@ -19,7 +19,6 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
 from splitpoint.planning.plan import Plan, RestoreMethod
 from splitpoint.planning.weight_placement import WeightObjective
-from splitpoint.residency.full_batch import MixedBatch
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape, WeightFormat
 from splitpoint_cli.models import NamedModel, find_named, find_profiled, format_note
 from splitpoint_cli.options import takes_options
@@ -161,12 +160,13 @@ def _node(options: SizeOptions, served: NamedModel, costs: Profile) -> Node:
         weight_objective=WeightObjective(options.weight_objective),
         step_compute_seconds=None if options.step_ms is None else options.step_ms / 1e3,
         drafts=None if config is None else config.defaults.method,
-        draft_shape=_draft_shape(config, served),
+        folder=served.folder,
+        draft=_draft_model(config, served),
     )
 
 
-def _draft_shape(config: SpeculativeConfig | None, served: NamedModel) -> ModelShape | None:
-    """Return the draft model's shape; None if there is none.
+def _draft_model(config: SpeculativeConfig | None, served: NamedModel) -> NamedModel | None:
+    """Return the draft model; None if there is none.
 
     Raises InvalidArgument for another vocabulary; of built-in shapes only the sizes are known.
     """
@@ -182,7 +182,7 @@ def _draft_shape(config: SpeculativeConfig | None, served: NamedModel) -> ModelS
         check_vocabulary(draft.folder, draft.shape, served.folder, served.shape)
     else:
         check_vocabulary_size(config.model, draft.shape, served.shape)
-    return draft.shape
+    return draft
 
 
 def _device_memory(text: str | None, profile: str) -> int:
@@ -201,6 +201,8 @@ def _device_memory(text: str | None, profile: str) -> int:
 def _streamed_count(found: Sizing, wanted: int | None) -> int:
     """Return the number of streamed requests. Raises InvalidArgument if too many are wanted."""
     if wanted is None:
+        if found.batch_streams:
+            return found.full_batch.streamed
         return 0 if found.resident_count else found.streamed_count
     if wanted > found.streamed_count:
         raise InvalidArgument(
@@ -215,20 +217,20 @@ def _streamed_count(found: Sizing, wanted: int | None) -> int:
 def _draft_words(node: Node, found: Sizing) -> str:
     """Return what the draft model takes of the device; empty if there is none."""
     draft = found.draft
-    if draft is None or node.draft_shape is None:
+    if draft is None or node.draft is None:
         return ""
     cache = counted(draft.page_count * node.chunk_tokens, "token")
     return (
-        f"draft model {node.draft_shape.name} {format_size(draft.budget_bytes)} (weights "
+        f"draft model {node.draft.shape.name} {format_size(draft.budget_bytes)} (weights "
         f"{format_size(draft.weight_bytes)}, cache of {cache}), "
     )
 
 
-def _batch_words(full: MixedBatch, residents: MixedBatch) -> str:
+def _batch_words(found: Sizing) -> str:
     """Return how many requests share each pass over the weights, and their tokens per second."""
+    full, residents = found.full_batch, found.residents
     count = counted(full.resident + full.streamed, "request")
-    pays = full.is_worth_streaming(residents)
-    chosen = f"--objective throughput takes the {'first' if pays else 'second'}"
+    chosen = f"--objective throughput takes the {'first' if found.batch_streams else 'second'}"
     return (
         f"for {count} at once, {full.streamed} of them streamed: "
         f"{amount(full.tokens_per_second)} tokens/s; with {residents.resident} resident "
@@ -272,7 +274,7 @@ def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[
     )
     # From an encoded store no request is streamed unless asked.
     if found.placement.streamed_bytes and not node.encoding.is_lossy:
-        yield "weights crossing once", _batch_words(found.full_batch, found.residents)
+        yield "weights crossing once", _batch_words(found)
     piece = node.chunk_tokens * shape.kv_bytes_per_token_layer // 2
     yield (
         "a chunk",

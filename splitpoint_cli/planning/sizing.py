@@ -7,6 +7,7 @@ arena's layout, the planner. Nothing here measures.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from splitpoint.config import counted
 from splitpoint.costs.profile import Profile
@@ -25,13 +26,13 @@ from splitpoint.residency.full_batch import BatchRoom, MixedBatch, full_batch, r
 from splitpoint.residency.seconds import DeviceRoom, PieceSeconds
 from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, WeightFormat, chunks_of
 from splitpoint.speculation import STEP_DRAFT_TOKENS, DraftMethod
+from splitpoint_cli.models import NamedModel
 from worker_service.device.memory import (
+    DividedDevice,
     MemoryPlan,
-    divide,
+    divide_device,
     draft_memory,
     draft_window_pages,
-    place,
-    staging_pages_on_gpu,
 )
 
 
@@ -80,8 +81,10 @@ class Node:
     step_compute_seconds: float | None = None
     # The own method of workers with --speculative-config, OFF included; None: without it.
     drafts: DraftMethod | None = None
-    # The draft model's; None: there is none.
-    draft_shape: ModelShape | None = None
+    # Checkpoint folder of the served model; None: its shape alone is known.
+    folder: Path | None = None
+    # The draft model; None: there is none.
+    draft: NamedModel | None = None
 
     @property
     def draft_tokens(self) -> int:
@@ -106,10 +109,12 @@ class Sizing:
             batch go; each of them holds `host_request_bytes` of the arena.
         prefix_bytes: of the arena, one cached prefix.
         restore: bringing such a prefix back.
-        step_seconds: one decode step of `streamed_count` requests, all of full length.
+        step_seconds: one decode step of `streamed_count` requests, all at their last token.
         lone_step_seconds: of one such request by itself.
         residents, full_batch: batches that decode together: as many residents as fit, or with
             streamed ones (`--objective throughput`).
+        batch_streams: `--objective throughput` streams: weights cross the link, and `full_batch`
+            has so many more tokens per second.
     """
 
     memory: MemoryPlan
@@ -128,6 +133,7 @@ class Sizing:
     lone_step_seconds: float
     residents: MixedBatch
     full_batch: MixedBatch
+    batch_streams: bool
     draft: MemoryPlan | None = None
 
 
@@ -142,17 +148,21 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
         )
     has_activations = shape.activations_can_pay
     worker = divided(shape, node, has_activations=has_activations)
-    memory, layout = worker.memory, worker.layout
+    memory, layout = worker.device.memory, worker.layout
     pages = chunks_of(load.token_count, node.chunk_tokens)
     resident_bytes = pages * memory.page_bytes
     streamed_bytes = min(pages, memory.streamed_page_count) * memory.page_bytes
     streamed_count = min(node.max_batch, memory.cache_capacity_bytes // streamed_bytes)
-    ask = _Ask(shape, worker.profile, node, memory, has_activations)
+    ask = _Ask(shape, worker, node)
     room = BatchRoom(memory.page_count, node.max_batch, pages, streamed_bytes // memory.page_bytes)
     together = PieceSeconds(shape, worker.profile, ask.room)
+    residents = residents_alone(together, room, load.token_count)
+    full = full_batch(together, room, load.token_count)
+    # From an encoded store no request is streamed unless asked.
+    may_stream = worker.device.placement.streamed_bytes > 0 and not node.encoding.is_lossy
     return Sizing(
         memory=memory,
-        placement=worker.placement,
+        placement=worker.device.placement,
         has_activations=has_activations,
         cached_tokens_in_memory=memory.page_count * node.chunk_tokens,
         resident_request_bytes=resident_bytes,
@@ -165,8 +175,9 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
         restore=ask.restore(load, resident_bytes),
         step_seconds=ask.step(streamed_count, load.token_count),
         lone_step_seconds=ask.step(1, load.token_count),
-        residents=residents_alone(together, room, load.token_count),
-        full_batch=full_batch(together, room, load.token_count),
+        residents=residents,
+        full_batch=full,
+        batch_streams=may_stream and full.is_worth_streaming(residents),
         draft=worker.draft,
     )
 
@@ -175,63 +186,59 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
 class Divided:
     """A worker's memory, and its profile with the weights that it keeps on the host.
 
-    `memory` is the served model's, `draft` the draft model's; None: there is none.
+    Attributes:
+        sizes, device: of the served model.
+        draft: the draft model's memory; None if there is none.
     """
 
     layout: ArenaLayout
-    memory: MemoryPlan
-    placement: WeightPlacement
+    sizes: WeightSizes
+    device: DividedDevice
     profile: Profile
     draft: MemoryPlan | None = None
 
+    @property
+    def staging_tokens(self) -> int:
+        """Tokens of X that fit the staging memory."""
+        return self.device.memory.staging_pages * self.layout.chunk_tokens
+
 
 def divided(shape: ModelShape, node: Node, *, has_activations: bool) -> Divided:
-    """Divide device memory as a worker on a GPU does at its start."""
+    """Divide device memory as a worker does at its start. Raises ResourceExhausted."""
     layout = ArenaLayout.of(
         shape,
         chunk_tokens=node.chunk_tokens,
         has_activations=has_activations,
         encoding=node.encoding,
     )
-    sizes = WeightSizes.of(shape, node.weights)
+    is_gpu = node.profile.is_of_gpu
+    sizes = NamedModel(shape, node.folder).weight_sizes(node.weights, is_gpu=is_gpu)
     draft = _draft_memory(shape, node)
-    budget = node.device_memory_bytes - (0 if draft is None else draft.budget_bytes)
-    staging = staging_pages_on_gpu(shape, layout, budget)
-    placement = place(
+    device = divide_device(
         shape,
         layout,
         sizes,
-        budget_bytes=budget,
+        budget_bytes=node.device_memory_bytes - (0 if draft is None else draft.budget_bytes),
         max_batch_size=node.max_batch,
         max_batched_tokens=node.max_batched_tokens,
-        staging_pages=staging,
-        draft_tokens=node.draft_tokens,
-        rates=StepRates.of(shape, node.profile),
+        is_gpu=is_gpu,
+        rates=lambda: StepRates.of(shape, node.profile),
         objective=node.weight_objective,
-    )
-    memory = divide(
-        shape,
-        layout,
-        budget_bytes=budget,
-        weight_bytes=placement.device_bytes,
-        max_batch_size=node.max_batch,
-        max_batched_tokens=node.max_batched_tokens,
-        staging_pages=staging,
         draft_tokens=node.draft_tokens,
         window_pages=draft_window_pages(shape, node.chunk_tokens) if node.drafts_itself else 0,
     )
-    profile = with_weights(node.profile, sizes, placement)
-    return Divided(layout, memory, placement, profile, draft)
+    profile = with_weights(node.profile, sizes, device.placement)
+    return Divided(layout, sizes, device, profile, draft)
 
 
 def _draft_memory(served: ModelShape, node: Node) -> MemoryPlan | None:
     """Return what the draft model takes of the device; None if there is none."""
-    if node.draft_shape is None:
+    if node.draft is None:
         return None
     return draft_memory(
-        node.draft_shape,
+        node.draft.shape,
         served,
-        weight_bytes=WeightSizes.of(node.draft_shape).total,
+        weight_bytes=node.draft.weight_sizes(is_gpu=node.profile.is_of_gpu).total,
         chunk_tokens=node.chunk_tokens,
         budget_bytes=node.device_memory_bytes,
         max_batch_size=node.max_batch,
@@ -244,39 +251,33 @@ class _Ask:
     """Questions to the planner about one worker."""
 
     shape: ModelShape
-    profile: Profile
+    worker: Divided
     node: Node
-    memory: MemoryPlan
-    has_activations: bool
 
     @property
     def room(self) -> DeviceRoom:
         return DeviceRoom(
-            has_activations=self.has_activations,
+            has_activations=self.worker.layout.has_activations,
             chunk_tokens=self.node.chunk_tokens,
-            staging_tokens=self._staging_tokens,
-            prefill_tokens=self.node.max_batched_tokens,
+            staging_tokens=self.worker.staging_tokens,
+            prefill_tokens=self.worker.device.max_batched_tokens,
             encoding=self.node.encoding,
             step_compute_seconds=self.node.step_compute_seconds,
         )
 
-    @property
-    def _staging_tokens(self) -> int:
-        return self.memory.staging_pages * self.node.chunk_tokens
-
     def restore(self, load: Load, footprint_bytes: int) -> Plan:
         return plan_request(
             self.shape,
-            self.profile,
+            self.worker.profile,
             PlanInput(
                 cached_tokens=load.cached_tokens,
                 new_tokens=load.new_tokens,
-                has_activations=self.has_activations,
+                has_activations=self.worker.layout.has_activations,
                 schedule=Schedule.PIPELINED,
                 encoding=self.node.encoding,
                 chunk_tokens=self.node.chunk_tokens,
-                staging_tokens=self._staging_tokens,
-                prefill_tokens=self.node.max_batched_tokens,
+                staging_tokens=self.worker.staging_tokens,
+                prefill_tokens=self.worker.device.max_batched_tokens,
                 footprint_bytes=footprint_bytes,
             ),
         )
@@ -285,12 +286,12 @@ class _Ask:
         """Seconds of a decode step of this many streamed requests."""
         return plan_batch(
             self.shape,
-            self.profile,
+            self.worker.profile,
             [token_count] * count,
-            has_activations=self.has_activations,
+            has_activations=self.worker.layout.has_activations,
             schedule=Schedule.PIPELINED,
             chunk_tokens=self.node.chunk_tokens,
-            staging_tokens=self._staging_tokens,
+            staging_tokens=self.worker.staging_tokens,
             encoding=self.node.encoding,
             step_compute_seconds=self.node.step_compute_seconds,
         ).step_seconds

@@ -55,7 +55,7 @@ def summary(completion: Completion) -> str:
         exact = " without the selection" if usage.selection.is_approximate else ""
         steps = (
             f"{seconds_text(completion.step_seconds)} a step "
-            f"({seconds_text(plan.predicted_step_seconds)} predicted{exact}), "
+            f"({seconds_text(plan.predicted_step_seconds)} predicted for it alone{exact}), "
         )
     return (
         f"{counted(usage.completion_tokens, 'token')} ({_ending(completion)}), "

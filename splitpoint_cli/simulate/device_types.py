@@ -81,8 +81,9 @@ def _facts(kind: Machine, shape: ModelShape, node: Node) -> WorkerFacts:
     capacity, streamed, staging, profile = kind.cache_bytes, 1, STAGING_PAGES, kind.profile
     if capacity is None:
         parts = divided(shape, node, has_activations=has_activations)
-        capacity, profile = parts.memory.cache_capacity_bytes, parts.profile
-        streamed, staging = parts.memory.streamed_page_count, parts.memory.staging_pages
+        memory, profile = parts.device.memory, parts.profile
+        capacity, streamed = memory.cache_capacity_bytes, memory.streamed_page_count
+        staging = memory.staging_pages
     return WorkerFacts(
         worker_id=kind.name,
         address=kind.name,

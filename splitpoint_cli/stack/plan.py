@@ -22,13 +22,12 @@ from splitpoint.options import store
 from splitpoint.options.cpu_kernels import check_cpu_kernels, with_panels
 from splitpoint.options.scheduler import read_served_names
 from splitpoint.options.speculation import read_speculative_config
-from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import Encoding, ModelShape, Numerics, WeightFormat
 from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity
 from splitpoint_cli.checks.gpu import FreeMemory, ask_free_memory
 from splitpoint_cli.files import check_output
-from splitpoint_cli.models import cpu_format, find_draft, model_shape
+from splitpoint_cli.models import NamedModel, cpu_format, find_draft, model_shape
 from splitpoint_cli.options import check_options
 from splitpoint_cli.page_tokens import choose_pages, page_tokens_of
 from splitpoint_cli.stack.api_key import ApiKey, api_key_of
@@ -209,7 +208,8 @@ def _memory_shares(
         return (None,) * len(devices)
     if devices[0] != "cpu":
         return gpu_memory_shares(devices, free_memory)
-    weights = WeightSizes.of(model.shape, WeightFormat(options.weights)).total
+    named, form = NamedModel(model.shape, model.folder), WeightFormat(options.weights)
+    weights = named.weight_sizes(form, is_gpu=False).total
     return (cpu_memory(weights, new_arena_bytes),) * len(devices)
 
 

@@ -16,9 +16,9 @@ from splitpoint.errors import (
     Unavailable,
 )
 from splitpoint.host.memory import memory_facts
-from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint_cli.checks import disk, memory, ports
 from splitpoint_cli.checks.finding import Finding, Places
+from splitpoint_cli.models import NamedModel
 from splitpoint_cli.stack.places import arena_bytes
 from splitpoint_cli.stack.plan import Stack
 
@@ -85,9 +85,10 @@ def _memory(stack: Stack) -> Iterator[Finding]:
     yield memory.check_shared_memory(
         config.SHARED_MEMORY, stack.host_memory_bytes, is_chosen=False, there_bytes=there
     )
-    each = WeightSizes.of(stack.shape, stack.weights).total
+    each = NamedModel(stack.shape, stack.model).weight_sizes(stack.weights, is_gpu=False).total
     if stack.draft is not None:
-        each += WeightSizes.of(stack.draft[1]).total
+        folder, shape = stack.draft
+        each += NamedModel(shape, folder).weight_sizes(is_gpu=False).total
     weights = each * stack.devices.count("cpu")
     needed = max(0, stack.host_memory_bytes - there)
     yield memory.check_memory(memory_facts(), needed, weights)

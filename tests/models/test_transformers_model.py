@@ -14,15 +14,17 @@ from live_bytes import held_bytes
 from own_names import instance_name
 from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama
+from typer.testing import CliRunner
 
 from splitpoint.checkpoint.config import TEXT_ONLY
 from splitpoint.checkpoint.decoder import ModelBackend
-from splitpoint.errors import InvalidArgument
+from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.host.processor import compiler
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST
 from splitpoint.shapes import DataType, WeightFormat
 from splitpoint_cli.checks.finding import Verdict
-from splitpoint_cli.checks.model import check_device_memory, find_model
+from splitpoint_cli.checks.model import find_model
+from splitpoint_cli.main import app
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan import plan_stack
 from worker_service.kernels.choice import by_flags, use
@@ -142,12 +144,21 @@ def test_int8_weights_are_for_our_own_decoder(tmp_path: Path) -> None:
 
 
 def test_doctor_says_that_no_weights_can_stay_on_the_host(tmp_path: Path) -> None:
-    found = find_model(str(write(small_model("granite"), tmp_path)), "auto")
+    folder = str(write(small_model("granite"), tmp_path))
+    found = find_model(folder, "auto")
     assert "computed by transformers' code" in found.finding.found
-    assert not found.can_stream_weights
-    for can_stream, verdict in ((False, Verdict.PROBLEM), (True, Verdict.WARNING)):
-        [finding] = check_device_memory(2 << 20, "1MiB", (), can_stream_weights=can_stream)
-        assert finding.verdict is verdict
+    arguments = ("--model", folder, "--device-memory", "1MiB")
+    done = CliRunner().invoke(app, ["doctor", "--device", "cpu", *arguments, "--json"])
+    findings = {each["name"]: each for each in json.loads(done.stdout)["findings"]}
+    why = "none of which can stay on the host (docs/models.md)"
+    assert findings["device memory"]["verdict"] == "problem"
+    assert why in findings["device memory"]["found"]
+    # As plan and size.
+    lengths = ("--cached", "10", "--new", "2", "--max-tokens", "2")
+    for command in (("plan", "--profile", "h100", *lengths), ("size", "--tokens", "64")):
+        done = CliRunner().invoke(app, [*command, *arguments])
+        assert isinstance(done.exception, ResourceExhausted)
+        assert why in done.exception.message
 
 
 def test_parts_for_images_are_neither_read_nor_counted(tmp_path: Path) -> None:

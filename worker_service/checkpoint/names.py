@@ -115,3 +115,20 @@ def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if not shape.tied_embeddings:
         matrix(HEAD_NAME, shape.vocabulary_size, config.embedding_size, False)
     return expected
+
+
+def vector_bytes(config: DecoderConfig, item_bytes: int) -> int:
+    """Return the bytes of all norms and biases of a model with items of this size.
+
+    Gemma has no biases, and its norms are held in fp32.
+    """
+    item = 4 if config.norm is Norm.RMS_PLUS_ONE else item_bytes
+    return item * sum(size[0] for size in expected_tensors(config).values() if len(size) == 1)
+
+
+def position_bytes(config: DecoderConfig, item_bytes: int) -> int:
+    """Return the bytes of the table of learned positions; 0 if there is none."""
+    if config.position_offset is None:
+        return 0
+    rows = config.shape.context_length + config.position_offset
+    return rows * config.shape.hidden_size * item_bytes

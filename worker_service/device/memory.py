@@ -10,6 +10,7 @@ other cache pages are charged to requests. This is pure arithmetic and allocates
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from splitpoint.config import counted, format_size
 from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.weight_placement import (
     LINK_ONLY,
+    NOTHING_ON_HOST,
+    OnHost,
     StepRates,
     StreamedCache,
     WeightObjective,
@@ -277,6 +280,7 @@ def divide(
     draft_tokens: int = 0,
     window_pages: int = 0,
     graph_bytes: int = 0,
+    weights_note: str = "",
 ) -> MemoryPlan:
     """Divide the budget. Raises ResourceExhausted with the numbers if it is too small.
 
@@ -285,6 +289,7 @@ def divide(
         window_pages: newest chunks that a streamed sequence keeps on the device for self
             drafts; 0: it keeps none. In little memory it keeps fewer.
         graph_bytes: for CUDA graphs, which give way to the fewest pages of a cache.
+        weights_note: what an error adds to the bytes of the weights.
     """
     queries = max_batch_size + draft_tokens
     parts = _attention_parts(shape, layout, queries, budget_bytes - weight_bytes)
@@ -311,13 +316,17 @@ def divide(
     workspace += collected
     pages = (budget_bytes - weight_bytes - workspace) // page_bytes
     if pages < least_pages:
+        needed, held = (
+            weight_bytes + workspace + least_pages * page_bytes,
+            format_size(weight_bytes),
+        )
         raise ResourceExhausted(
             f"device memory {format_size(budget_bytes)} is too small: weights take "
-            f"{format_size(weight_bytes)}, workspace {format_size(workspace)}, and at least "
+            f"{held}{weights_note}, workspace {format_size(workspace)}, and at least "
             f"{counted(least_pages, 'page')} of {format_size(page_bytes)} must be left for the "
-            f"cache (in all {format_size(weight_bytes + workspace + least_pages * page_bytes)})",
+            f"cache (in all {format_size(needed)})",
             reason="DEVICE_MEMORY",
-            needed_bytes=weight_bytes + workspace + least_pages * page_bytes,
+            needed_bytes=needed,
             budget_bytes=budget_bytes,
         )
     # In little memory the room gives way: prompts of streamed requests then take more steps.
@@ -341,6 +350,78 @@ def divide(
         attention_parts=parts,
         collected_bytes=needs.spare_bytes + collected,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DividedDevice:
+    """A worker's device memory, divided, and the place of its weights.
+
+    Attributes:
+        max_batched_tokens: prompt tokens of a step, which grow while weights cross the link.
+    """
+
+    placement: WeightPlacement
+    memory: MemoryPlan
+    max_batched_tokens: int
+
+
+def divide_device(
+    shape: ModelShape,
+    layout: ArenaLayout,
+    sizes: WeightSizes,
+    *,
+    budget_bytes: int,
+    max_batch_size: int,
+    max_batched_tokens: int,
+    is_gpu: bool,
+    rates: Callable[[], StepRates],
+    objective: WeightObjective = WeightObjective.BALANCED,
+    has_store: bool = True,
+    draft_tokens: int = 0,
+    window_pages: int = 0,
+    graph_bytes: Callable[[OnHost], int] = lambda _: 0,
+) -> DividedDevice:
+    """Place the weights and divide what they leave, as a worker does at its start.
+
+    Workers and the commands that plan without one share this. Raises ResourceExhausted.
+
+    Args:
+        budget_bytes: without what a draft model takes.
+        rates: of the device, which a worker measures; called only if weights cross the link.
+        graph_bytes: returns what CUDA graphs may take beside these weights.
+    """
+    staging_pages = staging_pages_on_gpu(shape, layout, budget_bytes) if is_gpu else STAGING_PAGES
+    limits: dict[str, Any] = {
+        "budget_bytes": budget_bytes,
+        "max_batch_size": max_batch_size,
+        "max_batched_tokens": max_batched_tokens,
+        "staging_pages": staging_pages,
+        "has_store": has_store,
+        "draft_tokens": draft_tokens,
+    }
+    placement = place(shape, layout, sizes, **limits)
+    if placement.streamed_bytes:
+        found = rates()
+        placement = place(shape, layout, sizes, **limits, rates=found, objective=objective)
+        limits["max_batched_tokens"] = grown_prefill(shape, layout, placement, found, **limits)
+    memory = divide(
+        shape,
+        layout,
+        weight_bytes=placement.device_bytes,
+        window_pages=window_pages,
+        graph_bytes=graph_bytes(placement.on_host),
+        weights_note=_weights_note(sizes, placement),
+        **limits,
+    )
+    return DividedDevice(placement, memory, limits["max_batched_tokens"])
+
+
+def _weights_note(sizes: WeightSizes, placement: WeightPlacement) -> str:
+    if not sizes.can_stream:
+        return ", none of which can stay on the host (docs/models.md)"
+    if placement.on_host == NOTHING_ON_HOST:
+        return ""
+    return f" (others of the {format_size(sizes.total)} on the host)"
 
 
 def collected_bytes(shape: ModelShape, tokens: int) -> int:

@@ -68,6 +68,7 @@ def measure(
         step_compute_seconds=_measure_step(model, device),
         description=description,
         model=model.shape.name,
+        device_type=device.type,
         host_weight_bytes=model.host_weight_bytes(),
         host_kv_weight_bytes=model.host_weight_bytes(WeightPiece.KEY_VALUE),
     )

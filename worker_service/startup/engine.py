@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,18 +19,11 @@ from splitpoint.config import format_rate, format_size
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import memory_facts
 from splitpoint.options.worker import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE
-from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WeightPlacement, WeightSizes
+from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost, WeightSizes
 from splitpoint.progress import Progress, Ticker
 from splitpoint.shapes import ArenaLayout
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
-from worker_service.device.memory import (
-    STAGING_PAGES,
-    MemoryPlan,
-    divide,
-    grown_prefill,
-    place,
-    staging_pages_on_gpu,
-)
+from worker_service.device.memory import DividedDevice, divide_device
 from worker_service.device.pinning import CudaRegistrar
 from worker_service.engine.engine import Engine
 from worker_service.graphs.support import EagerReason, graph_bytes, graph_obstacle, graphs_of
@@ -54,14 +46,12 @@ class DividedMemory:
     """The device memory, divided.
 
     Attributes:
-        plan: without what the draft model needs.
+        served: without what the draft model needs.
         eager_reason: why decoding steps are not recorded as graphs.
     """
 
-    placement: WeightPlacement
-    plan: MemoryPlan
+    served: DividedDevice
     drafts: DraftSetup
-    max_batched_tokens: int
     eager_reason: EagerReason
 
 
@@ -77,7 +67,6 @@ def divide_memory(
     dtype = TORCH_TYPES[shape.data_type]
     sizes = source.weight_sizes(device, options.weights)
     budget = _budget(options, sizes, device) - artifact_bytes
-    is_gpu = device.type == "cuda"
     drafts = DraftSetup.plan(
         options.speculation,
         folder,
@@ -90,37 +79,31 @@ def divide_memory(
         has_store=options.kvstore_address is not None,
     )
     budget -= drafts.model_bytes
-    limits: dict[str, Any] = {
-        "budget_bytes": budget,
-        "draft_tokens": drafts.draft_tokens,
-        "max_batch_size": options.max_batch_size,
-        "max_batched_tokens": options.max_batched_tokens,
-        "staging_pages": staging_pages_on_gpu(shape, layout, budget) if is_gpu else STAGING_PAGES,
-        "has_store": options.kvstore_address is not None,
-    }
-    placement = place(shape, layout, sizes, **limits)
-    if placement.streamed_bytes:
-        rates = measure_rates(shape, lanes)
-        placement = place(
-            shape, layout, sizes, **limits, rates=rates, objective=options.weight_objective
-        )
-        limits["max_batched_tokens"] = grown_prefill(shape, layout, placement, rates, **limits)
-    obstacle = graph_obstacle(
-        device, dtype, shape.head_dim, placement.on_host, is_asked=not options.is_eager
-    )
-    if obstacle is None and source.backend is not ModelBackend.OWN:
-        obstacle = EagerReason.TRANSFORMERS
-    plan = divide(
+
+    def obstacle_to_graphs(on_host: OnHost) -> EagerReason | None:
+        is_asked = not options.is_eager
+        found = graph_obstacle(device, dtype, shape.head_dim, on_host, is_asked=is_asked)
+        if found is None and source.backend is not ModelBackend.OWN:
+            return EagerReason.TRANSFORMERS
+        return found
+
+    divided = divide_device(
         shape,
         layout,
-        weight_bytes=placement.device_bytes,
-        graph_bytes=0 if obstacle else graph_bytes(budget),
+        sizes,
+        budget_bytes=budget,
+        max_batch_size=options.max_batch_size,
+        max_batched_tokens=options.max_batched_tokens,
+        is_gpu=device.type == "cuda",
+        rates=lambda: measure_rates(shape, lanes),
+        objective=options.weight_objective,
+        has_store=options.kvstore_address is not None,
+        draft_tokens=drafts.draft_tokens,
         window_pages=drafts.window_pages(shape, layout),
-        **limits,
+        graph_bytes=lambda on_host: 0 if obstacle_to_graphs(on_host) else graph_bytes(budget),
     )
-    return DividedMemory(
-        placement, plan, drafts, limits["max_batched_tokens"], obstacle or EagerReason.NO_MEMORY
-    )
+    eager_reason = obstacle_to_graphs(divided.placement.on_host) or EagerReason.NO_MEMORY
+    return DividedMemory(divided, drafts, eager_reason)
 
 
 def _budget(options: WorkerOptions, sizes: WeightSizes, device: torch.device) -> int:
@@ -154,7 +137,7 @@ def load_engine(
     # Before the weights are read: a budget that cannot hold them fails at once.
     artifact_bytes = 0 if screens is None else screens.size_bytes
     memory = divide_memory(options, source, layout, lanes, artifact_bytes)
-    placement, plan, tickers = memory.placement, memory.plan, _tickers(options)
+    placement, plan, tickers = memory.served.placement, memory.served.memory, _tickers(options)
     model = source.load(device, placement.on_host, tickers, options.weights)
     cache, eos = DeviceCache(layout, plan, device), eos_token_ids(folder)
     drafters = memory.drafts.load(model, cache, lanes, eos_token_ids=eos, tickers=tickers)
@@ -162,7 +145,7 @@ def load_engine(
         model,
         cache,
         max_batch_size=options.max_batch_size,
-        max_batched_tokens=memory.max_batched_tokens,
+        max_batched_tokens=memory.served.max_batched_tokens,
         eos_token_ids=eos,
         tokenizer=Tokenizer.load(folder),
         lanes=lanes,

@@ -12,11 +12,17 @@ from math import prod
 
 import torch
 
-from splitpoint.checkpoint.decoder import DecoderConfig, Norm
+from splitpoint.checkpoint.decoder import DecoderConfig
 from splitpoint.planning.weight_placement import WeightSizes, head_piece_count
 from splitpoint.planning.weight_schedule import LAYER_PIECES, WeightPiece
 from splitpoint.shapes import WeightFormat
-from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
+from worker_service.checkpoint.names import (
+    HEAD_NAME,
+    NAMES,
+    expected_tensors,
+    position_bytes,
+    vector_bytes,
+)
 from worker_service.checkpoint.tensors import TensorSource
 from worker_service.kernels.choice import Layout
 from worker_service.weights.packing import held_bytes, layout_of
@@ -112,18 +118,13 @@ def weight_sizes(
     pieces = dict.fromkeys(LAYER_PIECES, 0)
     for matrix in layer_matrices(config, 0):
         pieces[matrix.piece] += held_matrix(matrix)
-    tables = (names.embedding, *([names.positions] if config.position_offset is not None else []))
-    table = fixed = 0
-    for name, dimensions in expected_tensors(config).items():
-        size = prod(dimensions) * dtype.itemsize
-        if name in [f"{names.root}{each}.weight" for each in tables]:
-            table += size
-        elif len(dimensions) == 1:
-            # Gemma has no biases, and its norms are held in fp32.
-            in_fp32 = config.norm is Norm.RMS_PLUS_ONE
-            fixed += prod(dimensions) * torch.float32.itemsize if in_fp32 else size
-        elif ".layers." not in name and name != f"{HEAD_NAME}.weight":
-            fixed += held_bytes(dimensions[0], dimensions[1], device, dtype)
+    table, fixed = position_bytes(config, dtype.itemsize), vector_bytes(config, dtype.itemsize)
+    projections = [f"{names.root}{each}.weight" for each in (names.project_in, names.project_out)]
+    for name, size in expected_tensors(config).items():
+        if name == f"{names.root}{names.embedding}.weight":
+            table += prod(size) * dtype.itemsize
+        elif name in projections:
+            fixed += held_bytes(size[0], size[1], device, dtype)
     pieces_of_head = head_rows(config)
     # A tied head is made of the embeddings, which are stored plainly.
     head = [] if shape.tied_embeddings else [HEAD_NAME]

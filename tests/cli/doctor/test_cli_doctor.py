@@ -10,19 +10,26 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from own_names import free_ports
 from redis_server import RedisServer
 from typer.testing import CliRunner
 
 from splitpoint import config
 from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.errors import ResourceExhausted
+from splitpoint.planning.weight_placement import LINK_ONLY, NOTHING_ON_HOST
+from splitpoint.shapes import ArenaLayout, Encoding, WeightFormat
 from splitpoint_cli.main import app
-from splitpoint_cli.models import model_shape
+from splitpoint_cli.models import NamedModel, model_shape
 from splitpoint_cli.security.authority import make_certificates
 from splitpoint_cli.stack.child import child_environment
+from worker_service.device.memory import divide_device
+from worker_service.startup.model_source import source_of
 
 COMMAND = [sys.executable, "-m", "splitpoint_cli", "doctor"]
 SMALL = ("--host-memory", "64MiB")
@@ -83,12 +90,12 @@ def findings_in(told: str, code: int) -> Findings:
     return {finding["name"]: finding for finding in report["findings"]}
 
 
-def problem(name: str, *arguments: str) -> dict[str, str]:
+def problem(name: str, *arguments: str, advice: bool = True) -> dict[str, str]:
     """The one problem there is, of this name."""
     code, findings = examine_here(*arguments, *free_listen(arguments), *SMALL)
     problems = [found["name"] for found in findings.values() if found["verdict"] == "problem"]
     assert (code, problems) == (1, [name]), findings
-    assert findings[name]["advice"]
+    assert bool(findings[name]["advice"]) == advice
     return findings[name]
 
 
@@ -168,8 +175,8 @@ def test_a_busy_port() -> None:
         assert "splitpoint down" in found["advice"]
         free = found["advice"].rpartition(":")[2]
         assert examine_here("--listen", f"127.0.0.1:{free}", *SMALL)[0] == 0
-        found = problem("metrics", "--metrics", f"127.0.0.1:{port}")
-        assert "--metrics 127.0.0.1:" in found["advice"]
+        found = problem("metrics", "--metrics", str(port))
+        assert f"127.0.0.1:{port} cannot be used" in found["found"]
 
 
 def test_metrics_of_a_stack_take_ports_in_a_row() -> None:
@@ -276,16 +283,20 @@ def test_weights_that_are_cut_off(checkpoint: Path) -> None:
 
 def test_a_draft_model(checkpoint: Path) -> None:
     """Whole, cut off, without its tokenizer, in this memory; and options that contradict."""
-    draft, little = ("--draft-model", str(checkpoint)), ("--device-memory", "1MiB")
-    code, findings = examine_here(*draft, *little, *free_listen(), *SMALL)
+    draft, roomy = ("--draft-model", str(checkpoint)), ("--device-memory", "1GiB")
+    on_cpu = ("--device", "cpu", *free_listen(), *SMALL)
+    code, findings = examine_here(*draft, *roomy, *on_cpu)
     assert code == 0
     assert findings["draft model"]["verdict"] == "ok"
-    _, plain = examine_here(*little, *free_listen(), *SMALL)
+    _, plain = examine_here(*roomy, *on_cpu)
     assert "draft model" not in plain
-    size = model_shape(checkpoint, "auto").weight_bytes
-    for found, count in ((plain, 1), (findings, 2)):
-        said = f"{config.format_size(count * size)} of weights, 1 MiB for them"
-        assert said in found["device memory"]["found"]
+    # Its weights, workspace and cache are taken from the device's memory first.
+    alone, beside = (
+        float(found["device memory"]["found"].rpartition("cache ")[2].removesuffix(" MiB"))
+        for found in (plain, findings)
+    )
+    named = NamedModel(model_shape(checkpoint, "auto"), checkpoint)
+    assert alone - beside > named.weight_sizes(is_gpu=False).total / (1 << 20)
     wanted = ("--speculative-config", '{"method": "model"}')
     assert "needs a draft model" in problem("speculation", *wanted)["found"]
     weights = checkpoint / "model.safetensors"
@@ -294,6 +305,64 @@ def test_a_draft_model(checkpoint: Path) -> None:
     assert "cut off" in problem("draft model", *draft)["found"]
     (checkpoint / "tokenizer.json").unlink()
     assert "no tokenizer to compare" in problem("draft model", *draft)["found"]
+
+
+@pytest.mark.parametrize("more", [(), ("--max-batch", "8"), ("--kv-encoding", "int8")])
+def test_device_memory_is_divided_as_a_worker_does(more: tuple[str, ...]) -> None:
+    """Also the weights: those of an own worker, to a byte."""
+    folder = resolve_model(None)
+    source = source_of(folder)
+    held = {"max_batch_size": 32, "max_batched_tokens": 512}
+    layout = ArenaLayout.of(
+        source.config.shape,
+        chunk_tokens=64,
+        has_activations=source.config.shape.activations_can_pay,
+        encoding=Encoding.INT8 if "int8" in more else Encoding.NATIVE,
+    )
+    if "--max-batch" in more:
+        held["max_batch_size"] = 8
+    sizes = source.weight_sizes(torch.device("cpu"), WeightFormat.NATIVE)
+    verdicts = []
+    for mebibytes in (20, 30, 50, 60, 80, 100, 200):
+        arguments = ("--device-memory", f"{mebibytes}MiB", "--device", "cpu", *free_listen())
+        _, findings = examine_here(*arguments, *SMALL, *more)
+        found = findings["device memory"]
+        verdicts.append(found["verdict"])
+        divide = partial(
+            divide_device,
+            source.config.shape,
+            layout,
+            sizes,
+            budget_bytes=mebibytes << 20,
+            is_gpu=False,
+            rates=lambda: LINK_ONLY,
+            **held,
+        )
+        if found["verdict"] == "problem":
+            with pytest.raises(ResourceExhausted) as refused:
+                divide()
+            assert found["found"] == refused.value.message
+            continue
+        worker = divide()
+        size = config.format_size(sizes.total)
+        if worker.placement.on_host == NOTHING_ON_HOST:
+            assert found["verdict"] == "ok"
+            cache = config.format_size(worker.memory.cache_capacity_bytes)
+            assert f"weights {size}, " in found["found"]
+            assert found["found"].endswith(f"cache {cache}")
+        else:
+            assert found["verdict"] == "warning"
+            assert found["found"].startswith(f"{size} of weights do not fit")
+            assert "--profile" in found["advice"]
+    assert sorted(set(verdicts)) == ["ok", "problem", "warning"]
+
+
+def test_options_that_up_refuses_are_a_problem() -> None:
+    """Whatever they are: `up` takes no others than doctor."""
+    found = problem("options", "--kv-encoding", "int8", "--numerics", "invariant", advice=False)
+    assert "--numerics invariant needs --kv-encoding native" in found["found"]
+    code, findings = examine_here("--weight-objective", "latency", *free_listen(), *SMALL)
+    assert (code, findings["options"]["verdict"]) == (0, "ok")
 
 
 def test_a_model_without_tokenizer_serves_ids_only(checkpoint: Path) -> None:

@@ -158,7 +158,7 @@ def test_a_trace_of_ones_own_on_a_machine_of_ones_own(tmp_path: Path) -> None:
 
 def test_what_helps_is_what_it_is_applied_to() -> None:
     """Where the link is all, one twice as fast halves the time, and grouping by 4 quarters it."""
-    request = ("--cached", "100000", "--new", "1")
+    request = ("--cached", "4000", "--new", "1")
     [case] = run("--model", "llama-2-7b", "--machine", "h100", *request)
     helps = case["workloads"][0]["help"]
     assert helps["twice the lanes, or the next PCIe generation"] == pytest.approx(2, rel=0.01)
@@ -188,6 +188,10 @@ def test_words_of_one_case_and_its_picture(tmp_path: Path) -> None:
     assert "weights exceed it: give --kv-memory" in done.stdout
     assert "caches K and V of every head, 85 times as much" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"wrote {picture}" in done.stderr
+    # Of the paper's workloads FinQA, with 167,000 tokens, is too long.
+    restored = next(line for line in done.stdout.splitlines() if "restored by this version" in line)
+    assert [cell.strip() for cell in restored.split("|")][-2] == "beyond the context of 163,840"
 
 
 def test_measured_costs_say_nothing_of_the_memory(tmp_path: Path) -> None:
@@ -209,6 +213,11 @@ def test_measured_costs_say_nothing_of_the_memory(tmp_path: Path) -> None:
         (("--trace", "azure-code", "--cached", "5", "--new", "5"), "--cached and --new"),
         (("--trace", "no-such-trace"), "neither a file"),
         (("--png", "picture.svg"), "pictures are PNG"),
+        (("--kv-memory", "0"), "--kv-memory"),
+        (
+            ("--model", "llama-3-8b", "--cached", "8100", "--new", "93"),
+            "8,193 tokens (--cached and --new) are over Llama-3-8B's context of 8,192",
+        ),
     ],
 )
 def test_what_is_refused(arguments: tuple[str, ...], text: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from splitpoint.config import format_size
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted, SplitpointError
 from splitpoint.planning.plan import RestoreMethod
@@ -16,6 +18,7 @@ from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 from splitpoint.speculation import DraftMethod
 from splitpoint_cli.main import app
+from splitpoint_cli.models import NamedModel
 from splitpoint_cli.planning.sizing import Load, Node, host_memory_of, size_up
 
 H100 = BUILT_IN_PROFILES["h100"]
@@ -90,7 +93,9 @@ def test_a_draft_model_takes_its_memory_first() -> None:
     load = Load(2048, 512, 128)
     for memory, pages in ((72 * GIB, 32 * 2048 // 64), (20 * GIB, None)):
         plain = size_up(served, node(memory, drafts=DraftMethod.MODEL), load)
-        found = size_up(served, node(memory, drafts=DraftMethod.MODEL, draft_shape=draft), load)
+        found = size_up(
+            served, node(memory, drafts=DraftMethod.MODEL, draft=NamedModel(draft)), load
+        )
         assert plain.draft is None
         assert found.draft is not None
         assert found.draft.weight_bytes == draft.weight_bytes
@@ -103,7 +108,7 @@ def test_a_draft_model_takes_its_memory_first() -> None:
         less = plain.memory.cache_capacity_bytes - found.memory.cache_capacity_bytes
         assert less == pytest.approx(taken, rel=0.05)
     with pytest.raises(ResourceExhausted, match="too small"):
-        size_up(served, node(GIB // 4, drafts=DraftMethod.MODEL, draft_shape=draft), load)
+        size_up(served, node(GIB // 4, drafts=DraftMethod.MODEL, draft=NamedModel(draft)), load)
 
 
 def test_a_draft_model_on_the_command_line() -> None:
@@ -140,7 +145,7 @@ def test_for_throughput_every_place_is_taken_at_the_same_memory() -> None:
     }
     best = found[WeightObjective.THROUGHPUT]
     assert best.full_batch.resident + best.full_batch.streamed == 32
-    assert "32 requests of full length at once" in best.placement.reason
+    assert "32 requests as long as the context at once" in best.placement.reason
     for objective in (WeightObjective.LATENCY, WeightObjective.BALANCED):
         one_batch = found[objective].residents
         assert best.full_batch.tokens_per_second > 1.3 * one_batch.tokens_per_second
@@ -159,6 +164,51 @@ def test_for_throughput_every_place_is_taken_at_the_same_memory() -> None:
     assert done.exit_code == 0, done.output
     assert "weights crossing once" not in " ".join(done.output.split())
     assert "streamed, have the most" not in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("memory", ["6GiB", "12GiB"])
+@pytest.mark.parametrize("model", ["opt-6.7b", "llama-3-8b"])
+@pytest.mark.parametrize("profile", ["a100-80", "cpu"])
+def test_plan_and_size_place_weights_alike(
+    model: str, profile: str, memory: str, tmp_path: Path
+) -> None:
+    """As a worker: a CPU holds a head by itself that is tied to the table, a GPU does not."""
+    if profile == "cpu":
+        path = tmp_path / "profile.json"
+        path.write_text(replace(BUILT_IN_PROFILES["a100-80"], device_type="cpu").to_json())
+        profile = str(path)
+    arguments = ("--model", model, "--profile", profile, "--device-memory", memory, "--json")
+    lengths = ("--max-tokens", "128", "--weight-objective", "throughput")
+    plan, size = (
+        json.loads(CliRunner().invoke(app, [*command, *arguments, *lengths]).stdout)
+        for command in (("plan", "--cached", "100", "--new", "9"), ("size", "--tokens", "2048"))
+    )
+    assert plan["weights_reason"] == size["placement"]["reason"]
+    assert plan["device_weight_bytes"] == size["memory"]["weight_bytes"]
+    on_host = size["placement"]["on_host"]
+    assert [plan["host_layers"], plan["head_on_host"]] == [on_host["layers"], on_host["head"]]
+    total = BUILT_IN_SHAPES[model].weight_bytes
+    if profile != "a100-80" and BUILT_IN_SHAPES[model].tied_embeddings:
+        total += BUILT_IN_SHAPES[model].embedding_bytes
+    assert plan["weights_reason"].startswith(f"{format_size(total)} of weights do not fit")
+
+
+def test_host_memory_has_room_for_the_streamed_requests_of_a_batch() -> None:
+    arguments = ["size", "--model", "opt-30b", "--profile", "a100-40", "--device-memory", "36GiB"]
+    arguments += ["--tokens", "2048", "--max-tokens", "128", "--json"]
+
+    def sized(*more: str) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(CliRunner().invoke(app, [*arguments, *more]).stdout)
+        return told
+
+    found = sized("--weight-objective", "throughput")
+    assert found["batch_streams"]
+    assert found["streamed_wanted"] == found["full_batch"]["streamed"] > 20
+    needed = found["streamed_wanted"] * found["host_request_bytes"] + 100 * found["prefix_bytes"]
+    assert found["host_memory_bytes"] == int(1.1 * needed)
+    assert sized("--weight-objective", "throughput", "--streamed", "0")["streamed_wanted"] == 0
+    # From an encoded store no request is streamed unless asked.
+    assert sized("--kv-encoding", "int8")["streamed_wanted"] == 0
 
 
 def test_encodings_shrink_the_host_and_not_the_device() -> None:

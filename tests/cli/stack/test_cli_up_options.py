@@ -38,7 +38,6 @@ from splitpoint.options import store as store_options
 from splitpoint.options import worker as worker_options
 from splitpoint.options.option import RATE, SIZE, Option, all_options
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
-from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint.shapes import Encoding, WeightFormat
 from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint.transport.access import Caller, Role, find_caller, read_tokens
@@ -48,7 +47,7 @@ from splitpoint_cli.checks.gpu import Driver, FreeMemory, Gpu
 from splitpoint_cli.checks.ports import metrics_addresses, scheduler_addresses
 from splitpoint_cli.files import share_secret
 from splitpoint_cli.main import app
-from splitpoint_cli.models import model_shape
+from splitpoint_cli.models import NamedModel, model_shape
 from splitpoint_cli.security.authority import make_certificates
 from splitpoint_cli.security.token import add_token
 from splitpoint_cli.stack import up
@@ -289,12 +288,13 @@ def test_cpu_workers_get_equal_memory_and_the_same_after_a_restart() -> None:
     # A restart runs the same command.
     sizes = [parse_worker([*each.arguments[2:]]).device_memory for each in stack.workers]
     assert sizes[0] == sizes[1]
-    caches = int(sizes[0]) - WeightSizes.of(shape).total
+    weights = NamedModel(shape, resolve_model(None)).weight_sizes(is_gpu=False).total
+    caches = int(sizes[0]) - weights
     assert 0 < caches <= worker_options.CPU_MEMORY_SHARE * memory_facts().total_bytes
     # What the arena takes is not free for workers.
     usable = memory_facts().usable_bytes
     [worker] = planned_with(host_memory=str(usable * 3 // 4)).workers
-    left = int(parse_worker([*worker.arguments[2:]]).device_memory) - WeightSizes.of(shape).total
+    left = int(parse_worker([*worker.arguments[2:]]).device_memory) - weights
     assert left < caches / 2
 
 
@@ -461,7 +461,8 @@ def test_the_check_of_memory_counts_weights_in_their_format(
     for name in ("native", "int8"):
         stack = planned(monkeypatch, "--weights", name)
         check_machine(stack, lambda *_: None)
-        assert counted[-1] == 2 * WeightSizes.of(stack.shape, WeightFormat(name)).total
+        named = NamedModel(stack.shape, stack.model)
+        assert counted[-1] == 2 * named.weight_sizes(WeightFormat(name), is_gpu=False).total
     assert counted[-1] < counted[0]
 
 

@@ -21,13 +21,21 @@ from scheduler_service.api.request import Request
 from scheduler_service.placement.account import WorkerAccount
 from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of, grant_of
 from scheduler_service.placement.plan_report import actual_plan
-from scheduler_service.placement.planning import explain, plan_attempt
+from scheduler_service.placement.planning import PlanOptions, explain, plan_attempt
 from scheduler_service.placement.waiting import Cause
 from scheduler_service.requests.admission import AdmissionQueue, Queued, Rejected
 from scheduler_service.requests.attempt import Attempt
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
-from splitpoint.planning.plan import Plan, Reason, ReasonKind, Residency, RestoreMethod
+from splitpoint.planning.plan import (
+    RECOMPUTED,
+    ForcedRestore,
+    Plan,
+    Reason,
+    ReasonKind,
+    Residency,
+    RestoreMethod,
+)
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, Numerics
 from splitpoint.transport.convert import method_to_proto
@@ -403,6 +411,20 @@ def test_tokens_on_the_device_take_no_restore() -> None:
     assert (bare.cached_tokens, bare.predicted_restore_seconds) == (cached, 0)
     # The last token is computed all the same.
     assert with_device(160, 160).device_tokens == cached
+
+
+def test_a_forced_split_restores_also_what_is_on_the_device() -> None:
+    """As the worker does: a plan that expects it there would contradict the answer."""
+    grant = replace(GRANT, device_tokens=6 * CHUNK_TOKENS)
+    lengths = {"token_count": 10 * CHUNK_TOKENS, "cached_tokens": 9 * CHUNK_TOKENS}
+    forced = PlanOptions(ForcedRestore(split_tokens=32))
+    plan, _ = plan_attempt(FACTS, grant, options=forced, **lengths)
+    bare, _ = plan_attempt(FACTS, GRANT, options=forced, **lengths)
+    assert (plan.device_tokens, plan.split_tokens) == (0, 32)
+    assert ReasonKind.ON_DEVICE not in dict(plan.reasons)
+    assert plan.predicted_restore_seconds == bare.predicted_restore_seconds > 0
+    by_tokens, _ = plan_attempt(FACTS, grant, options=PlanOptions(RECOMPUTED), **lengths)
+    assert by_tokens.device_tokens == 6 * CHUNK_TOKENS
 
 
 def test_explained_plans_and_rejections() -> None:

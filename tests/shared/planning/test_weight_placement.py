@@ -233,10 +233,15 @@ def test_for_throughput_streamed_sequences_fill_the_batch() -> None:
         # Parts of a resident sequence count for the planner.
         assert rate >= 0.95 * best
         assert resident + streamed == batch
-        assert f"16 requests of full length at once, {streamed} of them streamed" in chosen.reason
+        assert (
+            f"16 requests as long as the context at once, {streamed} of them streamed"
+            in chosen.reason
+        )
     without = placed(rates=StepRates(MIB))
     assert "streamed" not in without.reason
-    assert without.reason.endswith("5 requests of full length at once have the most tokens/s")
+    assert without.reason.endswith(
+        "5 requests as long as the context at once have the most tokens/s"
+    )
 
 
 def test_prompts_grow_to_what_computes_while_the_weights_cross() -> None:

@@ -65,6 +65,7 @@ def test_every_field_of_a_profile_survives_the_wire() -> None:
     profile = replace(
         BUILT_IN_PROFILES["h100"],
         model="llama-3.1-8b",
+        device_type="cuda",
         remote_bytes_per_second={"a:1": 2e9},
         aged_sources=("a:1",),
         prefill_overhead_seconds=3e-5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -200,7 +201,7 @@ def test_the_charge_of_a_streamed_request_is_what_it_holds(
 
 
 def test_a_worker_without_a_store_has_no_room(model: Decoder, runner: StoreRunner) -> None:
-    limits = {"max_batch_size": 4, "max_batched_tokens": 64}
+    limits: dict[str, Any] = {"max_batch_size": 4, "max_batched_tokens": 64}
     plans = [
         divide(
             model.shape,
