@@ -18,7 +18,7 @@ from splitpoint.costs.profile import MACHINES, Profile, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
 from splitpoint.planning.plan import Plan, RestoreMethod
-from splitpoint.planning.weight_placement import WeightObjective
+from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WeightObjective
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape, WeightFormat
 from splitpoint_cli.models import NamedModel, find_named, find_profiled, format_note
 from splitpoint_cli.options import takes_options
@@ -250,7 +250,7 @@ def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[
         f"{format_size(memory.cache_capacity_bytes)} "
         f"({counted(found.cached_tokens_in_memory, 'token')})",
     )
-    if found.placement.streamed_bytes:
+    if found.placement.on_host != NOTHING_ON_HOST:
         yield "weights", found.placement.reason
     yield (
         "a request",
