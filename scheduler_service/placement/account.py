@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Container, Hashable, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,8 +20,7 @@ from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import counted
 from splitpoint.costs.bottleneck import kappa_crit
 from splitpoint.costs.first_token import Backlog
-from splitpoint.planning.plan import Reason, Residency
-from splitpoint.residency.full_batch import MixedBatch
+from splitpoint.planning.plan import Residency
 from splitpoint.shapes import chunks_of
 from splitpoint.v1 import types_pb2
 
@@ -291,8 +290,6 @@ class WorkerAccount:
     def set_facts(self, facts: WorkerFacts) -> None:
         """Note what is known of the worker now; only its measured costs may have changed."""
         self.facts = facts
-        # Batches with streamed requests, by what these need: residency.py asks once.
-        self.full_batches: dict[Hashable, tuple[MixedBatch, Reason] | None] = {}
         self.page_count = facts.cache_capacity_bytes // facts.page_bytes
         self.first_token = facts.first_token()
         self.kappa_crit = kappa_crit(facts.shape, facts.profile, facts.encoding)

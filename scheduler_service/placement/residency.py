@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from scheduler_service.placement.account import Need, WorkerAccount
 from scheduler_service.placement.demand import Demand
@@ -39,6 +40,7 @@ from splitpoint.shapes import ModelShape, chunks_of
 
 # Batches that are kept of a worker: lengths and numbers of requests make new ones.
 _MOST_KEPT = 256
+_Batches = dict[tuple[BatchRoom, int], "tuple[MixedBatch, Reason] | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +126,34 @@ def reason_to_stream(
     return Reason(ReasonKind.STREAM_NOW, (*seconds, objective.value))
 
 
+class FullBatches:
+    """The answers of `best_batch`, which a queue asks for again with each look at a worker."""
+
+    def __init__(self) -> None:
+        # The worker's facts then, and its batches by room and length.
+        self._kept: WeakKeyDictionary[WorkerAccount, tuple[WorkerFacts, _Batches]] = (
+            WeakKeyDictionary()
+        )
+
+    def best(
+        self, account: WorkerAccount, room: BatchRoom, length: int
+    ) -> tuple[MixedBatch, Reason] | None:
+        """Return `best_batch` by the costs that are known of the worker now."""
+        facts, found = self._kept.get(account, (account.facts, {}))
+        if facts is not account.facts or len(found) >= _MOST_KEPT:
+            found = {}
+        self._kept[account] = (account.facts, found)
+        if (room, length) not in found:
+            found[room, length] = best_batch(account.facts, room, length)
+        return found[room, length]
+
+
 def streamed_in_full_batch(
-    demand: Demand, account: WorkerAccount, need: Need, waiting_count: Callable[[], int]
+    demand: Demand,
+    account: WorkerAccount,
+    need: Need,
+    waiting_count: Callable[[], int],
+    batches: FullBatches,
 ) -> Fits | None:
     """Return how a request is streamed that has room; None if it had better be resident.
 
@@ -156,12 +184,7 @@ def streamed_in_full_batch(
         None if slots is None else slots // streamed.slot_count,
     )
     chunks = chunks_of((demand.prompt_count + demand.token_count) // 2, worker.chunk_tokens)
-    found, key = account.full_batches, (room, chunks)
-    if key not in found:
-        if len(found) >= _MOST_KEPT:
-            found.clear()
-        found[key] = best_batch(worker, room, chunks * worker.chunk_tokens)
-    best = found[key]
+    best = batches.best(account, room, chunks * worker.chunk_tokens)
     if best is None:
         return None
     batch, reason = best

@@ -16,7 +16,11 @@ from scheduler_service.placement.footprint import (
     footprint_of,
     grant_of,
 )
-from scheduler_service.placement.residency import streamed_in_full_batch, streamed_instead
+from scheduler_service.placement.residency import (
+    FullBatches,
+    streamed_in_full_batch,
+    streamed_instead,
+)
 from scheduler_service.placement.routing import candidate_of, choose_worker
 from scheduler_service.policy.settings import PolicySettings
 from scheduler_service.worker_facts import WorkerFacts
@@ -48,6 +52,7 @@ class Workers:
         self._objective = objective
         self._waiting = waiting
         self._stores: dict[str, StoreAccount] = {}  # by address
+        self._batches = FullBatches()
 
     # -- workers ------------------------------------------------------------------
 
@@ -106,7 +111,7 @@ class Workers:
         need = need_of(account, demand, fits, answer)
         if self._objective is Objective.THROUGHPUT:
             waiting = partial(self._waiting_for, account)
-            streamed = streamed_in_full_batch(demand, account, need, waiting)
+            streamed = streamed_in_full_batch(demand, account, need, waiting, self._batches)
             if streamed is not None:
                 other = need_of(account, demand, streamed, answer)
                 # The store may lack slots where the device has pages.
