@@ -100,7 +100,7 @@ _ENCODING: Option[str] = Option(
     "Encoding of stored keys, values and activations.",
     choices=store.KV_ENCODING.choices,
 )
-_ACTIVATIONS = Option("activations", bool, True, "The store holds activations.")
+_ACTIVATIONS = Option("activations", bool, True, "The store holds activations, where they can pay.")
 _WORKER_MEMORY: Option[str | None] = replace(
     worker.DEVICE_MEMORY,
     help="Bytes of device memory of the worker; weights that do not fit stay on the host; "

@@ -25,13 +25,22 @@ def planned(*arguments: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("options", [("--no-activations",), ()])
-def test_a_fast_tier_is_loaded_from(options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (MODEL, ()),
+        ("llama-2-7b", ("--model", "llama-2-7b", "--max-tokens", "32")),
+        ("llama-2-7b", ("--model", "llama-2-7b", "--max-tokens", "32", "--no-activations")),
+    ],
+)
+def test_a_fast_tier_is_loaded_from(model: str, options: tuple[str, ...]) -> None:
+    """With X where a store keeps it: not of a model with grouped queries."""
     report = planned("--tier-tokens", "3800", "--tier-rate", "64GB/s", *options)
     # Full chunks, after the full ones of the arena.
     chunks = 3800 // CHUNK - 1000 // CHUNK
-    shape = BUILT_IN_SHAPES[MODEL]
-    token_bytes = shape.kv_bytes_per_token + (0 if options else shape.activation_bytes_per_token)
+    shape, token_bytes = BUILT_IN_SHAPES[model], BUILT_IN_SHAPES[model].kv_bytes_per_token
+    if model != MODEL and "--no-activations" not in options:
+        token_bytes += shape.activation_bytes_per_token
     seconds = ROUND_TRIP_SECONDS + chunks * CHUNK * token_bytes / 64e9
     assert (report["fetched_tokens"], report["fetch_source"]) == (chunks * CHUNK, "disk")
     assert report["cached_tokens"] == 3800 // CHUNK * CHUNK
