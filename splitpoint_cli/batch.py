@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import signal
 import time
@@ -27,7 +26,6 @@ from splitpoint.options.option import Option
 from splitpoint.transport.tls import PLAIN, Identity, client_identity
 from splitpoint_cli.options import Address, CaFile, TokenFile, of, takes_options
 from splitpoint_cli.output import (
-    EXIT_HELP,
     AsJson,
     OutputFile,
     err,
@@ -35,6 +33,7 @@ from splitpoint_cli.output import (
     hand_over,
     print_table,
     seconds_text,
+    with_exit_codes,
 )
 from splitpoint_cli.signals import handled_by
 from splitpoint_cli.stack.options import HOST_MEMORY
@@ -168,6 +167,7 @@ class BatchOptions:
         return given
 
 
+@with_exit_codes
 @takes_options
 def batch(
     options: BatchOptions,
@@ -235,9 +235,6 @@ def batch(
     seconds = time.monotonic() - began
     report = _report(totals, options.order, seconds)
     hand_over(report, lambda: _show(totals, seconds), as_json=as_json, output=output)
-
-
-batch.__doc__ = f"{inspect.cleandoc(batch.__doc__ or '')}\n\n{EXIT_HELP}"
 
 
 @contextmanager

@@ -7,12 +7,13 @@ the one has the other.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from google.rpc import code_pb2
@@ -30,6 +31,8 @@ from splitpoint_cli.files import check_output
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Command = TypeVar("Command", bound=Callable[..., None])
+
 # Results go to stdout, everything about them to stderr.
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -39,6 +42,12 @@ EXIT_HELP = (
     "extra; 3 UNAVAILABLE; 4 DEADLINE_EXCEEDED; 5 RESOURCE_EXHAUSTED; 130 interrupted; "
     "1 anything else."
 )
+
+
+def with_exit_codes(command: Command) -> Command:
+    """Return a command whose help ends with the exit codes."""
+    command.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{EXIT_HELP}"
+    return command
 
 
 def code_name(error: SplitpointError) -> str:

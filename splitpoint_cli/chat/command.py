@@ -23,7 +23,7 @@ from splitpoint_cli.chat import terminal
 from splitpoint_cli.chat.conversation import Command, Conversation, Turn, check_known, entries
 from splitpoint_cli.files import check_output, write_private_json
 from splitpoint_cli.options import Address, CaFile, TokenFile, configurable, of
-from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile, hand_over, print_error
+from splitpoint_cli.output import AsJson, OutputFile, hand_over, print_error, with_exit_codes
 from splitpoint_cli.request.generate import tell_retry
 from splitpoint_cli.request.options import RequestOptions, request_of
 
@@ -59,6 +59,7 @@ class ChatOptions(RequestOptions):
     explain: bool = of(EXPLAIN)
 
 
+@with_exit_codes
 @configurable
 def chat(
     *,
@@ -83,9 +84,6 @@ def chat(
         talk.greet()
         talk.run()
     hand_over(conversation.report(), _nothing, as_json=as_json, output=output)
-
-
-chat.__doc__ = f"{chat.__doc__}\n\n{EXIT_HELP}"
 
 
 def _nothing() -> None:

@@ -16,13 +16,13 @@ from splitpoint_cli.bench.ending import ending_by_signals
 from splitpoint_cli.bench.harness import Progress, hand_over_report
 from splitpoint_cli.eval.report import report_of, table_of
 from splitpoint_cli.eval.workload import EvalWorkload, default_selections, read_selections
-from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile
+from splitpoint_cli.output import AsJson, OutputFile, with_exit_codes
 
 _Model = Annotated[
     str | None,
     typer.Argument(
         help="Checkpoint folder or Hugging Face name; default: the bundled model.",
-        metavar="[DIR|NAME]",
+        metavar="DIR|NAME",
     ),
 ]
 _Select = Annotated[
@@ -84,6 +84,7 @@ _Artifacts = Annotated[
 ]
 
 
+@with_exit_codes
 @ending_by_signals
 def evaluate(
     model: _Model = None,
@@ -131,6 +132,3 @@ def evaluate(
 
     report = report_of(workload, *run_all(workload, Progress()))
     hand_over_report(report, table_of, as_json=as_json, output=output)
-
-
-evaluate.__doc__ = f"{evaluate.__doc__}\n\n{EXIT_HELP}"

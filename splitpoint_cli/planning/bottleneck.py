@@ -27,7 +27,6 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
 from splitpoint_cli.models import KNOWN_SHAPES, find_shape
 from splitpoint_cli.output import (
-    EXIT_HELP,
     AsJson,
     OutputFile,
     check_picture,
@@ -37,6 +36,7 @@ from splitpoint_cli.output import (
     print_table,
     save_picture,
     seconds_text,
+    with_exit_codes,
 )
 from splitpoint_cli.planning.size import restore_words
 from splitpoint_cli.top.bars import amount
@@ -210,6 +210,7 @@ def case_of(
     return Case(shape, machine, limits, memory)
 
 
+@with_exit_codes
 def bottleneck(
     model: Annotated[
         list[str] | None,
@@ -301,9 +302,6 @@ def bottleneck(
         as_json=as_json,
         output=output,
     )
-
-
-bottleneck.__doc__ = f"{bottleneck.__doc__}\n\n{EXIT_HELP}"
 
 
 def _machine(name: str, link_rate: str | None, tflops: float | None) -> Machine:

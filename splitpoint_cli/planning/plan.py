@@ -22,13 +22,13 @@ from splitpoint.tiers import Tier
 from splitpoint_cli.models import NamedModel, costs_for, find_named, format_note
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import (
-    EXIT_HELP,
     AsJson,
     OutputFile,
     facts_table,
     hand_over,
     print_table,
     seconds_text,
+    with_exit_codes,
 )
 from splitpoint_cli.planning.options import PlanOptions
 from splitpoint_cli.planning.sizing import Divided, Node, divided
@@ -88,6 +88,7 @@ _SCHEDULES = {
 }
 
 
+@with_exit_codes
 @takes_options
 def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = None) -> None:
     """Print the split point of a request, and the reason. Needs no server and no GPU.
@@ -114,9 +115,6 @@ def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = Non
     if note is not None:
         rows.append(("not on this GPU", note))
     hand_over(report, lambda: print_table(facts_table(rows)), as_json=as_json, output=output)
-
-
-plan.__doc__ = f"{plan.__doc__}\n\n{EXIT_HELP}"
 
 
 def _with_tier(options: PlanOptions, shape: ModelShape, costs: Profile, request: PlanInput) -> Plan:

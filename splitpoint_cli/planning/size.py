@@ -23,13 +23,13 @@ from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape, WeightForma
 from splitpoint_cli.models import NamedModel, find_named, find_profiled, format_note
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import (
-    EXIT_HELP,
     AsJson,
     OutputFile,
     facts_table,
     hand_over,
     print_table,
     seconds_text,
+    with_exit_codes,
 )
 from splitpoint_cli.planning.options import SizeOptions
 from splitpoint_cli.planning.sizing import Load, Node, Sizing, host_memory_of, size_up
@@ -97,6 +97,7 @@ def restore_words(plan: Plan) -> str:
     return f"{took} ({whole} loaded): split {plan.split_tokens:,} of {plan.cached_tokens:,}"
 
 
+@with_exit_codes
 @takes_options
 def size(
     options: SizeOptions,
@@ -142,9 +143,6 @@ def size(
         *([] if note is None else [("not on this GPU", note)]),
     ]
     hand_over(report, lambda: print_table(facts_table(rows)), as_json=as_json, output=output)
-
-
-size.__doc__ = f"{size.__doc__}\n\n{EXIT_HELP}"
 
 
 def _node(options: SizeOptions, served: NamedModel, costs: Profile) -> Node:

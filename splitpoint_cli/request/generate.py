@@ -20,7 +20,6 @@ from splitpoint.selection import SelectionUsage
 from splitpoint.transport.tls import client_identity
 from splitpoint_cli.options import Address, CaFile, TokenFile, configurable
 from splitpoint_cli.output import (
-    EXIT_HELP,
     AsJson,
     OutputFile,
     err,
@@ -29,6 +28,7 @@ from splitpoint_cli.output import (
     print_table,
     seconds_text,
     show_reason,
+    with_exit_codes,
 )
 from splitpoint_cli.request import options
 
@@ -224,6 +224,7 @@ def plan_json(plan: ExplainedPlan) -> dict[str, object]:
     }
 
 
+@with_exit_codes
 @configurable
 def generate(
     *,
@@ -248,9 +249,6 @@ def generate(
         completion = _collect_until_interrupted(generation, stream=not as_json)
     asked = request.get("split")
     _report(completion, asked, as_json=as_json, output=output, with_reason=given.explain)
-
-
-generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"
 
 
 def tell_retry(error: Retryable, address: str) -> None:

@@ -10,7 +10,15 @@ import typer
 from splitpoint.config import counted
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.options import takes_options
-from splitpoint_cli.output import EXIT_HELP, AsJson, OutputFile, err, hand_over, out, print_table
+from splitpoint_cli.output import (
+    AsJson,
+    OutputFile,
+    err,
+    hand_over,
+    out,
+    print_table,
+    with_exit_codes,
+)
 from splitpoint_cli.simulate import options
 from splitpoint_cli.simulate.find import find_devices
 from splitpoint_cli.simulate.measures import read_goals
@@ -20,6 +28,7 @@ from splitpoint_cli.simulate.run import simulate as run
 from splitpoint_cli.traces.statistics import describe
 
 
+@with_exit_codes
 @takes_options
 def simulate(
     given: SimulateOptions,
@@ -74,9 +83,6 @@ def simulate(
     hand_over(report, lambda: _show(report), as_json=as_json, output=output)
     if given.find and report["find"]["device_count"] is None:
         raise typer.Exit(1)
-
-
-simulate.__doc__ = f"{simulate.__doc__}\n\n{EXIT_HELP}"
 
 
 def _show(report: dict[str, Any]) -> None:
