@@ -31,7 +31,7 @@ _PROFILE: Option[str] = Option(
     is_required=True,
 )
 _CACHED: Option[int] = Option(
-    "cached", int, 0, "Number of cached prefix tokens (K).", unit="K", is_required=True, least=0
+    "cached", int, 0, "Number of cached prefix tokens (K).", unit="K", is_required=True
 )
 _TIER_TOKENS: Option[int] = Option(
     "tier-tokens",
@@ -51,7 +51,7 @@ _TIER_RATE: Option[str | None] = Option(
     unit=RATE,
 )
 _NEW: Option[int] = Option(
-    "new", int, 0, "Number of new prompt tokens (T).", unit="T", is_required=True, least=1
+    "new", int, 0, "Number of new prompt tokens (T).", unit="T", is_required=True
 )
 _MAX_TOKENS: Option[int] = Option(
     "max-tokens", int, 128, "Number of generated tokens, for the footprint.", unit="N", least=1
