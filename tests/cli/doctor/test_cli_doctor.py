@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -312,7 +313,7 @@ def test_device_memory_is_divided_as_a_worker_does(more: tuple[str, ...]) -> Non
     """Also the weights: those of an own worker, to a byte."""
     folder = resolve_model(None)
     source = source_of(folder)
-    held = {"max_batch_size": 32, "max_batched_tokens": 512}
+    held: Any = {"max_batch_size": 32, "max_batched_tokens": 512}
     layout = ArenaLayout.of(
         source.config.shape,
         chunk_tokens=64,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -416,7 +417,7 @@ def test_tokens_on_the_device_take_no_restore() -> None:
 def test_a_forced_split_restores_also_what_is_on_the_device() -> None:
     """As the worker does: a plan that expects it there would contradict the answer."""
     grant = replace(GRANT, device_tokens=6 * CHUNK_TOKENS)
-    lengths = {"token_count": 10 * CHUNK_TOKENS, "cached_tokens": 9 * CHUNK_TOKENS}
+    lengths: Any = {"token_count": 10 * CHUNK_TOKENS, "cached_tokens": 9 * CHUNK_TOKENS}
     forced = PlanOptions(ForcedRestore(split_tokens=32))
     plan, _ = plan_attempt(FACTS, grant, options=forced, **lengths)
     bare, _ = plan_attempt(FACTS, GRANT, options=forced, **lengths)
