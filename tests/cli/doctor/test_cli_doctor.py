@@ -30,6 +30,7 @@ from splitpoint_cli.models import NamedModel, model_shape
 from splitpoint_cli.security.authority import make_certificates
 from splitpoint_cli.stack.child import child_environment
 from worker_service.device.memory import divide_device
+from worker_service.kernels.choice import by_flags, use
 from worker_service.startup.model_source import source_of
 
 COMMAND = [sys.executable, "-m", "splitpoint_cli", "doctor"]
@@ -310,7 +311,8 @@ def test_a_draft_model(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("more", [(), ("--max-batch", "8"), ("--kv-encoding", "int8")])
 def test_device_memory_is_divided_as_a_worker_does(more: tuple[str, ...]) -> None:
-    """Also the weights: those of an own worker, to a byte."""
+    """Also the weights, which a CPU worker mostly holds in panels."""
+    use(by_flags(torch.bfloat16, []).parsed("linear=panels"))
     folder = resolve_model(None)
     source = source_of(folder)
     held: Any = {"max_batch_size": 32, "max_batched_tokens": 512}
