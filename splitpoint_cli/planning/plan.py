@@ -290,5 +290,5 @@ def _step(costs: Profile, request: PlanInput, answer: Plan) -> list[tuple[str, s
         return []
     text = f"{seconds_text(answer.predicted_step_seconds)} for this request alone"
     if not costs.step_compute_seconds and request.step_compute_seconds is None:
-        text += "; the step's own compute is not counted: the profile lacks it (give --step-ms)"
+        text += ", the step's own compute not counted: the profile lacks it (give --step-ms)"
     return [("each decode step", text)]
