@@ -32,7 +32,7 @@ async def test_prefill_and_decode_are_compute(tmp_path: Path, residency: Residen
         # Every step is in the trace: as one span, or with the last part of each layer.
         names = Counter(span.name for span in computed)
         whole = sum(count for name, count in names.items() if name.endswith(" step"))
-        streamed, rest = divmod(names["output"], len(engine.model.layers))
+        streamed, rest = divmod(names["finish"], len(engine.model.layers))
         assert (whole + streamed, rest) == (last.step_count, 0)
         assert (streamed > 0) is (residency is Residency.STREAMED)
         # What the worker tells are these spans. No two overlap, so they never exceed the time.

@@ -196,18 +196,6 @@ class DeviceCache:
         memory = self.page_memory
         return 0 if memory is None else memory.first_use_count * memory.page_bytes
 
-    def write(
-        self,
-        layer: int,
-        pages: torch.Tensor,
-        rows: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """Store K and V `[N, n_kv, d]` at `pages[i], rows[i]` (int64 `[N]` each)."""
-        self.keys[layer][pages, :, rows] = keys
-        self.values[layer][pages, :, rows] = values
-
     def inputs_in_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pages' memory as two planes for X, `[page_count, chunk_tokens, h]`.
 

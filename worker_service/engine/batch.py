@@ -20,7 +20,8 @@ from worker_service.engine.sequence import Segment, Sequence, device_pages
 from worker_service.engine.streamed_builder import StreamedBuilder
 from worker_service.engine.streamed_step import StreamedPrefill, StreamedStep, query_counts
 from worker_service.graphs.decode_graphs import DecodeGraphs, GraphSlot
-from worker_service.model.attention import decode_partial, prefill
+from worker_service.kernels.row_wise import write
+from worker_service.model.attention import decode, prefill
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.model import Layer
 from worker_service.model.span_attention import SpanView
@@ -99,7 +100,8 @@ class Batch:
         values: torch.Tensor,
     ) -> None:
         """Write this step's K and V, and X where it is kept, into the cache."""
-        cache.write(layer, self.pages, self.rows, keys, values)
+        planes = (cache.keys[layer], cache.values[layer])
+        write(*planes, self.pages, self.rows, keys, values)
         if self.inputs is not None:
             kept = inputs.index_select(0, self.inputs.index)
             cache.write_inputs(layer, self.inputs.pages, self.inputs.rows, kept)
@@ -159,18 +161,9 @@ class Batch:
         queries = queries[: self.decode_plan.query_count]
         if self.streamed is not None and prefetcher is not None:
             return self.streamed.attend_decodes(cache, prefetcher, index, layer, queries)
-        call = partial(
-            decode_partial,
-            queries,
-            cache.keys[index],
-            cache.values[index],
-            self.decode_plan,
-            window=layer.window,
-            scale=layer.scale,
-            cap=layer.cap,
-        )
-        whole = compute(prefetcher, "attend", index, call)
-        return whole.attended(queries.dtype, layer.sinks)
+        planes = (cache.keys[index], cache.values[index])
+        call = partial(decode, queries, *planes, self.decode_plan, layer)
+        return compute(prefetcher, "attend", index, call)
 
 
 def build_batch(

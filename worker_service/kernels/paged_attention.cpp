@@ -9,14 +9,13 @@
 // steps that a prompt is computed in. Sums are fp32. It is compiled for one HEAD_DIM and one ELEMENT.
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "vectors.h"
 
 static const int VECTORS = (HEAD_DIM + LANES - 1) / LANES;
 static const int REST = HEAD_DIM % LANES;
 // Query heads of a block: their sums stay in registers.
-static const int MOST_HEADS = VECTORS <= 4 ? 4 : VECTORS <= 8 ? 2 : 1;
+static const int MOST_HEADS = NARROW || VECTORS <= 4 ? 4 : VECTORS <= 8 ? 2 : 1;
 // Rows of a unit: UNIT_ROWS of paged_attention.py. Their scores stay in the first cache.
 static const int ROWS = 128;
 static const int WIDTH = VECTORS * LANES;
@@ -25,27 +24,10 @@ static const float LEAST = -3.402823466e+38f;
 // Vector i of one row of HEAD_DIM elements; the last one may be short.
 template <class T>
 static inline Floats load_part(const T* row, int i) {
-  if (REST == 0 || i < VECTORS - 1) return load(row + i * LANES);
-  T rest[LANES] = {};
-  memcpy(rest, row + i * LANES, REST * sizeof(T));
-  return load(rest);
+  return REST == 0 ? load(row + i * LANES) : load_some(row + i * LANES, HEAD_DIM - i * LANES);
 }
-
-// Stores vector i of one row of HEAD_DIM elements: the reverse of `load_part`.
 static inline void store_part(Element* row, int i, Floats values) {
-  if (REST == 0 || i < VECTORS - 1) return store(row + i * LANES, values);
-  Element rest[LANES];
-  store(rest, values);
-  memcpy(row + i * LANES, rest, REST * sizeof(Element));
-}
-
-// The sum of all lanes, in a fixed order.
-static inline float sum(Floats v) {
-  v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-  v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-  v += __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  return v[0];
+  store_some(row + i * LANES, values, HEAD_DIM - i * LANES);
 }
 
 static inline float exponential(float x) { return exponential(all(x))[0]; }
@@ -100,42 +82,81 @@ struct Merging {
 
 // -- decode: few queries of each sequence, one unit after the other ------------------------------
 
+// Vector i of one row of HEAD_DIM elements, in registers.
+static inline Vector part_of(const Element* row, int i) {
+  return REST == 0 || i < VECTORS - 1 ? vector_of(row + i * LANES) : vector_of(load_part(row, i));
+}
+
+#if NARROW
+// The sums of the lanes of 8 vectors, of whose halves these are the sums: `sum`'s tree, 8 at once.
+static inline __m256 sums_of(const __m256 (&rows)[8]) {
+  __m256 pairs[4], fours[2];
+  for (int i = 0; i < 4; i++)
+    pairs[i] = _mm256_add_ps(_mm256_permute2f128_ps(rows[i], rows[i + 4], 0x20),
+                             _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x31));
+  for (int i = 0; i < 2; i++)
+    fours[i] = (__m256)_mm256_add_ps(_mm256_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44),
+                                     _mm256_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xee));
+  return _mm256_add_ps(_mm256_shuffle_ps(fours[0], fours[1], 0x88), _mm256_shuffle_ps(fours[0], fours[1], 0xdd));
+}
+#endif
+
 // Scores of H query heads with `count` consecutive keys, ROWS apart. `seen`: keys at a 0 are not read
-// and have no score; null: all are read.
+// and have no score; null: all are read. Behind the last key there is room for a vector.
 template <int H>
 static inline void score(const Element* keys, const float* queries, int count, float* scores,
                          const uint8_t* seen) {
-  Floats query[H][VECTORS];
-  for (int h = 0; h < H; h++)
-    for (int i = 0; i < VECTORS; i++) query[h][i] = load(queries + (h * VECTORS + i) * LANES);
-  for (int row = 0; row < count; row++, keys += HEAD_DIM) {
-    if (seen && !seen[row]) continue;
-    Floats products[H];
-    Floats key = load_part(keys, 0);
-    for (int h = 0; h < H; h++) products[h] = rounded(key * query[h][0]);
-    for (int i = 1; i < VECTORS; i++) {
-      key = load_part(keys, i);
-      for (int h = 0; h < H; h++) products[h] = multiply_add(key, query[h][i], products[h]);
+  const int at_once = NARROW ? 8 : 1;
+  for (int first = 0; first < count; first += at_once) {
+#if NARROW
+    __m256 halves[H][8] = {};
+#endif
+    for (int row = first; row < std::min(first + at_once, count); row++, keys += HEAD_DIM) {
+      if (seen && !seen[row]) continue;
+      Vector products[H] = {};
+      for (int i = 0; i < VECTORS; i++) {
+        const Vector key = part_of(keys, i);
+        for (int h = 0; h < H; h++)
+          products[h] = add_to(products[h], key, vector_of(queries + (h * VECTORS + i) * LANES));
+      }
+      for (int h = 0; h < H; h++) {
+#if NARROW
+        halves[h][row - first] = _mm256_add_ps(products[h].low, products[h].high);
+#else
+        scores[h * ROWS + row] = sum(products[h]);
+#endif
+      }
     }
-    for (int h = 0; h < H; h++) scores[h * ROWS + row] = sum(products[h]);
+#if NARROW
+    for (int h = 0; h < H; h++) _mm256_storeu_ps(scores + h * ROWS + first, sums_of(halves[h]));
+#endif
   }
 }
 
-// The sums of `count` consecutive values by the weights of H heads. `seen`: see `score`.
-template <int H>
-static inline void add_values(const Element* values, const float* weights, int count, float* sums,
-                              const uint8_t* seen) {
-  Floats added[H][VECTORS] = {};
+// The sums of `count` consecutive values by the weights of H heads, P vectors of them at once: they stay in
+// registers. `seen`: see `score`.
+template <int H, int P>
+static inline void add_parts(const Element* values, const float* weights, int count, int part, float* sums,
+                             const uint8_t* seen) {
+  Vector added[H][P] = {};
   for (int row = 0; row < count; row++, values += HEAD_DIM) {
     if (seen && !seen[row]) continue;
-    for (int i = 0; i < VECTORS; i++) {
-      const Floats value = load_part(values, i);
-      for (int h = 0; h < H; h++)
-        added[h][i] = multiply_add(value, all(weights[h * ROWS + row]), added[h][i]);
+    for (int i = 0; i < P; i++) {
+      const Vector value = part_of(values, part + i);
+      for (int h = 0; h < H; h++) added[h][i] = add_to(added[h][i], weights[h * ROWS + row], value);
     }
   }
   for (int h = 0; h < H; h++)
-    for (int i = 0; i < VECTORS; i++) store(sums + (h * VECTORS + i) * LANES, added[h][i]);
+    for (int i = 0; i < P; i++) store(sums + (h * VECTORS + part + i) * LANES, added[h][i]);
+}
+template <int H>
+static inline void add_values(const Element* values, const float* weights, int count, float* sums,
+                              const uint8_t* seen) {
+  // Of 16 registers, the sums take at most 8, and more than half of them, or each waits for its last product.
+  constexpr int P = NARROW ? std::max(1, std::min(4 / H, VECTORS)) : VECTORS;
+  int part = 0;
+  for (; part + P <= VECTORS; part += P) add_parts<H, P>(values, weights, count, part, sums, seen);
+  for (; part < VECTORS; part++) add_parts<H, 1>(values, weights, count, part, sums, seen);
 }
 
 // What `attend_units` is called with; paged_attention.py has the same structure.
@@ -154,9 +175,10 @@ struct Units {
   float *part_sums, *part_peaks, *part_totals;
   // Query q has units firsts[q] ... firsts[q + 1] - 1, in the order of positions; places: of parts.
   const int32_t *places, *firsts;
-  // The queries' state, sums [., n_q, d], peaks and totals [., n_q]: read and written. Null: parts
-  // are not merged yet.
+  // The queries' state, sums [., n_q, d], peaks and totals [., n_q]: read and written. Null: there is none.
   float *sums, *peaks, *totals;
+  // [., n_q, d], the normalised sums behind the last round. Null: not wanted, and parts without a state wait.
+  Element* attended;
   // Elements between pages, and between heads, of keys and of values.
   int64_t key_page, key_head, value_page, value_head;
   int32_t round_count, query_count, query_heads, kv_heads, page_rows, threads;
@@ -166,7 +188,7 @@ struct Units {
 // Attends unit `n` with query heads [first, first + H), which share KV head `head`.
 template <int H>
 static void attend_heads(const Units& call, int n, int head, int first) {
-  alignas(64) float queries[H * WIDTH], scores[H * ROWS];
+  alignas(64) float queries[H * WIDTH], scores[H * ROWS + LANES];
   const Element* row = call.queries + ((int64_t)call.owners[n] * call.query_heads + first) * HEAD_DIM;
   for (int h = 0; h < H; h++, row += HEAD_DIM)
     for (int i = 0; i < VECTORS; i++)
@@ -216,11 +238,12 @@ static void attend_unit(const Units& call, int n, int head) {
 static void merge(const Units& call, int round, int query, int head) {
   const int begin = call.firsts[query] + call.ranks[round];
   const int end = std::min(call.firsts[query] + call.ranks[round + 1], call.firsts[query + 1]);
-  if (begin >= end) return;
+  const bool is_last = call.attended && round == call.round_count - 1;
+  if (begin >= end && !is_last) return;
   const int64_t row = (int64_t)query * call.query_heads + head;
-  float peak = call.peaks[row], total = call.totals[row];
+  float peak = call.sums ? call.peaks[row] : LEAST, total = call.sums ? call.totals[row] : 0;
   Floats sums[VECTORS] = {};
-  memcpy(sums, call.sums + row * HEAD_DIM, HEAD_DIM * sizeof(float));
+  if (call.sums) memcpy(sums, call.sums + row * HEAD_DIM, HEAD_DIM * sizeof(float));
   for (int n = begin; n < end; n++) {
     const int64_t place = (int64_t)call.places[n] * call.query_heads + head;
     const Merging merging(peak, total, call.part_peaks[place], call.part_totals[place]);
@@ -228,6 +251,10 @@ static void merge(const Units& call, int round, int query, int head) {
     total = merging.total;
     for (int i = 0; i < VECTORS; i++)
       sums[i] = merging(sums[i], load(call.part_sums + place * WIDTH + i * LANES));
+  }
+  if (is_last) {
+    for (int i = 0; i < VECTORS; i++) store_part(call.attended + row * HEAD_DIM, i, sums[i] / total);
+    return;
   }
   memcpy(call.sums + row * HEAD_DIM, sums, HEAD_DIM * sizeof(float));
   call.peaks[row] = peak;
@@ -247,7 +274,7 @@ extern "C" void attend_units(const Units* given) {
       for (int i = call.groups[group]; i < call.groups[group + 1]; i++)
         attend_unit(call, call.order[i], head);
     }
-    if (call.sums) {
+    if (call.sums || call.attended) {
 #pragma omp for schedule(static)
       for (int row = 0; row < call.query_count * call.query_heads; row++)
         merge(call, round, row / call.query_heads, row % call.query_heads);
@@ -287,20 +314,6 @@ static const int BESIDE = 2;
 // Floats between the lines of transposed keys: an odd number of cache lines, or few sets have them.
 static const int LINE = ROWS + LANES;
 
-// A thread's memory: it stays for the next call.
-struct Room {
-  float* memory = nullptr;
-  size_t size = 0;
-  ~Room() { free(memory); }
-  float* of(size_t wanted) {
-    if (wanted > size) {
-      free(memory);
-      memory = (float*)aligned_alloc(64, (wanted * sizeof(float) + 63) / 64 * 64);
-      size = memory ? wanted : 0;
-    }
-    return memory;
-  }
-};
 static thread_local Room room;
 
 // Rows [low, high) of a unit.
@@ -322,7 +335,9 @@ struct Block {
   float *queries, *sums, *peaks, *totals, *keys, *values, *scores;
 
   static int padded_rows(const Prompt& call) { return (call.block_rows + BUNCH - 1) / BUNCH * BUNCH; }
-  static size_t floats(int rows) { return rows * (2 * WIDTH + 2) + WIDTH * (LINE + ROWS) + BUNCH * ROWS; }
+  static size_t bytes(int rows) {
+    return (rows * (2 * WIDTH + 2) + WIDTH * (LINE + ROWS) + BUNCH * ROWS) * sizeof(float);
+  }
 
   Block(const Prompt& given, int kv_head, int block, float* memory)
       : call(given), head(kv_head), group(given.query_heads / given.kv_heads) {
@@ -534,7 +549,7 @@ extern "C" int attend_prompt(const Prompt* given) {
   int failed = 0;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads) reduction(| : failed)
   for (int task = 0; task < blocks * call.kv_heads; task++) {
-    float* memory = room.of(Block::floats(Block::padded_rows(call)));
+    float* memory = (float*)room.of(Block::bytes(Block::padded_rows(call)));
     if (!memory) {
       failed = 1;
       continue;

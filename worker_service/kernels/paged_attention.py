@@ -17,7 +17,7 @@ from worker_service.kernels.compiled import ELEMENTS, LANES, content, load
 _POINTERS = (
     *("queries", "keys", "values", "pages", "lows", "highs", "owners", "seen", "order", "groups"),
     *("cuts", "ranks", "part_sums", "part_peaks", "part_totals", "places", "firsts"),
-    *("sums", "peaks", "totals"),
+    *("sums", "peaks", "totals", "attended"),
 )
 _TABLES = (
     *("pages", "lows", "highs", "owners", "firsts"),
@@ -156,9 +156,26 @@ def attend_units(
     `seen`: see `decode_partial`. Raises NoKernels, if the kernel for this type and d cannot be
     compiled.
     """
-    state, parts = _state(queries), _Parts(units.room, queries).fields()
-    _attend(units, queries, keys, values, scale, cap, seen, parts, state)
+    state = _state(queries)
+    _attend(units, queries, keys, values, scale, cap, seen, _state_fields(state))
     return state
+
+
+def attend_all(
+    units: Units,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scale: float,
+    cap: float | None,
+) -> torch.Tensor:
+    """Return the normalised result `[B, n_q * d]` of `attend_units`; each query sees some key."""
+    results = {"attended": queries.new_empty(len(queries), queries.shape[1] * queries.shape[2])}
+    if len(units.cuts) > 2:
+        results |= _state_fields(_state(queries))
+    _attend(units, queries, keys, values, scale, cap, None, results)
+    return results["attended"]
 
 
 class UnitParts:
@@ -185,14 +202,14 @@ class UnitParts:
         seen: torch.Tensor | None = None,
     ) -> None:
         """Attend the next units: see `attend_units`. Raises ValueError if there is no room."""
-        parts, state = self._kept, None
+        kept = self._kept
         first, self._count = self._count, self._count + len(units.owners)
-        if parts is None:
-            parts, state, first = _Parts(units.room, self._queries), self._state, 0
-        elif self._count > parts.count or len(units.cuts) > 2:
-            raise ValueError(f"{self._count} units where {parts.count} were planned")
-        fields = parts.fields(first)
-        _attend(units, self._queries, keys, values, scale, cap, seen, fields, state)
+        results = _state_fields(self._state)
+        if kept is not None:
+            if self._count > kept.count or len(units.cuts) > 2:
+                raise ValueError(f"{self._count} units where {kept.count} were planned")
+            results = kept.fields(first)
+        _attend(units, self._queries, keys, values, scale, cap, seen, results)
 
     def merged(self) -> Partial:
         """Return the attention over all units. Raises ValueError if some are missing."""
@@ -233,17 +250,18 @@ def _attend(
     scale: float,
     cap: float | None,
     seen: torch.Tensor | None,
-    parts: dict[str, torch.Tensor],
-    state: Partial | None,
+    results: dict[str, torch.Tensor],
 ) -> None:
-    """Attend units, and merge their parts onto the state, if one is given."""
+    """Attend units; `results`: the state onto which parts are merged, or room where they wait."""
     queries, keys, values = queries.contiguous(), _with_rows(keys), _with_rows(values)
-    tables = {name: getattr(units, name) for name in _TABLES} | parts
+    tables = {name: getattr(units, name) for name in _TABLES} | results
+    if "part_sums" not in results:
+        tables |= _Parts(units.room, queries).fields()
     if seen is not None:
         tables["seen"] = seen
     _call(
         queries,
-        tables if state is None else tables | _state_fields(state),
+        tables,
         {
             **_plane_fields(queries, keys, values),
             "round_count": len(units.cuts) - 1,

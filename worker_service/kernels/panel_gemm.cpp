@@ -14,7 +14,7 @@
 // MXFP4: codes stand for one of 16 numbers, and a byte for a scale of each column and group, a power of 2
 // (OCP Microscaling Formats 1.0, 5.1 and 5.3.3). All else is as of int4, without zeros.
 
-#include "vectors.h"
+#include "row_wise.h"
 
 #include <algorithm>
 #include <memory>
@@ -26,42 +26,6 @@
 #define INT4 2
 #define MXFP4 3
 #define IN_GROUPS (WEIGHT >= INT4)
-
-// What registers hold of a panel's columns: compilers keep vectors of 64 bytes in memory where registers have 32.
-#if !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-struct Vector {
-  __m256 low, high;
-};
-static inline Vector vector_of(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
-static inline __m256 half_of(const int8_t* from) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-}
-static inline __m256 half_of(const uint16_t* from) {
-  const __m128i halves = _mm_loadu_si128((const __m128i*)from);
-#if ELEMENT == FLOAT16
-  return _mm256_cvtph_ps(halves);
-#else
-  return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
-#endif
-}
-template <class W>
-static inline Vector vector_of(const W* from) { return {half_of(from), half_of(from + 8)}; }
-static inline Vector add_to(Vector sum, float input, Vector column) {
-  const __m256 factor = _mm256_set1_ps(input);
-  return {_mm256_fmadd_ps(factor, column.low, sum.low), _mm256_fmadd_ps(factor, column.high, sum.high)};
-}
-static inline void store(float* to, Vector values) {
-  // Or GCC keeps the first of them in memory while int8 is read, which could be anything's bytes.
-  asm("" : "+x"(values.low), "+x"(values.high));
-  _mm256_storeu_ps(to, values.low);
-  _mm256_storeu_ps(to + 8, values.high);
-}
-#else
-typedef Floats Vector;
-template <class W>
-static inline Vector vector_of(const W* from) { return load(from); }
-static inline Vector add_to(Vector sum, float input, Vector column) { return multiply_add(all(input), column, sum); }
-#endif
 
 // Weights of two inputs in one word, for an instruction that multiplies and adds both.
 #if ELEMENT == BFLOAT16 && defined(__AVX512BF16__) && !IN_GROUPS
@@ -116,7 +80,7 @@ struct Call {
   const float* scales;  // of each column; null: 1, or within the panels
   const Element *bias, *other;
   Element* outputs;
-  Input* packed;
+  Input* packed;      // room for the rows
   float* group_sums;  // of inputs, of each row and group; int4 only
   int64_t row_stride, other_stride, row_count, in_features, out_features, group;
   int32_t operation, threads;
@@ -125,6 +89,10 @@ struct Call {
 
 static inline int64_t packed_depth(int64_t in_features) { return (in_features + PAIR - 1) / PAIR; }
 static inline int64_t block_count(const Call& call) { return (call.row_count + ROWS - 1) / ROWS; }
+// All blocks have as many rows, but the last one: a block of one or two waits for each of its products.
+static inline int64_t block_rows(const Call& call) {
+  return (call.row_count + block_count(call) - 1) / block_count(call);
+}
 static inline int64_t panel_count(const Call& call) { return (call.out_features + COLUMNS - 1) / COLUMNS; }
 static inline int64_t group_count(const Call& call) {
   return call.group ? (call.in_features + call.group - 1) / call.group : 0;
@@ -157,10 +125,11 @@ static inline Input input_of(const Call& call, const Element* row, int64_t k) {
 // Packs inputs [first, last) of a block of rows, with int4 a group: those of one input side by side.
 static void pack(const Call& call, int64_t block, int64_t first, int64_t last) {
   const int64_t depth = packed_depth(call.in_features);
-  const int count = (int)std::min<int64_t>(ROWS, call.row_count - block * ROWS);
-  Input* to = call.packed + block * ROWS * depth;
+  const int64_t begin = block * block_rows(call);
+  const int count = (int)std::min(block_rows(call), call.row_count - begin);
+  Input* to = call.packed + begin * depth;
   for (int r = 0; r < count; r++) {
-    const int64_t place = block * ROWS + r;
+    const int64_t place = begin + r;
     const Element* row = call.rows + (call.places ? call.places[place] : place) * call.row_stride;
     // One row in a loop of its own, which compilers make vectors of.
     if (count == 1)
@@ -186,9 +155,26 @@ static inline Floats add_product(Input input, Column column, Floats sum) {
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(input), column);
 }
 static inline void store_column(uint16_t* to, Column column) { _mm512_storeu_si512(to, (__m512i)column); }
+template <class W>
+static inline Floats in_order(Floats sum) { return sum; }
 #else
 template <class W>
 static inline Column column_of(const W* from) { return vector_of(from); }
+// The columns of a sum in their order.
+template <class W>
+static inline Vector in_order(Vector sum) { return sum; }
+#if NARROW && ELEMENT == BFLOAT16
+// One load for both halves: columns 0, 2, 4 ... come first, then 1, 3, 5 ...
+static inline Column column_of(const uint16_t* from) {
+  const __m256i pairs = _mm256_loadu_si256((const __m256i*)from);
+  return {(__m256)_mm256_slli_epi32(pairs, 16), (__m256)_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000))};
+}
+template <>
+inline Vector in_order<uint16_t>(Vector sum) {
+  const __m256 low = _mm256_unpacklo_ps(sum.low, sum.high), high = _mm256_unpackhi_ps(sum.low, sum.high);
+  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
+#endif
 static inline Vector add_product(Input input, Column column, Vector sum) { return add_to(sum, input, column); }
 static inline void store_column(float* to, Column column) { store(to, column); }
 #endif
@@ -350,19 +336,26 @@ static inline void sum_up(const Terms<W>& terms, Floats (*sums)[VECTORS]) {
   Vector own[R][V];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) own[r][v] = Vector{};
-  for (int64_t k = 0; k < depth; k++, inputs += R, weights += T * LANES * PAIR) {
+  constexpr int64_t bytes = T * LANES * PAIR * sizeof(W), steps = bytes < 64 ? 64 / bytes : 1;
+  const auto add = [&] {
     Column column[V];
-    for (int v = 0; v < V; v++) {
-      const char* panel = (const char*)weights + v / T * terms.distance;
-      if (v % T == 0)
-        for (unsigned i = 0; i < T * LANES * PAIR * sizeof(W); i += 64) __builtin_prefetch(panel + AHEAD + i, 0, 3);
-      column[v] = column_of((const W*)panel + v % T * LANES * PAIR);
-    }
+    for (int v = 0; v < V; v++)
+      column[v] = column_of((const W*)((const char*)weights + v / T * terms.distance) + v % T * LANES * PAIR);
     for (int r = 0; r < R; r++)
       for (int v = 0; v < V; v++) own[r][v] = add_product(inputs[r], column[v], own[r][v]);
+    inputs += R;
+    weights += T * LANES * PAIR;
+  };
+  int64_t k = 0;
+  for (; k + steps <= depth; k += steps) {
+    for (int v = 0; v < V; v += T)
+      for (int64_t i = 0; i < bytes * steps; i += 64)
+        __builtin_prefetch((const char*)weights + v / T * terms.distance + AHEAD + i, 0, 3);
+    for (int i = 0; i < steps; i++) add();
   }
+  for (; k < depth; k++) add();
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) store((float*)&sums[r + v / T][v % T], own[r][v]);
+    for (int v = 0; v < V; v++) store((float*)&sums[r + v / T][v % T], in_order<W>(own[r][v]));
 }
 #endif
 
@@ -442,8 +435,8 @@ static Panel panel_of(const Call& call, int64_t index) {
 template <class W>
 static void multiply_blocks(const Call& call, const Panel& panel, const W* columns, int64_t first, int64_t last) {
   for (int64_t block = first; block < last; block++) {
-    const int64_t row = block * ROWS;
-    const int rows = (int)std::min<int64_t>(ROWS, call.row_count - row);
+    const int64_t row = block * block_rows(call);
+    const int rows = (int)std::min(block_rows(call), call.row_count - row);
     Floats sums[ROWS][VECTORS];
     const Input* inputs = call.packed + row * packed_depth(call.in_features);
     const Terms<W> terms = {call, inputs, at(call.group_sums, row * group_count(call)), panel.weights, columns, 0};
@@ -548,8 +541,17 @@ static int32_t multiply_all(const Call* calls, const Call* next, int64_t count) 
 extern "C" int32_t panel_columns() { return COLUMNS; }
 extern "C" int32_t panel_pair() { return PAIR; }
 
-// Returns 1, and outputs are not whole, if there is no memory for what a thread unpacks.
-extern "C" int32_t multiply(const Call* call) {
+// Bytes that a thread keeps for its next call; what a prompt needs is given back.
+static const size_t KEPT_BYTES = 8 << 20;
+static thread_local Room own_room;
+
+// Returns 1, and outputs are not whole, if there is no memory for what it needs beside them.
+extern "C" int32_t multiply(Call* call) {
+  const size_t size = call->row_count * packed_depth(call->in_features) * sizeof(Input);
+  char* memory = (char*)own_room.of(size + call->row_count * group_count(*call) * sizeof(float));
+  if (!memory) return 1;
+  call->packed = (Input*)memory;
+  call->group_sums = (float*)(memory + size);
   const bool is_small = call->row_count * call->in_features <= PACKED_ALONE;
   if (is_small) pack_all(call, 1);
   int32_t failed = 0;
@@ -558,8 +560,11 @@ extern "C" int32_t multiply(const Call* call) {
     if (!is_small) pack_all(call, 1);
     failed = multiply_all(call, nullptr, 1);
   }
+  if (own_room.size > KEPT_BYTES) own_room.give_back();
   return failed;
 }
+
+#include "layer.h"
 
 // What experts are called with: tables have the panels of each expert; panel_gemm.py has the same structure.
 struct Experts {

@@ -42,6 +42,11 @@ class Kind(IntEnum):
 _KINDS = {torch.int8: Kind.INT8, torch.uint8: Kind.INT4, torch.float4_e2m1fn_x2: Kind.MXFP4}
 
 
+def kind_of(panels: torch.Tensor) -> Kind:
+    """Return what panels hold."""
+    return _KINDS.get(panels.dtype, Kind.SAME)
+
+
 class Operation(IntEnum):
     """What follows the product: an activation, or a tensor that is added or multiplied."""
 
@@ -77,7 +82,7 @@ def multiply(
     `panels`: of `packed`, `packed_int8`, or `packed_in_groups` with its `group`.
     Raises ValueError unless all else is of one type, and as many elements as the shapes say.
     """
-    kind = _KINDS.get(panels.dtype, Kind.SAME)
+    kind = kind_of(panels)
     given = [rows, *(each for each in (bias, other) if each is not None)]
     if kind is Kind.SAME:
         given.append(panels)
@@ -93,23 +98,16 @@ def multiply(
     outputs = rows.new_empty((count, out_features))
     if not count:
         return outputs
-    # Each input of a row takes 4 bytes: a float, or two of bfloat16.
-    packed = torch.empty((count, in_features), dtype=torch.float32)
-    scales = sums = None
-    if kind is Kind.INT4:
-        sums = torch.empty((count, -(-in_features // group)), dtype=torch.float32)
-    if kind is Kind.INT8:
-        pair = _panel(rows.dtype, kind)[1]
-        scales = panels.data_ptr() + prod(_padded(out_features, in_features, pair))
+    scales = scales_address(panels, out_features, in_features, rows.dtype)
     call = _Call(
         *(rows.data_ptr(), None, panels.data_ptr(), scales),
         *(None if each is None else each.data_ptr() for each in (bias, other)),
-        *(outputs.data_ptr(), packed.data_ptr(), None if sums is None else sums.data_ptr()),
+        *(outputs.data_ptr(), None, None),
         *(rows.stride(0), 0 if other is None else other.stride(0)),
         *(count, in_features, out_features, group, operation, torch.get_num_threads()),
     )
-    if _library(rows.dtype, kind).multiply(ctypes.byref(call)):
-        raise MemoryError(_NO_MEMORY)
+    if library(rows.dtype, kind).multiply(ctypes.byref(call)):
+        raise MemoryError(NO_MEMORY)
     return outputs
 
 
@@ -162,7 +160,7 @@ class PanelTable:
         bias: torch.Tensor | None,
     ) -> PanelTable:
         """Take panels for rows of this type. Raises ValueError unless all are of this shape."""
-        kind = _KINDS.get(panels[0].dtype, Kind.SAME)
+        kind = kind_of(panels[0])
         held = dtype if kind is Kind.SAME else panels[0].dtype
         size = _bytes_of(kind, shape, group, dtype)
         if {(each.dtype, each.nbytes) for each in panels} != {(held, size)}:
@@ -235,18 +233,18 @@ def experts(
         *(in_features, inner, ups.group, downs.group, *gating.operations),
         *(torch.get_num_threads(), gating.alpha, gating.limit, gating.offset),
     )
-    failed = _library(rows.dtype, ups.kind).experts(ctypes.byref(call))
+    failed = library(rows.dtype, ups.kind).experts(ctypes.byref(call))
     if failed == _NO_EXPERT:
         raise IndexError(f"there are {len(ups.addresses)} experts, and another one is chosen")
     if failed:
-        raise MemoryError(_NO_MEMORY)
+        raise MemoryError(NO_MEMORY)
     return outputs
 
 
 # Operations of experts alone. What the kernel returns, and what else it may lack.
 _CLAMPED_SILU, _CLAMPED_MULTIPLY = 6, 7
 _NO_EXPERT = 2
-_NO_MEMORY = "there is no memory for what a product needs beside its results"
+NO_MEMORY = "there is no memory for what a product needs beside its results"
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
@@ -366,6 +364,16 @@ def check_beside(
         raise ValueError(f"{tuple(other.shape)} does not go with {len(rows)} x {out_features}")
 
 
+def scales_address(
+    panels: torch.Tensor, out_features: int, in_features: int, dtype: torch.dtype
+) -> int | None:
+    """Return where the scales of int8 panels lie for rows of this type; None: those of others."""
+    if panels.dtype != torch.int8:
+        return None
+    pair = _panel(dtype, Kind.INT8)[1]
+    return panels.data_ptr() + prod(_padded(out_features, in_features, pair))
+
+
 def takes(dtype: torch.dtype) -> bool:
     """Return True if there is a kernel for this type."""
     return dtype in ELEMENTS
@@ -373,12 +381,12 @@ def takes(dtype: torch.dtype) -> bool:
 
 def prepare(dtype: torch.dtype, kind: Kind = Kind.SAME) -> None:
     """Compile and load the kernel for rows, and weights, of this type. Raises NoKernels."""
-    _library(dtype, kind)
+    library(dtype, kind)
 
 
 def library_digest(dtype: torch.dtype, kind: Kind = Kind.SAME) -> str:
     """Return `compiled.content` of what `prepare` loads. Raises NoKernels."""
-    return content(_library(dtype, kind))
+    return content(library(dtype, kind))
 
 
 def _padded(out_features: int, in_features: int, pair: int) -> tuple[int, int]:
@@ -388,15 +396,18 @@ def _padded(out_features: int, in_features: int, pair: int) -> tuple[int, int]:
 @lru_cache
 def _panel(dtype: torch.dtype, kind: Kind = Kind.SAME) -> tuple[int, int]:
     """Return a panel's columns, and the inputs whose weights lie side by side."""
-    library = _library(dtype, kind)
-    return int(library.panel_columns()), int(library.panel_pair())
+    loaded = library(dtype, kind)
+    return int(loaded.panel_columns()), int(loaded.panel_pair())
 
 
 @lru_cache
-def _library(dtype: torch.dtype, kind: Kind = Kind.SAME) -> ctypes.CDLL:
-    library = load("panel_gemm.cpp", {"ELEMENT": ELEMENTS[dtype], "WEIGHT": int(kind)})
-    library.multiply.argtypes = [ctypes.POINTER(_Call)]
-    library.multiply.restype = ctypes.c_int32
-    library.experts.argtypes = [ctypes.POINTER(_ExpertsCall)]
-    library.experts.restype = ctypes.c_int32
-    return library
+def library(dtype: torch.dtype, kind: Kind = Kind.SAME) -> ctypes.CDLL:
+    """Return the kernels for rows, and weights, of this type; those of row_wise.py among them."""
+    loaded = load("panel_gemm.cpp", {"ELEMENT": ELEMENTS[dtype], "WEIGHT": int(kind)})
+    for name in ("multiply", "experts", "begin_layer", "end_layer"):
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int32
+    for name in ("turn", "write_rows"):
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = [ctypes.c_void_p], None
+    return loaded

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__) || defined(__FMA__)
 #include <immintrin.h>
@@ -124,19 +125,122 @@ static inline void store(uint16_t* to, Floats values) {
 }
 #endif
 
+// What registers hold of 16 floats: compilers keep vectors of 64 bytes in memory where registers have 32.
+#if !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define NARROW 1
+struct Vector {
+  __m256 low, high;
+};
+static inline Vector vector_of(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+static inline __m256 half_of(const int8_t* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+}
+static inline __m256 half_of(const uint16_t* from) {
+  const __m128i halves = _mm_loadu_si128((const __m128i*)from);
+#if ELEMENT == FLOAT16
+  return _mm256_cvtph_ps(halves);
+#else
+  return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+#endif
+}
+template <class W>
+static inline Vector vector_of(const W* from) { return {half_of(from), half_of(from + 8)}; }
+static inline Vector vector_of(Floats values) { return vector_of((const float*)&values); }
+static inline Vector add_to(Vector sum, float input, Vector column) {
+  const __m256 factor = _mm256_set1_ps(input);
+  return {_mm256_fmadd_ps(factor, column.low, sum.low), _mm256_fmadd_ps(factor, column.high, sum.high)};
+}
+static inline Vector add_to(Vector sum, Vector a, Vector b) {
+  return {_mm256_fmadd_ps(a.low, b.low, sum.low), _mm256_fmadd_ps(a.high, b.high, sum.high)};
+}
+static inline void store(float* to, Vector values) {
+  // Or GCC keeps the first of them in memory while int8 is read, which could be anything's bytes.
+  asm("" : "+x"(values.low), "+x"(values.high));
+  _mm256_storeu_ps(to, values.low);
+  _mm256_storeu_ps(to + 8, values.high);
+}
+#else
+#define NARROW 0
+typedef Floats Vector;
+template <class W>
+static inline Vector vector_of(const W* from) { return load(from); }
+static inline Vector vector_of(Floats values) { return values; }
+static inline Vector add_to(Vector sum, float input, Vector column) { return multiply_add(all(input), column, sum); }
+static inline Vector add_to(Vector sum, Vector a, Vector b) { return multiply_add(a, b, sum); }
+#endif
+
 // e^x for x <= 0, as Cephes' expf: within 2 units in the last place. 0 below -87; NaN stays NaN.
-static inline Floats exponential(Floats x) {
-  const Integers under = x < all(-87.0f);
-  x = under ? all(-87.0f) : x;
-  const Floats whole = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
-  const Floats r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
-  Floats y = all(1.9875691500e-4f);
+template <class F, class I>
+static inline F exponential_of(F x) {
+  const I under = x < -87.0f;
+  x = under ? F{} - 87.0f : x;
+  const F whole = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+  const F r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
+  F y = F{} + 1.9875691500e-4f;
   y = y * r + 1.3981999507e-3f;
   y = y * r + 8.3334519073e-3f;
   y = y * r + 4.1665795894e-2f;
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * (r * r) + r + 1.0f;
-  y = y * (Floats)((__builtin_convertvector(whole, Integers) + 127) << 23);
-  return under ? Floats{} : y;
+  y = y * (F)((__builtin_convertvector(whole, I) + 127) << 23);
+  return under ? F{} : y;
 }
+static inline Floats exponential(Floats x) {
+#if NARROW
+  typedef float Half __attribute__((vector_size(32)));
+  typedef int32_t HalfIntegers __attribute__((vector_size(32)));
+  const Vector parts = vector_of(x);
+  const Half low = exponential_of<Half, HalfIntegers>((Half)parts.low);
+  const Half high = exponential_of<Half, HalfIntegers>((Half)parts.high);
+  store((float*)&x, Vector{(__m256)low, (__m256)high});
+  return x;
+#else
+  return exponential_of<Floats, Integers>(x);
+#endif
+}
+
+// The first `count` elements, or a whole vector of them; 0 behind them.
+template <class T>
+static inline Floats load_some(const T* from, int64_t count) {
+  if (count >= LANES) return load(from);
+  T some[LANES] = {};
+  memcpy(some, from, count * sizeof(T));
+  return load(some);
+}
+static inline void store_some(Element* to, Floats values, int64_t count) {
+  if (count >= LANES) return store(to, values);
+  Element some[LANES];
+  store(some, values);
+  memcpy(to, some, count * sizeof(Element));
+}
+
+// The sum of all lanes, in a fixed order.
+static inline float sum(Floats v) {
+  v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  v += __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  return v[0];
+}
+
+// Memory of a thread that stays for its next call.
+struct Room {
+  char* memory = nullptr;
+  size_t size = 0;
+  ~Room() { give_back(); }
+  void give_back() {
+    free(memory);
+    memory = nullptr;
+    size = 0;
+  }
+  // Null if there is none.
+  void* of(size_t wanted) {
+    if (wanted > size) {
+      give_back();
+      memory = (char*)aligned_alloc(64, (wanted + 63) / 64 * 64);
+      size = memory ? wanted : 0;
+    }
+    return memory;
+  }
+};

@@ -32,6 +32,7 @@ from worker_service.model.attention_plan import (
     masked_keys,
 )
 from worker_service.model.library_attention import library_of
+from worker_service.model.model import Layer
 from worker_service.model.span_attention import SpanPrompt, SpanView, kernels_of
 
 # Query rows of one block of a half-precision prefill on a CPU. With 512 tokens and 12 heads
@@ -129,6 +130,25 @@ def decode_partial(
     for shared in plan.shared.get(window, ()):
         attended = attended.merge(_decode_pages(queries, keys, values, shared, scale, cap, None))
     return attended
+
+
+def decode(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: DecodePlan,
+    layer: Layer,
+) -> torch.Tensor:
+    """Attend all that the queries see, as `decode_partial`; return `[B, n_q * d]`."""
+    view = plan.views.get(layer.window)
+    if isinstance(view, UnitView) and layer.sinks is None:
+        return paged_attention.attend_all(
+            view, queries, keys, values, scale=layer.scale, cap=layer.cap
+        )
+    part = decode_partial(
+        queries, keys, values, plan, window=layer.window, scale=layer.scale, cap=layer.cap
+    )
+    return part.attended(queries.dtype, layer.sinks)
 
 
 def _decode_pages(

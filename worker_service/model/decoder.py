@@ -314,7 +314,7 @@ class Decoder:
             )
             for matrix in layer_matrices(config, index)
         }
-        return DecoderLayer(
+        layer = DecoderLayer(
             head_dim=shape.head_dim,
             scale=config.score_scale,
             cap=config.score_cap,
@@ -335,6 +335,7 @@ class Decoder:
             post_mlp_norm=self._post_norm(prefix + names.post_mlp_norm),
             arrival=None if stream is None else partial(stream.wait_for, index),
         )
+        return layer.in_two_calls(self.dtype)
 
     def _layer_weight(self, index: int, shape: MatrixShape) -> Weight:
         stream = self._stream_of(index)

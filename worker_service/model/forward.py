@@ -26,19 +26,14 @@ def through_layers(
         if enter is not None:
             enter(index, hidden)
         layer.await_weights(WeightPiece.KEY_VALUE, WeightPiece.QUERY)
-        project = partial(_project, layer, hidden, rotary)
+        project = partial(layer.begin, hidden, rotary)
         inputs, queries, keys, values = carry_out("project", index, project)
         attended = attend(index, layer, inputs, queries, keys, values)
+        if layer.whole is not None:
+            hidden = carry_out("finish", index, partial(layer.finish, hidden, attended))
+            continue
         layer.await_weights(WeightPiece.OUTPUT)
         hidden = carry_out("output", index, partial(layer.add_attention, hidden, attended))
         layer.await_weights(WeightPiece.MLP)
         hidden = carry_out("finish", index, partial(layer.add_mlp, hidden))
     return hidden
-
-
-def _project(
-    layer: DecoderLayer, hidden: torch.Tensor, rotary: Rotary | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return X, queries, keys and values."""
-    inputs = layer.attention_input(hidden)
-    return inputs, *layer.project(inputs, rotary)

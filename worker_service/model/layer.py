@@ -8,14 +8,16 @@ nor where K and V live.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
 
 from splitpoint.checkpoint.decoder import Activation, Norm
 from splitpoint.planning.weight_schedule import WeightPiece
-from worker_service.model.linear import Linear
+from worker_service.kernels import row_wise, whole_layer
+from worker_service.kernels.whole_layer import WholeLayer
+from worker_service.model.linear import OPERATIONS, Linear
 from worker_service.model.rope import Rotary
 
 
@@ -32,7 +34,21 @@ class NormWeights:
     bias: torch.Tensor | None
     epsilon: float
 
+    def takes(self, rows: torch.Tensor) -> bool:
+        """Return True if our kernel normalises these rows."""
+        wanted = torch.float32 if self.kind is Norm.RMS_PLUS_ONE else rows.dtype
+        is_fit = self.weight.dtype == wanted and self.weight.shape == rows.shape[-1:]
+        return is_fit and row_wise.takes(rows)
+
+    @property
+    def for_kernel(self) -> row_wise.Norm:
+        """The norm as `takes` allows it."""
+        is_wide = self.kind is Norm.RMS_PLUS_ONE
+        return row_wise.Norm.of(self.weight, self.bias, self.epsilon, is_wide=is_wide)
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.takes(rows):
+            return row_wise.turned(rows, self.for_kernel)
         if self.kind is Norm.LAYER:
             return functional.layer_norm(
                 rows, self.weight.shape, self.weight, self.bias, self.epsilon
@@ -62,6 +78,7 @@ class DecoderLayer:
         window: tokens that a query sees, itself included; None: all.
         norm_before: see DecoderConfig.
         arrival: lets compute wait for a piece of the weights; None: all are on the device.
+        whole: the same layer in two calls; None: it is computed operator by operator.
     """
 
     head_dim: int
@@ -83,6 +100,7 @@ class DecoderLayer:
     post_attention_norm: NormWeights | None
     post_mlp_norm: NormWeights | None
     arrival: Callable[[WeightPiece], None] | None = None
+    whole: WholeLayer | None = None
 
     @property
     def sinks(self) -> torch.Tensor | None:
@@ -120,14 +138,20 @@ class DecoderLayer:
         inputs = self.attention_input(hidden)
         return inputs, self.project_queries(inputs, rotary)
 
+    def begin(
+        self, hidden: torch.Tensor, rotary: Rotary | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return X, q, k and v of residuals `[N, h]`."""
+        if self.whole is not None:
+            angles = None if rotary is None else rotary.of(self.window).angles
+            return self.whole.begin(hidden, angles)
+        inputs = self.attention_input(hidden)
+        return inputs, *self.project(inputs, rotary)
+
     def project_queries(self, inputs: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         """Project X `[N, h]` to q `[N, n_q, d]`, after RoPE."""
         queries = self.query(inputs).view(inputs.shape[0], -1, self.head_dim)
-        if self.query_norm is not None:
-            queries = self.query_norm(queries)
-        if rotary is not None:
-            queries = rotary.of(self.window).rotate(queries)
-        return queries
+        return self._turned(queries, self.query_norm, rotary)
 
     def project_kv(
         self, inputs: torch.Tensor, rotary: Rotary | None
@@ -138,20 +162,30 @@ class DecoderLayer:
         positions. `project` runs this code, too.
         """
         both = self.key_value(inputs).view(inputs.shape[0], 2, -1, self.head_dim)
-        keys, values = both[:, 0], both[:, 1]
-        if self.key_norm is not None:
-            keys = self.key_norm(keys)
+        return self._turned(both[:, 0], self.key_norm, rotary), both[:, 1]
+
+    def _turned(
+        self, heads: torch.Tensor, norm: NormWeights | None, rotary: Rotary | None
+    ) -> torch.Tensor:
+        """Return heads `[N, heads, d]` after their norm, if they have one, and RoPE."""
         if rotary is not None:
-            keys = rotary.of(self.window).rotate(keys)
-        return keys, values
+            rotary = rotary.of(self.window)
+            if norm is None and row_wise.takes(heads):
+                return row_wise.turned(heads, angles=rotary.angles)
+            if norm is not None and norm.takes(heads):
+                return row_wise.turned(heads, norm.for_kernel, rotary.angles)
+        if norm is not None:
+            heads = norm(heads)
+        return heads if rotary is None else rotary.rotate(heads)
 
     def work(self, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         """Compute the next hidden `[N, h]` with queries in the place of what they attend."""
-        queries, _, _ = self.project(self.attention_input(hidden), rotary)
-        return self.finish(hidden, queries.flatten(1))
+        return self.finish(hidden, self.begin(hidden, rotary)[1].flatten(1))
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Compute the next hidden `[N, h]` from `attended` `[N, n_q * d]`."""
+        if self.whole is not None:
+            return self.whole.end(hidden, attended)
         return self.add_mlp(self.add_attention(hidden, attended))
 
     def add_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -173,3 +207,17 @@ class DecoderLayer:
         if self.gate is None:
             return self.up(rows, self.activation)
         return self.up.times(rows, self.gate(rows, self.activation))
+
+    def in_two_calls(self, dtype: torch.dtype) -> DecoderLayer:
+        """Return the layer with `whole` for rows of this type, if there are kernels for it."""
+        posts = (self.post_attention_norm, self.post_mlp_norm)
+        if not self.norm_before or any(each is not None for each in posts):
+            return self
+        matrices = {name: getattr(self, name) for name in whole_layer.MATRICES}
+        norms = {name: getattr(self, name) for name in whole_layer.NORMS}
+        held = {name: each.in_panels for name, each in matrices.items() if each is not None}
+        normed = {name: each.for_kernel for name, each in norms.items() if each is not None}
+        if None in held.values() or len({each.kind for each in held.values()}) > 1:
+            return self
+        operation = OPERATIONS[self.activation]
+        return replace(self, whole=WholeLayer(held, normed, self.head_dim, operation, dtype))

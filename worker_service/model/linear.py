@@ -19,6 +19,8 @@ from worker_service.kernels import panel_gemm, tile_gemm
 from worker_service.kernels.choice import Layout, adds_in_one_order
 from worker_service.kernels.panel_gemm import Operation
 from worker_service.kernels.row_counts import blocks, row_counts
+from worker_service.kernels.whole_layer import PanelMatrix
+from worker_service.weights.packing import Matrix
 
 # Up to this many rows the time is that of reading the weights.
 _FEW_ROWS = 16
@@ -116,6 +118,15 @@ class Linear:
         # A kernel of one order, which has all activations.
         self._is_fused = self._layout is Layout.PANELS or adds_in_one_order()
         self._bias = bias
+
+    @property
+    def in_panels(self) -> PanelMatrix | None:
+        """The matrix and its bias, if it stays on a CPU in panels; else None."""
+        held = self._matrix
+        if self._layout is not Layout.PANELS or not isinstance(held, Matrix):
+            return None
+        sizes = (held.out_features, held.in_features, held.group)
+        return PanelMatrix(held.weight, *sizes, self._bias)
 
     @property
     def has_gradients(self) -> bool:

@@ -32,6 +32,11 @@ class Rotary:
         """Return the angles of a layer with this window."""
         return self if self.local is None or window is None else self.local
 
+    @property
+    def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine."""
+        return self.cosine, self.sine
+
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
         """Rotate `[N, heads, d]`; returns a new tensor."""
         half = heads.shape[-1] // 2

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_service.engine.sampling import Choice, Sampling, SamplingRow, choose_with_flags
-from worker_service.model.attention import decode_partial, prefill
+from worker_service.model.attention import decode, prefill
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
@@ -196,16 +196,7 @@ class _Sequence:
             windows=[self.layer.window],
             device=queries.device,
         )
-        attended = decode_partial(
-            queries,
-            self.keys,
-            self.values,
-            plan,
-            window=self.layer.window,
-            scale=self.layer.scale,
-            cap=self.layer.cap,
-        )
-        return attended.attended(queries.dtype, self.layer.sinks)
+        return decode(queries, self.keys, self.values, plan, self.layer)
 
     def by_count(self, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Attend with consecutive queries as a step does: few of them decode, many prefill."""
@@ -326,10 +317,14 @@ def _own_operators(
     yield Operator(linear("key_value", 2 * shape.kv_width, width), (inputs,), layer.key_value)
     yield Operator(linear("query", shape.query_width, width), (inputs,), layer.query)
 
-    def project(inputs: torch.Tensor, positions: torch.Tensor) -> Result:
-        return layer.project(inputs, model.rotary(positions))
+    def begin(hidden: torch.Tensor, positions: torch.Tensor) -> Result:
+        return layer.begin(hidden, model.rotary(positions))
 
-    yield Operator(named("queries, keys and values"), (inputs, positions), project)
+    def rebuild(inputs: torch.Tensor, positions: torch.Tensor) -> Result:
+        return layer.project_kv(inputs, model.rotary(positions))
+
+    yield Operator(named("queries, keys and values"), (hidden, positions), begin)
+    yield Operator(named("keys and values from X"), (inputs, positions), rebuild)
     output = linear("output", width, shape.query_width)
     yield Operator(output, (hidden, attended), layer.add_attention)
     activation = layer.activation
@@ -344,7 +339,7 @@ def _own_operators(
         yield Operator(name, (inputs,), lambda inputs: layer.up(inputs, activation))
     down = linear("down", width, shape.intermediate_size)
     yield Operator(down, (inner, hidden), layer.down.added_to)
-    yield Operator(named("the MLP"), (hidden,), layer.add_mlp)
+    yield Operator(named("the output and the MLP"), (hidden, attended), layer.finish)
 
 
 def _angles(model: Decoder) -> Apply:

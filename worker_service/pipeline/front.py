@@ -13,6 +13,7 @@ import torch
 
 from splitpoint.planning.schedule import Lane
 from worker_service.device.copies import sent
+from worker_service.kernels.row_wise import write
 from worker_service.lanes.groups import Group, Piece
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Span
@@ -150,8 +151,7 @@ class _BlockAttention:
     plan: PrefillPlan
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys[layer][self.pages, :, self.rows] = keys
-        self.values[layer][self.pages, :, self.rows] = values
+        write(self.keys[layer], self.values[layer], self.pages, self.rows, keys, values)
 
     def attend(
         self,

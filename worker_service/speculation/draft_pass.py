@@ -16,8 +16,9 @@ from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import UNIT_ROWS
 from worker_service.device.upload import Upload
+from worker_service.kernels.row_wise import write
 from worker_service.kernels.units import UnitView, unit_count
-from worker_service.model.attention import decode_partial, prefill
+from worker_service.model.attention import decode, prefill
 from worker_service.model.attention_plan import DecodePlan, DecodeView, PageView, PrefillPlan
 from worker_service.model.model import Layer, Model
 from worker_service.model.span_attention import SpanView
@@ -223,21 +224,12 @@ class _Attention:
     ) -> torch.Tensor:
         """See `Attend`."""
         cache = self.cache
-        cache.write(index, self.pages, self.rows, keys, values)
+        planes = (cache.keys[index], cache.values[index])
+        write(*planes, self.pages, self.rows, keys, values)
         parts = []
         if self.decodes is not None:
             first = queries[: self.decodes.query_count]
-            parts.append(
-                decode_partial(
-                    first,
-                    cache.keys[index],
-                    cache.values[index],
-                    self.decodes,
-                    window=layer.window,
-                    scale=layer.scale,
-                    cap=layer.cap,
-                ).attended(queries.dtype, layer.sinks)
-            )
+            parts.append(decode(first, *planes, self.decodes, layer))
         for span, plan in self.prefills:
             parts.append(
                 prefill(

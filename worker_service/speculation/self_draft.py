@@ -29,6 +29,7 @@ from worker_service.engine.sampling import (
     choose_with_flags,
 )
 from worker_service.engine.sequence import Sequence, device_pages
+from worker_service.kernels.row_wise import write
 from worker_service.lanes.lanes import Lanes
 from worker_service.model.attention_parts import DecodeParts
 from worker_service.model.attention_plan import DecodePlan
@@ -194,7 +195,8 @@ class SelfDrafter:
             keys: torch.Tensor,
             values: torch.Tensor,
         ) -> torch.Tensor:
-            cache.write(index, page_table, page_rows, keys, values)
+            planes = (cache.keys[index], cache.values[index])
+            write(*planes, page_table, page_rows, keys, values)
             for event in ahead.arriving(index):
                 self._lanes.wait_event(event)
             parts = DecodeParts(

@@ -155,7 +155,7 @@ def test_a_store_of_the_other_format_is_refused(
 @pytest.fixture
 def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def forget() -> None:
-        for cached in (panel_gemm._library, panel_gemm._panel, compiler):
+        for cached in (panel_gemm.library, panel_gemm._panel, compiler):
             cached.cache_clear()
 
     monkeypatch.setenv("PATH", str(tmp_path))
