@@ -68,13 +68,13 @@ demo: proto  ## Two CPU workers on one store: cold and warm, then everything sto
 	@$(BIN)/python -m splitpoint_cli.demo
 
 # What is beside the services: `.ci/run` tests it. Run it after a change there.
-SHIPPED_TESTS := tests/deploy tests/monitoring tests/packaging tests/benchmarks \
+SHIPPED_TESTS := tests/deploy tests/monitoring tests/packaging tests/benchmarks tests/cli/bench tests/cli/compose \
 	$(wildcard tests/gateway/test_page*.py tests/tools/test_tools_train*.py)
 
 test: proto  ## Run the tests of the services; `make test-shipped` has the rest
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(SHIPPED_TESTS)) $(ARGS)
 
-test-shipped: proto  ## Test the chart, packages, dashboards, the page in a browser, benchmarks, and training
+test-shipped: proto  ## Test chart, Compose files, packages, dashboards, the page in a browser, benchmarks, training
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(SHIPPED_TESTS) $(ARGS)
 
 package-test: proto  ## Install the wheel with each extra into a clean environment
