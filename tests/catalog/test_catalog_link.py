@@ -376,7 +376,7 @@ async def test_tls_is_verified(tmp_path: Path, redis_server: RedisServer) -> Non
     stranger, _ = make_certificate(tmp_path, "stranger")
     async with tls_in_front(redis_server.socket, certificate, key) as port:
         trusted = RedisLink(parse_redis_url(f"rediss://127.0.0.1:{port}", ca_file=str(certificate)))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:  # the first handshake may take longer than one operation may
                 try:
                     assert await trusted.run(lambda redis: redis.ping(), is_heartbeat=True)

@@ -97,7 +97,7 @@ async def test_1500_tokens_come_by_direct_reads(
 async def direct_rate(hosts: Hosts) -> float:
     """Return the bytes per second that worker b measured for loads from store a."""
     key = ChunkSource(hosts.addresses["store a"]).rate_key(Transfer.DIRECT)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             for worker in await hosts.client.list_workers():
                 if worker.id == "b" and worker.profile is not None:

@@ -138,7 +138,7 @@ async def test_the_store_stalls_beyond_its_leases(
                 stack.store_process.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(2.0)
                 stack.store_process.send_signal(signal.SIGCONT)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while any(w.store is None or w.store.connection is None for w in stack.workers):
                 await asyncio.sleep(0.05)
         await storm(stack, cases, rng, scaled(8, chaos=20))
@@ -224,7 +224,7 @@ async def test_a_tail_waits_for_an_input_page(
         slow_copies(stack, 0, gate)
         long = stack.client.generate(prompt_of(400, 7, VOCABULARY), max_tokens=2, ignore_eos=True)
         greedy = asyncio.create_task(long.complete())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while stack.workers[0].engine.cache.input_pages.free_count:
                 await asyncio.sleep(0.002)
         waiting = asyncio.create_task(
@@ -250,14 +250,14 @@ async def test_slots_of_a_lost_session_are_not_granted_under_a_copy(
                 cases[-1].prompt, max_tokens=NEW_TOKENS, ignore_eos=True, worker="0"
             ).complete()
         )
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (await stack.store_stats()).writing_slot_count:
                 await asyncio.sleep(0.01)
         held = (await stack.store_stats()).writing_slot_count
         stack.store_process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(1.5)
         stack.store_process.send_signal(signal.SIGCONT)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await stack.store_stats()).quarantined_slot_count != held:
                 await asyncio.sleep(0.05)
         # Others go on meanwhile, in other slots.
@@ -268,7 +268,7 @@ async def test_slots_of_a_lost_session_are_not_granted_under_a_copy(
         assert (await stack.store_stats()).quarantined_slot_count == held
         gate.set()
         assert list((await first).token_ids) == cases[-1].wanted
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await stack.store_stats()).quarantined_slot_count:
                 await asyncio.sleep(0.05)
         await stack.assert_clean()

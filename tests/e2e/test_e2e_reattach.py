@@ -33,7 +33,7 @@ async def test_the_first_request_after_a_restart_reuses_what_was_kept(tmp_path: 
         await stack.kill_store()
         (worker,) = stack.workers
         assert worker.store is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while worker.store.connection is not None:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(AWAY_SECONDS)

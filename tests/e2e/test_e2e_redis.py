@@ -147,7 +147,7 @@ async def test_redis_fails_in_every_way_under_load(
         # All is known again: both stores, both workers, and whose prefix is where.
         directory = stack.scheduler._directory
         assert directory is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (len(directory.stores) == len(directory.workers) == 2):
                 await asyncio.sleep(0.05)
         prompt, wanted = cases[3]

@@ -55,7 +55,7 @@ class Host:
         for name in ("first", "second"):
             await self.begin(name, [*PREFIX, 5], 1)
             await self.end(name)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await self.stats()).tiers[0].chunk_count < CHUNKS:
                 await asyncio.sleep(0.02)
             while (await self.stats()).sealed_slot_count:
@@ -144,7 +144,7 @@ async def test_a_store_that_is_killed_in_the_middle_costs_the_load_alone(
     async with host(folder, tmp_path, shm_folder / "a" / "arena", "1MB") as stack:
         await stack.put_on_disk()
         await stack.meet()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (await stack.stats()).writing_slot_count:
                 await asyncio.sleep(0.005)
         stack.process.kill()

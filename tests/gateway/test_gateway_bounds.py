@@ -609,7 +609,7 @@ async def test_a_conversation_is_forgotten_in_time() -> None:
             body = {"model": "tiny", "input": "Hi"}
             found = (await http.ask("POST", "/v1/responses", body)).json
             assert found["store"] is True
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while http.gateway.responses.used_bytes:
                     await asyncio.sleep(0.02)
             body["previous_response_id"] = found["id"]

@@ -95,7 +95,7 @@ class Service:
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             if await condition():
                 return

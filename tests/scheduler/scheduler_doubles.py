@@ -470,7 +470,7 @@ class Stack:
     def manager(self) -> Any:
         return self.scheduler.manager
 
-    async def generate(self, request: scheduler_pb2.GenerateRequest, timeout: float = 30) -> Answer:
+    async def generate(self, request: scheduler_pb2.GenerateRequest, timeout: float = 60) -> Answer:
         """Return a complete answer. Checks that indices count from 0 without gaps."""
         result = Answer()
         call = self.inference.Generate(request, timeout=timeout)
@@ -499,7 +499,7 @@ class Stack:
             return statuses.error_of(error)
         raise RuntimeError("the call did not fail")
 
-    async def until(self, condition: Callable[[], Any], seconds: float = 20) -> None:
+    async def until(self, condition: Callable[[], Any], seconds: float = 60) -> None:
         """Wait for a condition. Raises TimeoutError if it does not come true."""
         deadline = time.monotonic() + seconds
         while not condition():

@@ -54,7 +54,7 @@ from worker_service.store.write_back import (
 )
 
 # How long a test waits for a lane before it looks again.
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
 
 
 @dataclass

@@ -181,7 +181,7 @@ async def test_a_scrape_tells_what_a_worker_and_its_store_did(folder: Path, tmp_
         await running.close()
 
         await stack.kill_store()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while scrape(meters)[metrics.WORKER_STORE_UP]:
                 await asyncio.sleep(0.05)
 
@@ -317,7 +317,7 @@ async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(
 
         worker.engine.post(Call(wait_at_most))
         heard: list[worker_pb2.RunResponse] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(heard) < 2:
                 heard.append(await run.read())
         go_on.set()

@@ -185,7 +185,7 @@ async def test_schedulers_that_go_at_any_moment_leave_the_worker_to_the_next(
             await asyncio.sleep(attempt % 8 * 0.001)
             stream.cancel()
         assert servicer.worker is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(servicer.worker.runtime.streams):
                 await asyncio.sleep(0.01)
         stream = stub.Run()

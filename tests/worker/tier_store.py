@@ -99,13 +99,13 @@ class TierStack:
     async def evict(self) -> None:
         """Empty the arena; what was in it goes to the tier."""
         pool = self.store.pool
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while pool.free_count < pool.slot_count:
                 await self.tiers.make_room(pool.slot_count)
 
     async def assert_clean(self) -> None:
         """No page, slot or lease is held."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not self.worker.engine.is_idle or self.store.pool.leases.leased_slot_count:
                 await asyncio.sleep(0.01)
             while any(session.granted for session in self.store.sessions):

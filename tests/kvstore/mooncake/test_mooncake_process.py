@@ -36,7 +36,7 @@ LAYOUT = ArenaLayout(
     has_activations=False,
 )
 SETTINGS = MooncakeSettings("lo", has_transfer=True, pool=None)
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class Pair:

@@ -52,7 +52,7 @@ class Desk:
         return self.tasks[-1]
 
     async def until_running(self, names: list[str]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while sorted(self.gate.running) != sorted(names):
                 await asyncio.sleep(0.005)
 

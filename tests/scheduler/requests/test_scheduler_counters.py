@@ -229,7 +229,7 @@ async def test_power_is_advised_where_a_card_waits_for_its_link() -> None:
             [told] = await workers_of(running)
             return told.HasField("advised_power_watts")
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not await advised():
                 await asyncio.sleep(0.005)
         [entry] = await workers_of(running)

@@ -386,14 +386,14 @@ async def test_silent_peers_hold_up_nobody_and_are_hung_up_on(
         dribbling.sendall(b"G")
         answer = await scrape(address, tls=client)
         assert answer.status == 200
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         for peer in silent:
             peer.settimeout(max(0.1, deadline - time.monotonic()))
             try:
                 assert peer.recv(100) == b""
             except ConnectionResetError:
                 pass
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while any("process_request" in thread.name for thread in threading.enumerate()):
                 await asyncio.sleep(0.02)
     finally:

@@ -201,7 +201,7 @@ async def test_a_tier_that_hangs_counts_as_slow(
 async def test_a_request_that_is_cancelled_leaves_nothing(case: Case) -> None:
     async with case.stack(rate=2e4) as stack:
         await stack.meet("both", PROMPT, 8, cached=SHARED, expected=CHUNK)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not any(session.granted for session in stack.store.sessions):
                 await asyncio.sleep(0.01)
         cancel = worker_pb2.CancelCommand(request_id="both")

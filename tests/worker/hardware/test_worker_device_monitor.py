@@ -49,7 +49,7 @@ def watches() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.endswith("-watch")]
 
 
-def until(condition: Callable[[], object], seconds: float = 20) -> None:
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -207,7 +207,7 @@ def test_the_exporter_of_made_up_numbers() -> None:
             second, ended = values(scrape(address)), time.monotonic()
         finally:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
     expected = {
         metric.name
         for metric in metrics_of(Service.WORKER)

@@ -394,7 +394,7 @@ class HeldMatcher:
 
     def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
         self._free -= 1
-        assert self._free >= 0 or self.let_go.wait(20), "a step waits for this mask"
+        assert self._free >= 0 or self.let_go.wait(60), "a step waits for this mask"
         self._inner.unsafe_compute_mask_ptr(pointer, size)
 
 
