@@ -5,6 +5,7 @@ For tests whose subject is what two workers, a store and a scheduler answer, not
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,16 @@ class KeptFleet:
         """kill -9, and the same command again."""
         self.fleet.workers[int(worker_id)].kill()
         self.fleet.start_worker(int(worker_id))
+
+    async def kill_busiest_worker(self, client: AsyncClient) -> None:
+        """Kill the worker with most requests. None ends before it is known which that is."""
+        for each in self.fleet.workers.values():
+            each.signal(signal.SIGSTOP)
+        busiest = max(await client.list_workers(), key=lambda worker: worker.running_count)
+        assert busiest.running_count > 0
+        self.kill_worker(busiest.id)
+        for each in self.fleet.workers.values():
+            each.signal(signal.SIGCONT)
 
     def kill_store(self) -> None:
         """kill -9, and the same command again."""
@@ -65,10 +76,3 @@ def kept_fleet(
         kept = KeptFleet(running, running.addresses[0])
         kept.until(lambda found: found.ready_count == 2)
         yield kept
-
-
-async def busiest_worker(client: AsyncClient) -> str:
-    """Return the worker with most requests; a worker just started again may have none."""
-    busiest = max(await client.list_workers(), key=lambda worker: worker.running_count)
-    assert busiest.running_count > 0
-    return busiest.id

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from kept_fleet import KeptFleet, busiest_worker, kept_fleet
+from kept_fleet import KeptFleet, kept_fleet
 from long_runs import scaled
 from small_model import WIDE, small_model
 
@@ -109,7 +109,7 @@ class Stack:
             await asyncio.wait_for(event.wait(), SECONDS)
         assert not all(task.done() for task in running)
         if module == "worker_service":
-            self.services.kill_worker(await busiest_worker(self.client))
+            await self.services.kill_busiest_worker(self.client)
         else:
             self.services.kill_store()
         await asyncio.wait_for(asyncio.gather(*running), SECONDS)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fork_server import SECONDS
-from kept_fleet import KeptFleet, busiest_worker, kept_fleet
+from kept_fleet import KeptFleet, kept_fleet
 from long_runs import scaled
 from safetensors.torch import load_file, save_file
 from small_model import small_model
@@ -238,7 +238,7 @@ async def test_the_text_survives_a_kill_in_the_middle(
         await asyncio.wait_for(count.reached.wait(), SECONDS)
         assert not all(task.done() for task in running)
         if victim == "worker_service":
-            stack.kill_worker(await busiest_worker(client))
+            await stack.kill_busiest_worker(client)
         else:
             stack.kill_store()
         answers = await asyncio.wait_for(asyncio.gather(*running), 2 * SECONDS)

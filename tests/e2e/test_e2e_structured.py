@@ -15,7 +15,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from kept_fleet import KeptFleet, busiest_worker, kept_fleet
+from kept_fleet import KeptFleet, kept_fleet
 from local_stack import LocalStack, StackShape, local_stack
 from long_runs import scaled
 from random_schemas import random_schema
@@ -140,7 +140,7 @@ async def test_a_worker_that_dies_changes_no_answer(running: KeptFleet) -> None:
         while tokens < 40:
             assert not any(task.done() and task.exception() for task in tasks)
             await asyncio.sleep(0.01)
-        running.kill_worker(await busiest_worker(client))
+        await running.kill_busiest_worker(client)
         answers = await asyncio.gather(*tasks)
         assert [answer.token_ids for answer in answers] == [each.token_ids for each in wanted]
         assert [answer.text for answer in answers] == [each.text for each in wanted]

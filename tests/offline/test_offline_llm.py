@@ -248,7 +248,7 @@ def test_a_closed_model_answers_no_more() -> None:
     begun.wait()
     time.sleep(0.3)
     llm.close()
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     assert len(errors) == 1
     assert isinstance(errors[0], FailedPrecondition)

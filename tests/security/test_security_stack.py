@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ from splitpoint.transport import access, channels, statuses
 from splitpoint.transport.tls import PLAIN, Identity, read_identity
 from splitpoint.v1 import kvstore_pb2, scheduler_pb2, worker_pb2
 from splitpoint_cli.security.authority import make_certificates
+from splitpoint_cli.stack.child import child_environment
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -93,7 +95,7 @@ async def call(
             }[client_streams, server_streams](path)
             argument = requests() if client_streams else request
             try:
-                answer = open_call(argument, metadata=metadata, timeout=10)
+                answer = open_call(argument, metadata=metadata, timeout=60)
                 if server_streams:
                     next(answer, None)
                     answer.cancel()
@@ -238,7 +240,7 @@ async def test_large_messages_and_metadata_are_refused(stack: SecuredStack, serv
             (b"", (token, ("x-long", "y" * 9000))),
         ):
             with pytest.raises(grpc.RpcError) as caught:
-                await send(request, metadata=metadata, timeout=10)
+                await send(request, metadata=metadata, timeout=60)
             assert isinstance(statuses.error_of(caught.value), ResourceExhausted)
 
 
@@ -384,6 +386,46 @@ async def test_the_plan_of_counts_does_not_depend_on_what_is_cached(stack: Secur
         ours = await alice.explain_plan(64, 16)
         await generate(alice, prompt_of(64, 99, 1000))
         assert await bob.explain_plan(64, 16) == ours
+
+
+# -- a command --------------------------------------------------------------------------
+
+
+async def test_a_batch_shows_its_token(stack: SecuredStack, tmp_path: Path) -> None:
+    source, target, token_file = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "token"))
+    body = {"model": "small-llama", "prompt": CANARY_TEXT, "max_tokens": 2, "ignore_eos": True}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    source.write_text(json.dumps(line))
+    token_file.touch(0o600)
+
+    async def batch(token: str) -> tuple[int | None, str, str]:
+        """Run a batch with a token; return exit code, output and errors."""
+        token_file.write_text(token)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "splitpoint_cli", "batch", str(source), str(target)),
+            *("--address", stack.scheduler, "--ca", str(stack.certificates / "ca.pem")),
+            *("--token-file", str(token_file), "--json"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=child_environment(
+                {
+                    "SPLITPOINT_CERT": str(stack.certificates / "client.pem"),
+                    "SPLITPOINT_KEY": str(stack.certificates / "client-key.pem"),
+                }
+            ),
+        )
+        out, told = await process.communicate()
+        return process.returncode, out.decode(), told.decode()
+
+    code, _, told = await batch(WRONG_TOKEN)
+    assert code == 1
+    assert "UNAUTHENTICATED" in told
+    assert WRONG_TOKEN not in told
+    assert not target.read_text()
+    code, out, told = await batch(stack.tokens["alice"])
+    assert code == 0, told
+    assert json.loads(out)["answered"] == 1
+    assert json.loads(target.read_text())["response"]["status_code"] == 200
 
 
 # -- revocation, logs -------------------------------------------------------------------
