@@ -118,16 +118,13 @@ def test_skewing_gathers_the_queries_in_few_columns() -> None:
     assert (wanted > 1.3 * unskewed / by_column.sum(-1)).all()
 
 
-@pytest.mark.parametrize(("shift", "constant", "most"), [(0.0, 0.0, 0.05), (1.0, 30.0, 0.5)])
-def test_projected_factors_find_products_that_are_there(
-    shift: float, constant: float, most: float
-) -> None:
-    """q and k that are linear in X P with a product of this rank are reproduced.
+def error_of_projected(rank: int, constant: float) -> float:
+    """Return the relative error of products less their mean over keys, which ranks none.
 
-    A constant part of keys, which no ranking depends on, takes little of the rank.
+    q and k are linear in X P, with a product of rank RANK; `constant` is added to all keys.
     """
     random = torch.Generator().manual_seed(8)
-    inputs = torch.randn((TOKENS, 24), generator=random) + shift
+    inputs = torch.randn((TOKENS, 24), generator=random) + 1
     signs = sparse_signs(24, 12, random)
     few = [torch.randn((13, heads, RANK), generator=random) for heads in (4, KV_HEADS)]
     wide = torch.linalg.qr(torch.randn((KV_HEADS, WIDTH, WIDTH), generator=random)).Q[:, :RANK]
@@ -138,8 +135,8 @@ def test_projected_factors_find_products_that_are_there(
         torch.einsum("tm,mqr,qrd->tqd", mixed, few[0], per_query),
         torch.einsum("tm,mkr,krd->tkd", mixed, few[1], wide) + constant,
     )
-    query, key = projected_form([mixed], [rows], RANK)
-    assert (query.shape, key.shape) == ((13, 4, RANK), (13, KV_HEADS, RANK))
+    query, key = projected_form([mixed], [rows], rank)
+    assert (query.shape, key.shape) == ((13, 4, rank), (13, KV_HEADS, rank))
     centred = rows.keys - rows.keys.mean(0)
     true = torch.einsum(
         "tkgd,skd->kgts", rows.queries.view(TOKENS, KV_HEADS, GROUP, WIDTH), centred
@@ -148,10 +145,21 @@ def test_projected_factors_find_products_that_are_there(
     guessed_keys = guessed_keys - guessed_keys.mean(0)
     guessed = torch.einsum(
         "tkgr,skr->kgts",
-        torch.einsum("tm,mqr->tqr", mixed, query).view(TOKENS, KV_HEADS, GROUP, RANK),
+        torch.einsum("tm,mqr->tqr", mixed, query).view(TOKENS, KV_HEADS, GROUP, rank),
         guessed_keys,
     )
-    assert float((guessed - true).norm() / true.norm()) < most
+    return float((guessed - true).norm() / true.norm())
+
+
+def test_projected_factors_find_products_that_are_there() -> None:
+    assert error_of_projected(RANK, constant=0.0) < 1e-5
+
+
+def test_a_constant_part_of_keys_takes_no_column() -> None:
+    few = RANK - 2
+    plain = error_of_projected(few, constant=0.0)
+    assert 0.05 < plain < 0.9
+    assert error_of_projected(few, constant=300.0) == pytest.approx(plain, rel=1e-3)
 
 
 FAST = torch.linspace(1.5, 0.1, WIDTH // 2)
