@@ -155,7 +155,10 @@ def test_doctor_says_that_no_weights_can_stay_on_the_host(tmp_path: Path) -> Non
     assert why in findings["device memory"]["found"]
     # As plan and size.
     lengths = ("--cached", "10", "--new", "2", "--max-tokens", "2")
-    for command in (("plan", "--profile", "h100", *lengths), ("size", "--tokens", "64", *lengths[2:])):
+    for command in (
+        ("plan", "--profile", "h100", *lengths),
+        ("size", "--tokens", "64", *lengths[2:]),
+    ):
         done = CliRunner().invoke(app, [*command, *arguments])
         assert isinstance(done.exception, ResourceExhausted)
         assert why in done.exception.message
