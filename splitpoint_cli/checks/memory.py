@@ -92,7 +92,7 @@ def check_shared_memory(
             f"an arena of {format_size(wish_bytes)} does not fit: {room}",
             _larger(folder, needed) + f", or ask for less: --host-memory {_fitting(free)}",
         )
-    if is_chosen and wish_bytes < _LITTLE_ARENA_BYTES:
+    if is_chosen and not there_bytes and wish_bytes < _LITTLE_ARENA_BYTES:
         return Finding(
             name,
             Verdict.WARNING,

@@ -197,9 +197,9 @@ def prepare(engine: Engine, description: str, weights: str, trace_file: Path | N
     engine.watch_costs(profile)
     if profile.host_weight_bytes:
         log.warning(
-            "weights on the host: %s, at least %.3g ms of each step (--device-memory)",
-            weights,
+            "weights on the host take at least %.3g ms of each step (--device-memory): %s",
             1e3 * profile.weight_seconds,
+            weights,
         )
 
 

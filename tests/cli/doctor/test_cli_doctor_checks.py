@@ -61,6 +61,9 @@ def test_shared_memory_that_is_too_small(tmp_path: Path) -> None:
     assert fits.verdict == "ok"
     assert memory.check_shared_memory(tmp_path, 32 << 20, is_chosen=True).verdict == "warning"
     assert memory.check_shared_memory(tmp_path, 32 << 20, is_chosen=False).verdict == "ok"
+    # An arena that is there is adopted with its size, however small.
+    adopted = memory.check_shared_memory(tmp_path, 1 << 20, is_chosen=True, there_bytes=1 << 20)
+    assert adopted.verdict == "ok"
     gone = memory.check_shared_memory(tmp_path / "shm", GIB, is_chosen=True)
     assert "mount -t tmpfs -o size=1024m" in gone.advice
 
