@@ -135,5 +135,6 @@ def _tokens(tokenizer: Tokenizer, path: Path) -> list[int]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"{path} cannot be read as text: {error}", field="text") from None
+        why = getattr(error, "strerror", None) or error
+        raise InvalidArgument(f"{path} cannot be read as text: {why}", field="text") from None
     return tokenizer.encode(text)[len(_opening(tokenizer)) :]

@@ -157,8 +157,14 @@ _SIZED_MEMORY: Option[str | None] = replace(
     help="Bytes of device memory for weights, cache and workspace; absent: those of the machine "
     "that --profile names; required with measured costs.",
 )
-_TOKENS: Option[int] = Option(
-    "tokens", int, 32768, "Tokens of one request, prompt and answer.", unit="N", least=2
+_TOKENS: Option[int | None] = Option(
+    "tokens",
+    int,
+    None,
+    "Tokens of one request, prompt and answer; absent: 32,768, or the model's context if that is "
+    "shorter.",
+    unit="N",
+    least=2,
 )
 _PROMPT_NEW: Option[int] = Option(
     "new", int, 512, "Prompt tokens of one request that the store lacks.", unit="N", least=1
@@ -203,7 +209,7 @@ class SizeOptions:
     model: str | None = of(_SIZED_MODEL)
     profile: str = of(_SIZED_PROFILE)
     device_memory: str | None = of(_SIZED_MEMORY)
-    tokens: int = of(_TOKENS)
+    tokens: int | None = of(_TOKENS)
     new: int = of(_PROMPT_NEW)
     max_tokens: int = of(_ANSWER_TOKENS)
     prefixes: int = of(_PREFIXES)

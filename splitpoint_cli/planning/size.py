@@ -38,6 +38,8 @@ from splitpoint_cli.top.bars import amount
 # Time to read 15 GiB of weights from memory of 3.35 TB/s, and for the launches.
 _STEP_SECONDS = 6e-3
 _MACHINE = MACHINES["h100"]
+# Of a request, unless its number is given or the model's context is shorter.
+_TOKENS = 32_768
 _EXAMPLES = (
     ("llama-3.1-8b", Load(32768, 512, 256)),
     ("llama-3-8b", Load(8192, 512, 256)),
@@ -116,7 +118,8 @@ def size(
     served = find_profiled(options.model, options.dtype, costs, options.profile)
     note = format_note(served, WeightFormat(options.weights), options.profile)
     shape, node = served.shape, _node(options, served, costs)
-    load = Load(options.tokens, options.new, options.max_tokens)
+    tokens = options.tokens or min(_TOKENS, shape.context_length)
+    load = Load(tokens, options.new, options.max_tokens)
     found = size_up(shape, node, load)
     streamed = _streamed_count(found, options.streamed)
     host = host_memory_of(found, streamed_count=streamed, prefix_count=options.prefixes)

@@ -307,6 +307,17 @@ def test_measured_costs_are_those_of_their_model(tmp_path: Path, command: str) -
     assert "of the model no-such-owner/model, which is not on this machine" in absent.message
 
 
+@pytest.mark.parametrize(("model", "tokens"), [("llama-3-8b", 8192), ("llama-3.1-8b", 32768)])
+def test_a_request_has_no_more_tokens_than_the_context_unless_it_is_given(
+    model: str, tokens: int
+) -> None:
+    told = json.loads(CliRunner().invoke(app, ["size", "--model", model, "--json"]).stdout)
+    token = BUILT_IN_SHAPES[model].kv_bytes_per_token
+    assert told["resident_request_bytes"] == tokens * token
+    refused = CliRunner().invoke(app, ["size", "--model", "llama-3-8b", "--tokens", "8193"])
+    assert "over Llama-3-8B's context of 8,192" in str(refused.exception)
+
+
 def test_a_request_too_large_for_the_device_is_streamed() -> None:
     shown = CliRunner().invoke(
         app, ["size", "--tokens", "100000", "--device-memory", "24GiB", "--json"]
