@@ -169,6 +169,8 @@ def _facts_of(worker: ReadyWorker) -> pb.WorkerStatus:
         device=info.device,
         schedule=info.schedule,
         emulated_link_bytes_per_second=info.emulated_link_bytes_per_second,
+        max_batch_size=info.max_batch_size,
+        batch_reason=info.batch_reason,
         weights=info.weights,
         weight_format=info.weight_format,
         numerics=info.numerics,

@@ -88,6 +88,13 @@ def format_rate(bytes_per_second: float) -> str:
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
 
 
+def format_seconds(seconds: float) -> str:
+    """Return a duration with at most three digits: "41.2 ms", "1.3 s"."""
+    milliseconds = f"{seconds * 1e3:.3g}"
+    # 999.9 ms would be rounded to three digits as 1e+03 ms.
+    return f"{seconds:.3g} s" if float(milliseconds) >= 1000 else f"{milliseconds} ms"
+
+
 def format_size(size_bytes: int) -> str:
     """Return a size with at most three digits: "512 B", "1.5 KiB", "8 GiB"."""
     value = float(size_bytes)

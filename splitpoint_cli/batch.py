@@ -143,7 +143,7 @@ class BatchOptions:
     host_memory: str | None = of(HOST_MEMORY, _OFFLINE)
     device_memory: str | None = of(worker.DEVICE_MEMORY, _OFFLINE)
     threads: int | None = of(THREADS, _OFFLINE)
-    max_batch: int = of(worker.MAX_BATCH, _OFFLINE)
+    max_batch: int | None = of(worker.MAX_BATCH, _OFFLINE)
     max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS, _OFFLINE)
     residency: str = of(scheduler.RESIDENCY, _OFFLINE)
     speculative_config: str | None = of(worker.SPECULATIVE_CONFIG, _OFFLINE)

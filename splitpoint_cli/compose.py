@@ -56,7 +56,7 @@ class Node:
         gpus: workers, one for each of the devices 0 to gpus - 1.
         host_memory_bytes: size of the arena; None: $SPLITPOINT_HOST_MEMORY.
         device_memory_bytes: memory of each GPU for weights and cache; None: most of it.
-        max_batch: sequences that run at once on a GPU; None: the worker's default.
+        max_batch: sequences that run at once on a GPU; None: the worker chooses.
     """
 
     gpus: int
@@ -281,14 +281,6 @@ _HOST_MEMORY: Option[str | None] = replace(
     HOST_MEMORY,
     help="Size of the arena in bytes; absent: $SPLITPOINT_HOST_MEMORY of the environment or .env.",
 )
-_MAX_BATCH: Option[int | None] = Option(
-    "max-batch",
-    int,
-    None,
-    f"{worker.MAX_BATCH.help[:-1]}; absent: {worker.MAX_BATCH.default}.",
-    unit="N",
-    least=1,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +290,7 @@ class ComposeOptions:
     gpus: int = of(_GPUS)
     host_memory: str | None = of(_HOST_MEMORY)
     device_memory: str | None = of(worker.DEVICE_MEMORY)
-    max_batch: int | None = of(_MAX_BATCH)
+    max_batch: int | None = of(worker.MAX_BATCH)
 
 
 @takes_options

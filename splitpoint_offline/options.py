@@ -19,6 +19,7 @@ from splitpoint.host.memory import available_cores, default_host_memory
 from splitpoint.options import scheduler, store, worker
 from splitpoint.options.option import RATE, SIZE, Option, Section, all_options
 from splitpoint.options.speculation import read_speculative_config
+from splitpoint.residency.batch_size import SIZES
 from splitpoint.shapes import DataType
 
 
@@ -54,7 +55,7 @@ class EngineOptions(TypedDict, total=False):
     # Longest context, at most the model's own.
     max_model_len: int | None
     numerics: str | None
-    # Most sequences, and most prompt tokens, of one engine step.
+    # Most sequences (absent: the worker chooses), and most prompt tokens, of one engine step.
     max_batch: int | None
     max_batched_tokens: int | None
     weight_objective: str | None
@@ -132,7 +133,7 @@ def settings_of(model: str | Path | None, options: Mapping[str, Any]) -> Setting
         given["speculative_config"] = drafts.text
     given.setdefault("threads", available_cores())
     given.setdefault("host_memory", str(default_host_memory()))
-    places = given.get("max_batch", worker.MAX_BATCH.default)
+    places = given.get("max_batch", SIZES[-1])
     folder = resolve_model(None if model is None else str(model))
     # Refused before a thread or a process starts.
     backend = ModelBackend(given.get("model_backend", ModelBackend.AUTO))

@@ -85,6 +85,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             streamed_page_count=plan.streamed_page_count,
             max_batch_size=worker.engine.max_batch_size,
             max_batched_tokens=worker.engine.max_batched_tokens,
+            batch_reason=worker.batch.reason,
             profile=profile_to_proto(worker.profile),
             draining=self.draining,
             eos_token_ids=worker.engine.eos_token_ids,

@@ -513,6 +513,8 @@ class Worker:
         recent_kappa_ratio: cached over new tokens of the requests that it got lately; 0: none yet.
         advised_power_watts: a power cap that these leave room for, since the link is their
             limit; `advised_power_reason` says why. None: no advice. Nothing sets it.
+        max_batch_size, batch_reason: most requests of a step, why, and what they cost; 0 and empty
+            if unknown.
     """
 
     id: str
@@ -542,6 +544,8 @@ class Worker:
     recent_kappa_ratio: float = 0.0
     advised_power_watts: float | None = None
     advised_power_reason: str = ""
+    max_batch_size: int = 0
+    batch_reason: str = ""
 
 
 def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:

@@ -38,11 +38,12 @@ DEVICE_MEMORY: Option[str | None] = Option(
     "Bytes of device memory for weights, caches and workspace; absent: a part of what is free.",
     unit=SIZE,
 )
-MAX_BATCH: Option[int] = Option(
+MAX_BATCH: Option[int | None] = Option(
     "max-batch",
     int,
-    32,
-    "Largest number of requests in one engine step.",
+    None,
+    "Largest number of requests in one engine step; absent: chosen by device memory and measured "
+    "steps, 32 to 512 (docs/scheduling.md).",
     unit="N",
     least=1,
     most=512,

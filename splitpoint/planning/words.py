@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from splitpoint.config import counted, format_size
+from splitpoint.config import counted, format_seconds, format_size
 from splitpoint.costs.fetching import Basis, SourceRate
 from splitpoint.planning.plan import (
     Objective,
@@ -67,7 +67,7 @@ def headline(plan: Plan) -> str:
     if plan.device_tokens >= plan.cached_tokens:
         return f"nothing is restored: {_cached(plan)} on the device"
     seconds = plan.predicted_restore_seconds + plan.predicted_fetch_seconds
-    words = f"{_restored(plan)}: {_time(seconds)} predicted"
+    words = f"{_restored(plan)}: {format_seconds(seconds)} predicted"
     if plan.device_tokens:
         words = f"{plan.device_tokens:,} of {_cached(plan)} on the device, the others {words}"
     instead = _alternatives(plan)
@@ -77,7 +77,8 @@ def headline(plan: Plan) -> str:
 def _streamed_headline(plan: Plan) -> str:
     step = "streamed from host memory in each step"
     if plan.predicted_step_seconds:
-        step = f"{step}: {_time(plan.predicted_step_seconds)} predicted for this request alone"
+        seconds = format_seconds(plan.predicted_step_seconds)
+        step = f"{step}: {seconds} predicted for this request alone"
     return step if plan.cached_tokens else f"{_cold(plan.new_tokens)}, then {step}"
 
 
@@ -108,10 +109,10 @@ def _alternatives(plan: Plan) -> str:
     loads = plan.method in (RestoreMethod.NONE, RestoreMethod.LOAD)
     instead = ""
     if plan.predicted_load_seconds and not loads and not plan.fetched_tokens:
-        instead = f"loading everything would take {_time(plan.predicted_load_seconds)}"
+        instead = f"loading everything would take {format_seconds(plan.predicted_load_seconds)}"
     recomputes_all = plan.recomputed_tokens >= plan.cached_tokens - plan.device_tokens
     if plan.predicted_recompute_seconds and not recomputes_all:
-        seconds = _time(plan.predicted_recompute_seconds)
+        seconds = format_seconds(plan.predicted_recompute_seconds)
         instead += f", recomputing {seconds}" if instead else f"recomputing would take {seconds}"
     return instead
 
@@ -167,20 +168,21 @@ def _loaded(tokens: int, resident: int) -> str:
 
 def _predicted(seconds: float, load_seconds: float) -> str:
     if seconds == load_seconds:
-        return f"predicted {_time(seconds)}"
+        return f"predicted {format_seconds(seconds)}"
     share = f"{seconds / load_seconds:.2f} of the " if load_seconds else ""
-    return f"predicted {_time(seconds)}, {share}{_time(load_seconds)} for loading everything"
+    loading = f"{share}{format_seconds(load_seconds)} for loading everything"
+    return f"predicted {format_seconds(seconds)}, {loading}"
 
 
 def _step(seconds: float, load_seconds: float) -> str:
-    takes = f"a step takes {_time(seconds)}"
+    takes = f"a step takes {format_seconds(seconds)}"
     if seconds == load_seconds:
         return takes
-    return f"{takes}, {_time(load_seconds)} without rebuilding"
+    return f"{takes}, {format_seconds(load_seconds)} without rebuilding"
 
 
 def _limit(link: float, device: float) -> str:
-    words = f"link {_time(link)}, device {_time(device)}"
+    words = f"link {format_seconds(link)}, device {format_seconds(device)}"
     if min(link, device) >= _BALANCED * max(link, device):
         return f"{words}, about equally busy"
     return f"{words}, {'the link' if link > device else 'compute'} is the limit"
@@ -188,7 +190,7 @@ def _limit(link: float, device: float) -> str:
 
 def _instead(seconds: float, chosen: float) -> str:
     """Return both times and their difference, which their three digits may not show."""
-    words = f"would take {_time(seconds)} instead of {_time(chosen)}"
+    words = f"would take {format_seconds(seconds)} instead of {format_seconds(chosen)}"
     if not chosen:
         return words
     share = 1 - seconds / chosen
@@ -217,8 +219,8 @@ def _overheads(tokens: int, chunks: int) -> str:
 def _first_chunk(tokens: int, seconds: float, link_seconds: float) -> str:
     many = f"even {tokens:,} tokens from their ids" if tokens > 1 else "a token from its id"
     return (
-        f"recomputing {many} keeps the device busy for {_time(seconds)}, loading everything the "
-        f"link for {_time(link_seconds)}"
+        f"recomputing {many} keeps the device busy for {format_seconds(seconds)}, loading "
+        f"everything the link for {format_seconds(link_seconds)}"
     )
 
 
@@ -325,14 +327,14 @@ def _met(met: int, expected: int) -> str:
 
 
 def _restored_in(seconds: float, predicted: float, device: float, link: float) -> str:
-    busy = f"the link was busy {_time(link)}, the device {_time(device)}"
+    busy = f"the link was busy {format_seconds(link)}, the device {format_seconds(device)}"
     if device > link:
-        busy = f"the device was busy {_time(device)}, the link {_time(link)}"
+        busy = f"the device was busy {format_seconds(device)}, the link {format_seconds(link)}"
     if max(device, link) < _LIMITS * seconds:
         busy = f"{busy}, neither of them most of the time"
     ratio = seconds / predicted
     times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
-    return f"restored in {_time(seconds)}, {times} x the prediction: {busy}"
+    return f"restored in {format_seconds(seconds)}, {times} x the prediction: {busy}"
 
 
 def _drafted(method: str, tokens: int, steps: int, accepted: int) -> str:
@@ -380,18 +382,18 @@ _WORDS: dict[ReasonKind, Callable[..., str]] = {
         f"rebuilding a token takes {_us(rebuild)} a layer, loading it {_us(load)}"
     ),
     ReasonKind.DEVICE_BUSY: lambda device, link: (
-        f"the device is busier than the link already: it computes for {_time(device)} without "
-        f"rebuilding, the link copies for {_time(link)}"
+        f"the device is busier than the link already: it computes for {format_seconds(device)} "
+        f"without rebuilding, the link copies for {format_seconds(link)}"
     ),
     ReasonKind.OVERHEADS: _overheads,
     ReasonKind.FIRST_CHUNK: _first_chunk,
     ReasonKind.TOKENS_NOT_CONSIDERED: _tokens_not_considered,
     ReasonKind.THROUGHPUT: lambda chosen, load: (
-        f"for throughput: the busier of link and device works for {_time(chosen)}, with loading "
-        f"for {_time(load)}"
+        f"for throughput: the busier of link and device works for {format_seconds(chosen)}, with "
+        f"loading for {format_seconds(load)}"
     ),
     ReasonKind.HOST_WEIGHTS: lambda seconds, size: (
-        f"weights that come from the host take {_time(seconds)} of each step "
+        f"weights that come from the host take {format_seconds(seconds)} of each step "
         f"({format_size(size)}; --device-memory)"
     ),
     ReasonKind.FITS: lambda size, capacity: (
@@ -447,12 +449,6 @@ def _rate(bytes_per_second: float, basis: str) -> str:
 
 def _tokens(count: int) -> str:
     return counted(count, "token is", "tokens are")
-
-
-def _time(seconds: float) -> str:
-    milliseconds = f"{seconds * 1e3:.3g}"
-    # 999.9 ms would be rounded to three digits as 1e+03 ms.
-    return f"{seconds:.3g} s" if float(milliseconds) >= 1000 else f"{milliseconds} ms"
 
 
 def _short(seconds: float) -> str:

@@ -40,6 +40,7 @@ _STEP_SECONDS = 6e-3
 _MACHINE = MACHINES["h100"]
 # Of a request, unless its number is given or the model's context is shorter.
 _TOKENS = 32_768
+_EXAMPLES_BATCH = 32
 _EXAMPLES = (
     ("llama-3.1-8b", Load(32768, 512, 256)),
     ("llama-3-8b", Load(8192, 512, 256)),
@@ -51,7 +52,7 @@ def examples_table() -> str:
     """Return a row for each model and encoding, as Markdown."""
     lines = [
         f"One H100 with PCIe 5, {format_size(_MACHINE.memory_bytes)} of its memory for a worker,",
-        "bfloat16, batches of at most 32,",
+        f"bfloat16, batches of at most {_EXAMPLES_BATCH},",
         f"and {_STEP_SECONDS * 1e3:g} ms for what a decode step does beside the cache.",
         "",
         "| model | tokens | store keeps | resident at once | streamed at once | step of one "
@@ -67,6 +68,7 @@ def _line(shape: ModelShape, load: Load, encoding: Encoding) -> str:
     node = Node(
         _MACHINE.profile,
         _MACHINE.memory_bytes,
+        max_batch=_EXAMPLES_BATCH,
         encoding=encoding,
         step_compute_seconds=_STEP_SECONDS,
     )
@@ -259,6 +261,7 @@ def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[
         f"{load.new_tokens:,} new, {load.generated_tokens:,} generated; "
         f"{format_size(found.resident_request_bytes)} of cache",
     )
+    yield "in one step", found.batch.reason
     yield "resident at once", f"{found.resident_count:,}"
     yield "restoring one", restore_words(found.restore)
     yield "first token after", seconds_text(found.restore.predicted_ttft_seconds)

@@ -6,7 +6,8 @@ arena's layout, the planner. Nothing here measures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from splitpoint.config import counted
@@ -22,6 +23,7 @@ from splitpoint.planning.weight_placement import (
     WeightSizes,
 )
 from splitpoint.planning.weight_step import with_weights
+from splitpoint.residency.batch_size import LEAST, BatchSize, choose_batch_size
 from splitpoint.residency.full_batch import BatchRoom, MixedBatch, full_batch, residents_alone
 from splitpoint.residency.seconds import DeviceRoom, PieceSeconds
 from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, WeightFormat, chunks_of
@@ -71,7 +73,8 @@ class Node:
 
     profile: Profile
     device_memory_bytes: int
-    max_batch: int = 32
+    # Most requests of a step; None: chosen as by a worker.
+    max_batch: int | None = None
     max_batched_tokens: int = 512
     chunk_tokens: int = 64
     encoding: Encoding = Encoding.NATIVE
@@ -96,6 +99,31 @@ class Node:
         """Streamed requests keep a window on the device for self drafts."""
         return self.drafts in (DraftMethod.AUTO, DraftMethod.SELF)
 
+    @property
+    def least_batch(self) -> int:
+        """The batch for which weights are placed and drafts get memory, before it is chosen."""
+        return LEAST if self.max_batch is None else self.max_batch
+
+    def batch(
+        self,
+        shape: ModelShape,
+        profile: Profile,
+        pages: Callable[[int], int],
+        *,
+        prefill_tokens: int,
+    ) -> BatchSize:
+        """Return the batch of its worker; `pages` returns those of its cache beside a batch."""
+        return choose_batch_size(
+            shape,
+            profile,
+            pages,
+            chunk_tokens=self.chunk_tokens,
+            prefill_tokens=prefill_tokens,
+            given=self.max_batch,
+            has_draft_model=self.draft is not None,
+            step_compute_seconds=self.step_compute_seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
@@ -115,6 +143,7 @@ class Sizing:
             streamed ones (`--objective throughput`).
         batch_streams: `--objective throughput` streams: weights cross the link, and `full_batch`
             has so many more tokens per second.
+        batch: most requests of a step.
     """
 
     memory: MemoryPlan
@@ -134,6 +163,7 @@ class Sizing:
     residents: MixedBatch
     full_batch: MixedBatch
     batch_streams: bool
+    batch: BatchSize
     draft: MemoryPlan | None = None
 
 
@@ -152,9 +182,10 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
     pages = chunks_of(load.token_count, node.chunk_tokens)
     resident_bytes = pages * memory.page_bytes
     streamed_bytes = min(pages, memory.streamed_page_count) * memory.page_bytes
-    streamed_count = min(node.max_batch, memory.cache_capacity_bytes // streamed_bytes)
+    places = worker.batch.size
+    streamed_count = min(places, memory.cache_capacity_bytes // streamed_bytes)
     ask = _Ask(shape, worker, node)
-    room = BatchRoom(memory.page_count, node.max_batch, pages, streamed_bytes // memory.page_bytes)
+    room = BatchRoom(memory.page_count, places, pages, streamed_bytes // memory.page_bytes)
     together = PieceSeconds(shape, worker.profile, ask.room)
     residents = residents_alone(together, room, load.token_count)
     full = full_batch(together, room, load.token_count)
@@ -166,7 +197,7 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
         has_activations=has_activations,
         cached_tokens_in_memory=memory.page_count * node.chunk_tokens,
         resident_request_bytes=resident_bytes,
-        resident_count=min(node.max_batch, memory.cache_capacity_bytes // resident_bytes),
+        resident_count=min(places, memory.cache_capacity_bytes // resident_bytes),
         streamed_request_bytes=streamed_bytes,
         streamed_count=streamed_count,
         host_token_bytes=-(-layout.chunk_bytes // node.chunk_tokens),
@@ -178,6 +209,7 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
         residents=residents,
         full_batch=full,
         batch_streams=may_stream and full.is_worth_streaming(residents),
+        batch=worker.batch,
         draft=worker.draft,
     )
 
@@ -195,6 +227,7 @@ class Divided:
     sizes: WeightSizes
     device: DividedDevice
     profile: Profile
+    batch: BatchSize
     draft: MemoryPlan | None = None
 
     @property
@@ -219,7 +252,7 @@ def divided(shape: ModelShape, node: Node, *, has_activations: bool) -> Divided:
         layout,
         sizes,
         budget_bytes=node.device_memory_bytes - (0 if draft is None else draft.budget_bytes),
-        max_batch_size=node.max_batch,
+        max_batch_size=node.least_batch,
         max_batched_tokens=node.max_batched_tokens,
         is_gpu=is_gpu,
         rates=lambda: StepRates.of(shape, node.profile),
@@ -228,7 +261,14 @@ def divided(shape: ModelShape, node: Node, *, has_activations: bool) -> Divided:
         window_pages=draft_window_pages(shape, node.chunk_tokens) if node.drafts_itself else 0,
     )
     profile = with_weights(node.profile, sizes, device.placement)
-    return Divided(layout, sizes, device, profile, draft)
+    batch = node.batch(
+        shape,
+        profile,
+        lambda size: device.with_batch(size).page_count,
+        prefill_tokens=device.max_batched_tokens,
+    )
+    device = replace(device, memory=device.with_batch(batch.size))
+    return Divided(layout, sizes, device, profile, batch, draft)
 
 
 def _draft_memory(served: ModelShape, node: Node) -> MemoryPlan | None:
@@ -241,7 +281,7 @@ def _draft_memory(served: ModelShape, node: Node) -> MemoryPlan | None:
         weight_bytes=node.draft.weight_sizes(is_gpu=node.profile.is_of_gpu).total,
         chunk_tokens=node.chunk_tokens,
         budget_bytes=node.device_memory_bytes,
-        max_batch_size=node.max_batch,
+        max_batch_size=node.least_batch,
         max_batched_tokens=node.max_batched_tokens,
     )
 

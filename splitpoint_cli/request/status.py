@@ -274,6 +274,8 @@ def _device_name(worker: Worker) -> str:
 
 def _worker_lines(worker: Worker, wide: bool) -> Iterator[str]:
     """Yield what there is to say about a worker besides its row of the table."""
+    if worker.batch_reason:
+        yield worker.batch_reason
     if worker.weights:
         yield worker.weights
     eager = worker.telemetry.eager_message if worker.telemetry is not None else ""

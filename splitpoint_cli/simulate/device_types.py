@@ -79,9 +79,13 @@ def _facts(kind: Machine, shape: ModelShape, node: Node) -> WorkerFacts:
         encoding=node.encoding,
     )
     capacity, streamed, staging, profile = kind.cache_bytes, 1, STAGING_PAGES, kind.profile
-    if capacity is None:
+    page_bytes = shape.page_bytes(node.chunk_tokens)
+    if capacity is not None:
+        pages = capacity // page_bytes
+        batch = node.batch(shape, profile, lambda _: pages, prefill_tokens=node.max_batched_tokens)
+    else:
         parts = divided(shape, node, has_activations=has_activations)
-        memory, profile = parts.device.memory, parts.profile
+        memory, profile, batch = parts.device.memory, parts.profile, parts.batch
         capacity, streamed = memory.cache_capacity_bytes, memory.streamed_page_count
         staging = memory.staging_pages
     return WorkerFacts(
@@ -92,9 +96,9 @@ def _facts(kind: Machine, shape: ModelShape, node: Node) -> WorkerFacts:
         chunk_tokens=node.chunk_tokens,
         has_activations=has_activations,
         cache_capacity_bytes=capacity,
-        page_bytes=shape.page_bytes(node.chunk_tokens),
+        page_bytes=page_bytes,
         streamed_page_count=streamed,
-        max_batch_size=node.max_batch,
+        max_batch_size=batch.size,
         kvstore_address="store",
         slot_bytes=layout.chunk_bytes,
         schedule=Schedule.PIPELINED,

@@ -217,7 +217,7 @@ class SimulateOptions:
     device_memory: str | None = of(DEVICE_MEMORY, _FLEET)
     host_memory: str | None = of(HOST_MEMORY, _FLEET)
     cell: int = of(CELL, _FLEET)
-    max_batch: int = of(worker.MAX_BATCH, _FLEET)
+    max_batch: int | None = of(worker.MAX_BATCH, _FLEET)
     max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS, _FLEET)
     chunk_tokens: int = of(store.CHUNK_TOKENS, _FLEET)
     kv_encoding: str = of(store.KV_ENCODING, _FLEET)
@@ -259,13 +259,15 @@ class SimulateOptions:
             costs = (measured.profile, str(self.profile))
             shape = find_profiled(self.model, self.dtype, *costs).shape
         kinds = self._kinds(measured)
-        chunk_tokens = self.chunk_tokens
+        chunk_tokens, max_batch = self.chunk_tokens, self.max_batch
         if measured is not None and measured.chunk_tokens:
             chunk_tokens = measured.chunk_tokens
+        if measured is not None and max_batch is None:
+            max_batch = measured.max_batch
         node = Node(
             kinds[0][0].profile,
             kinds[0][0].memory_bytes,
-            max_batch=self.max_batch,
+            max_batch=max_batch,
             max_batched_tokens=self.max_batched_tokens,
             chunk_tokens=chunk_tokens,
             encoding=Encoding(self.kv_encoding),
@@ -359,6 +361,7 @@ class Measured:
     cache_bytes: int | None = None
     chunk_tokens: int = 0
     store_slots: int = 0
+    max_batch: int | None = None
 
 
 def read_measured(name_or_path: str) -> Measured:
@@ -377,6 +380,7 @@ def read_measured(name_or_path: str) -> Measured:
         int(workers[0].get("cache_capacity_bytes") or 0) or None,
         int(models[0].get("chunk_tokens") or 0),
         int(stores[0]["slot_count"]) if stores else 0,
+        int(workers[0].get("max_batch_size") or 0) or None,
     )
 
 

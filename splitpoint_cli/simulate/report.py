@@ -26,6 +26,7 @@ def facts_of(fleet: Fleet, load: Load, trace: TraceStatistics) -> dict[str, Any]
         "cache_bytes": {
             name: worker.facts.cache_capacity_bytes for name, worker in workers.items()
         },
+        "max_batch_size": {name: worker.facts.max_batch_size for name, worker in workers.items()},
         "kappa_crit": {name: worker.kappa_crit for name, worker in workers.items()},
         "store_bytes_per_cell": fleet.store_bytes,
         "costs": {kind.name: kind.profile.description for kind, _ in fleet.devices},
@@ -149,8 +150,9 @@ def table_of(facts: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> Tab
     """Return a column for each run."""
     devices = ", ".join(f"{count:,} {name}" for name, count in facts["devices"].items())
     caches = ", ".join(format_size(size) for size in facts["cache_bytes"].values())
+    batches = ", ".join(map(str, facts["max_batch_size"].values()))
     table = Table(
-        title=f"{facts['model_id']} on {devices} ({caches} of cache each): "
+        title=f"{facts['model_id']} on {devices} (each {caches} of cache, batch {batches}): "
         f"{counted(facts['num_prompts'], 'request')} of {facts['trace']}, "
         f"{facts['request_rate']:.3g} a second, {duration_text(runs[0]['duration'])}",
         box=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from trace_files import read_trace
 
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
+from splitpoint.residency.batch_size import LEAST, MOST_STEP_SECONDS, SIZES, BatchLimit
 from splitpoint.shapes import DataType
 from splitpoint.transport.tls import PLAIN
 from splitpoint.v1 import types_pb2
@@ -70,6 +72,41 @@ async def test_a_serial_worker_on_an_emulated_link_says_so(folder: Path, tmp_pat
     recorded = read_trace(file)
     assert recorded.spans == ()
     assert recorded.facts == {"device": info.device, "schedule": "serial"}
+
+
+async def test_a_worker_chooses_its_batch_by_memory_and_measured_steps(folder: Path) -> None:
+    """It keeps it when its costs are measured again: the memory is divided by it."""
+    for memory, most in ((64 << 20, SIZES[-1]), (24 << 20, LEAST)):
+        given = replace(options(folder), max_batch_size=None, device_memory_bytes=memory)
+        worker = await load_worker(given)
+        before = await info_of(worker)
+        servicer = WorkerServicer(worker=worker)
+        await servicer.Profile(pb.ProfileRequest(refresh=True), None)  # type: ignore[arg-type]
+        info, engine = await info_of(worker), worker.engine
+        await worker.runtime.stop()
+        worker.monitor.stop()
+        assert info.profile != before.profile
+        assert info.max_batch_size == engine.max_batch_size == worker.batch.size <= most
+        assert info.max_batch_size == before.max_batch_size
+        assert info.batch_reason == worker.batch.reason
+        assert engine.memory_plan.page_count // (info.shape.context_length // 64) >= (
+            worker.batch.held
+        )
+        if most == LEAST:
+            assert worker.batch.limit is BatchLimit.MEMORY
+        else:
+            # On a host that is busy with other things.
+            is_slow = worker.batch.more_seconds > MOST_STEP_SECONDS
+            assert worker.batch.size > LEAST or is_slow
+
+
+async def test_a_given_batch_stays(folder: Path) -> None:
+    worker = await load_worker(options(folder))
+    info = await info_of(worker)
+    await worker.runtime.stop()
+    worker.monitor.stop()
+    assert info.max_batch_size == worker.engine.max_batch_size == 4
+    assert info.batch_reason.startswith("batch 4 (--max-batch): memory for ")
 
 
 @pytest.mark.parametrize(

@@ -357,11 +357,14 @@ class DividedDevice:
     """A worker's device memory, divided, and the place of its weights.
 
     Attributes:
+        memory: with the batch that it was divided for.
+        with_batch: returns it with so many sequences in a step. Raises ResourceExhausted.
         max_batched_tokens: prompt tokens of a step, which grow while weights cross the link.
     """
 
     placement: WeightPlacement
     memory: MemoryPlan
+    with_batch: Callable[[int], MemoryPlan]
     max_batched_tokens: int
 
 
@@ -404,16 +407,22 @@ def divide_device(
         found = rates()
         placement = place(shape, layout, sizes, **limits, rates=found, objective=objective)
         limits["max_batched_tokens"] = grown_prefill(shape, layout, placement, found, **limits)
-    memory = divide(
-        shape,
-        layout,
-        weight_bytes=placement.device_bytes,
-        window_pages=window_pages,
-        graph_bytes=graph_bytes(placement.on_host),
-        weights_note=_weights_note(sizes, placement),
-        **limits,
+    graphs = graph_bytes(placement.on_host)
+
+    def with_batch(size: int) -> MemoryPlan:
+        return divide(
+            shape,
+            layout,
+            weight_bytes=placement.device_bytes,
+            window_pages=window_pages,
+            graph_bytes=graphs,
+            weights_note=_weights_note(sizes, placement),
+            **limits | {"max_batch_size": size},
+        )
+
+    return DividedDevice(
+        placement, with_batch(max_batch_size), with_batch, limits["max_batched_tokens"]
     )
-    return DividedDevice(placement, memory, limits["max_batched_tokens"])
 
 
 def _weights_note(sizes: WeightSizes, placement: WeightPlacement) -> str:

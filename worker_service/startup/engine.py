@@ -1,6 +1,7 @@
 """Loads the engine of a worker, and measures its costs.
 
-The device memory is divided before anything is loaded: weights, drafts, pages and graphs.
+The device memory is divided before anything is loaded: weights, drafts, pages and graphs. Where the
+batch is chosen by measured costs, pages are divided again.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from splitpoint.checkpoint.decoder import ModelBackend
 from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.config import format_rate, format_size
+from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import memory_facts
 from splitpoint.options.worker import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost, WeightSizes
 from splitpoint.progress import Progress, Ticker
+from splitpoint.residency.batch_size import LEAST, BatchSize, choose_batch_size
 from splitpoint.shapes import ArenaLayout
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import DividedDevice, divide_device
@@ -46,7 +49,7 @@ class DividedMemory:
     """The device memory, divided.
 
     Attributes:
-        served: without what the draft model needs.
+        served: without what the draft model needs; with the least batch, if none is given.
         eager_reason: why decoding steps are not recorded as graphs.
     """
 
@@ -67,6 +70,7 @@ def divide_memory(
     dtype = TORCH_TYPES[shape.data_type]
     sizes = source.weight_sizes(device, options.weights)
     budget = _budget(options, sizes, device) - artifact_bytes
+    batch = LEAST if options.max_batch_size is None else options.max_batch_size
     drafts = DraftSetup.plan(
         options.speculation,
         folder,
@@ -74,7 +78,7 @@ def divide_memory(
         layout,
         device,
         budget_bytes=budget,
-        max_batch_size=options.max_batch_size,
+        max_batch_size=batch,
         max_batched_tokens=options.max_batched_tokens,
         has_store=options.kvstore_address is not None,
     )
@@ -92,7 +96,7 @@ def divide_memory(
         layout,
         sizes,
         budget_bytes=budget,
-        max_batch_size=options.max_batch_size,
+        max_batch_size=batch,
         max_batched_tokens=options.max_batched_tokens,
         is_gpu=device.type == "cuda",
         rates=lambda: measure_rates(shape, lanes),
@@ -121,31 +125,60 @@ log = logging.getLogger(__name__)
 LOADING_SECONDS = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine, and what was decided and measured while it was loaded.
+
+    Attributes:
+        profile: the costs, without those of restores.
+        weights: what to say of the weights; empty: nothing.
+    """
+
+    engine: Engine
+    profile: Profile
+    batch: BatchSize
+    weights: str
+    speculation: WorkerSpeculation
+
+
 def load_engine(
     options: WorkerOptions,
     source: ModelSource,
     layout: ArenaLayout,
     lanes: Lanes,
     screens: ScreenSource | None,
-) -> tuple[Engine, str, WorkerSpeculation]:
-    """Divide the device memory and load the model, and what drafts for it.
+    description: str,
+) -> LoadedEngine:
+    """Divide the device memory, load the model and what drafts for it, and measure its costs.
 
-    Returns the engine, what to say of its weights (empty: nothing), and the speculation.
+    The batch is chosen by them, so the cache is made last. `description`: of the device.
     """
     device, folder, shape = lanes.device, options.model_folder, source.config.shape
     make_current(device)
     # Before the weights are read: a budget that cannot hold them fails at once.
     artifact_bytes = 0 if screens is None else screens.size_bytes
     memory = divide_memory(options, source, layout, lanes, artifact_bytes)
-    placement, plan, tickers = memory.served.placement, memory.served.memory, _tickers(options)
+    served, placement, tickers = memory.served, memory.served.placement, _tickers(options)
     model = source.load(device, placement.on_host, tickers, options.weights)
+    model.use_lanes(lanes)
+    profile = measure(model, device, description, lanes=lanes)
+    batch = choose_batch_size(
+        shape,
+        profile,
+        lambda size: served.with_batch(size).page_count,
+        chunk_tokens=layout.chunk_tokens,
+        prefill_tokens=served.max_batched_tokens,
+        given=options.max_batch_size,
+        has_draft_model=memory.drafts.model is not None,
+    )
+    plan = served.with_batch(batch.size)
     cache, eos = DeviceCache(layout, plan, device), eos_token_ids(folder)
     drafters = memory.drafts.load(model, cache, lanes, eos_token_ids=eos, tickers=tickers)
     engine = Engine(
         model,
         cache,
-        max_batch_size=options.max_batch_size,
-        max_batched_tokens=memory.served.max_batched_tokens,
+        max_batch_size=batch.size,
+        max_batched_tokens=served.max_batched_tokens,
         eos_token_ids=eos,
         tokenizer=Tokenizer.load(folder),
         lanes=lanes,
@@ -155,7 +188,7 @@ def load_engine(
         graphs=graphs_of(
             cache,
             [layer.window for layer in model.layers],
-            max_batch_size=options.max_batch_size,
+            max_batch_size=batch.size,
         ),
         eager_reason=memory.eager_reason,
         screens_of=None if screens is None else screens.screens,
@@ -172,16 +205,18 @@ def load_engine(
         format_size(plan.cache_capacity_bytes),
         plan.page_count,
     )
+    log.info("%s", batch.reason)
     weights = "" if placement.on_host == NOTHING_ON_HOST else placement.reason
     if source.backend is not ModelBackend.OWN:
         weights = f"the model is computed by {model.code} (docs/models.md)"
     how = "" if source.config.quantization is None else source.config.quantization.text
     weights = "; ".join(filter(None, (TEXT_ONLY if is_part else "", how, weights)))
-    return engine, weights, memory.drafts.described(drafters)
+    return LoadedEngine(engine, profile, batch, weights, memory.drafts.described(drafters))
 
 
-def prepare(engine: Engine, description: str, weights: str, trace_file: Path | None) -> None:
-    """Open the trace, and measure the engine's costs."""
+def prepare(loaded: LoadedEngine, description: str, trace_file: Path | None) -> None:
+    """Open the trace, and measure the costs of restores."""
+    engine = loaded.engine
     make_current(engine.lanes.device)
     if engine.lanes.link is not None:
         rate = format_rate(engine.lanes.link.bytes_per_second)
@@ -192,14 +227,13 @@ def prepare(engine: Engine, description: str, weights: str, trace_file: Path | N
     if trace_file is not None:
         engine.trace = Trace({"device": description, "schedule": engine.lanes.schedule.value})
         _write_trace(engine.trace, trace_file)
-    profile = measure(engine.model, engine.cache.device, description, lanes=engine.lanes)
-    profile = measure_overheads(engine, profile)
+    profile = measure_overheads(engine, loaded.profile)
     engine.watch_costs(profile)
     if profile.host_weight_bytes:
         log.warning(
             "weights on the host take at least %.3g ms of each step (--device-memory): %s",
             1e3 * profile.weight_seconds,
-            weights,
+            loaded.weights,
         )
 
 

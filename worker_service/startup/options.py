@@ -29,7 +29,7 @@ class WorkerOptions:
     device: str = "auto"
     data_type: DataType | None = None
     device_memory_bytes: int | None = None
-    max_batch_size: int = options.MAX_BATCH.default
+    max_batch_size: int | None = options.MAX_BATCH.default
     max_batched_tokens: int = options.MAX_BATCHED_TOKENS.default
     weight_objective: WeightObjective = WeightObjective.BALANCED
     threads: int | None = None
@@ -54,7 +54,8 @@ class WorkerOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_batched_tokens", "chunk_tokens"):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise InvalidArgument(f"{name} must be at least 1", field=name)
         if not 0 <= self.verify_rate <= 1:
             raise InvalidArgument("must be between 0 and 1", field="verify-rate")

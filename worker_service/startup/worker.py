@@ -19,6 +19,7 @@ from splitpoint.checkpoint.decoder import AttentionConfig
 from splitpoint.checkpoint.resolve import model_fingerprint
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition
+from splitpoint.residency.batch_size import BatchSize
 from splitpoint.shapes import ArenaLayout, ModelShape, Numerics, WeightFormat
 from worker_service.device.choice import choose_device
 from worker_service.device.pinning import CudaRegistrar, Pinning
@@ -116,6 +117,7 @@ class LoadedWorker:
     Attributes:
         weights: which weights are on the host, or whose code computes them, for people; empty:
             all are on the device, and our own decoder computes.
+        batch: most sequences of a step, and why; it stays, also when costs are measured again.
         populator: populates memory ahead of its first use; started once the worker is ready, and
             closed after the runtime.
         weight_lock: page-locks weights on the host for a GPU; closed after the runtime.
@@ -134,6 +136,7 @@ class LoadedWorker:
     store: StoreClient | None
     device_description: str
     weights: str
+    batch: BatchSize
     populator: Populator
     weight_lock: WeightLock | None
     monitor: DeviceMonitor
@@ -195,13 +198,14 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         screens = None
         if store is not None:
             screens = await asyncio.to_thread(_screens, options, source.config, device)
-        engine, weights, speculation = await asyncio.to_thread(
-            load_engine, options, source, layout, lanes, screens
+        loaded = await asyncio.to_thread(
+            load_engine, options, source, layout, lanes, screens, description
         )
+        engine = loaded.engine
         numerics = await asyncio.to_thread(
             numerics_of, options.numerics, against, engine.model, layout.chunk_tokens
         )
-        await asyncio.to_thread(prepare, engine, description, weights, options.trace_file)
+        await asyncio.to_thread(prepare, loaded, description, options.trace_file)
         if store is not None:
             await store.start(layout)
         on_failure.pop_all()
@@ -218,11 +222,12 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         runtime=runtime,
         store=store,
         device_description=description,
-        weights=weights,
+        weights=loaded.weights,
+        batch=loaded.batch,
         populator=populator,
         weight_lock=lock_weights(options, engine),
         monitor=monitor,
-        speculation=speculation,
+        speculation=loaded.speculation,
         screens=screens,
         numerics=numerics,
     )

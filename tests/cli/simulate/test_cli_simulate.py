@@ -88,6 +88,14 @@ def test_a_measured_worker_brings_its_cache_and_chunks(tmp_path: Path) -> None:
     assert told["devices"] == {"measured": 1}
     assert told["cache_bytes"] == {"measured": 50_000_000}
     assert told["store_bytes_per_cell"] == 100 * 16 * 12288
+    # Its memory holds few long requests. What the worker chose is in a newer status.
+    assert told["max_batch_size"] == {"measured": 32}
+    status["workers"][0]["max_batch_size"] = 96
+    path.write_text(json.dumps(status))
+    told = json.loads(ran("--json", "--profile", str(path), "--devices", "1"))
+    assert told["max_batch_size"] == {"measured": 96}
+    told = json.loads(ran("--json", "--profile", str(path), "--devices", "1", "--max-batch", "7"))
+    assert told["max_batch_size"] == {"measured": 7}
     path.write_text(PROFILE.to_json())
     assert "give --device-memory" in error_of("--profile", str(path), "--devices", "1")
     assert "is a number" in error_of("--profile", str(path), "--device-memory", "2GiB")
