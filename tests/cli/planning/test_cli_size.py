@@ -15,6 +15,7 @@ from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted, SplitpointError
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.planning.weight_placement import WeightObjective
+from splitpoint.residency.batch_size import BatchLimit
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 from splitpoint.speculation import DraftMethod
 from splitpoint_cli.main import app
@@ -92,10 +93,11 @@ def test_a_draft_model_takes_its_memory_first() -> None:
     served, draft = BUILT_IN_SHAPES["opt-6.7b"], BUILT_IN_SHAPES["opt-125m"]
     load = Load(2048, 512, 128)
     for memory, pages in ((72 * GIB, 32 * 2048 // 64), (20 * GIB, None)):
-        plain = size_up(served, node(memory, drafts=DraftMethod.MODEL), load)
-        found = size_up(
-            served, node(memory, drafts=DraftMethod.MODEL, draft=NamedModel(draft)), load
-        )
+        drafting = node(memory, drafts=DraftMethod.MODEL, draft=NamedModel(draft))
+        # Without a draft model more places would be chosen, whose workspace takes memory, too.
+        plain = size_up(served, replace(drafting, draft=None, max_batch=32), load)
+        found = size_up(served, drafting, load)
+        assert (found.batch.size, found.batch.limit) == (32, BatchLimit.DRAFTS)
         assert plain.draft is None
         assert found.draft is not None
         assert found.draft.weight_bytes == draft.weight_bytes
