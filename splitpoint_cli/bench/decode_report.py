@@ -96,6 +96,21 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """Mean seconds of the parts of a decode step of ours.
+
+    Attributes:
+        products: what computes rows of the layers and the head, norms and rotation included.
+        attention: over the cache, and writing into it.
+        rest: all else that the engine does.
+    """
+
+    products: float
+    attention: float
+    rest: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What a benchmark measured.
 
@@ -104,6 +119,8 @@ class Measured:
         peer_of: the peer that each contender but ours belongs to.
         read_bytes_per_second: the fastest read of memory in the run.
         step_bytes: bytes that a decode step of all sequences must read, at their mean length.
+        cache_bytes: of them those of K and V.
+        parts: of a plain step of ours; None: not measured.
         versions: of the peers' packages.
         spin_count: how long OpenMP's threads of our process spin, not the peers'; empty: as
             long as GNU OpenMP's default says.
@@ -117,6 +134,8 @@ class Measured:
     versions: Mapping[str, str] = field(default_factory=dict)
     spin_count: str = ""
     perplexities: Mapping[str, float] = field(default_factory=dict)
+    cache_bytes: int = 0
+    parts: Parts | None = None
 
     @property
     def limit_seconds(self) -> float:
@@ -168,6 +187,7 @@ def report_of(workload: Workload, measured: Measured) -> dict[str, Any]:
             "step_bytes": measured.step_bytes,
             "step_seconds": round(measured.limit_seconds, 5),
         },
+        "parts": None if measured.parts is None else _parts(measured.parts, measured),
         "speculation": {
             name.removeprefix(f"{OURS} "): _speculation(contenders, name, measured.runs)
             for name in contenders
@@ -176,6 +196,23 @@ def report_of(workload: Workload, measured: Measured) -> dict[str, Any]:
         "int8_weights": _int8(contenders, measured) if OURS_INT8 in contenders else None,
     }
     return json_report("decode", asdict(workload), facts)
+
+
+def _parts(parts: Parts, measured: Measured) -> dict[str, dict[str, float | int]]:
+    """Return seconds, bytes and the limit of each part of a step."""
+    read = {
+        "products": measured.step_bytes - measured.cache_bytes,
+        "attention": measured.cache_bytes,
+        "rest": 0,
+    }
+    return {
+        name: {
+            "seconds": round(getattr(parts, name), 6),
+            "bytes": size,
+            "limit_seconds": round(size / measured.read_bytes_per_second, 6),
+        }
+        for name, size in read.items()
+    }
 
 
 def _facts(batch: int, runs: Sequence[Run], limit_seconds: float) -> dict[str, Any]:
@@ -274,8 +311,28 @@ def table_of(report: Mapping[str, Any]) -> Table:
             Column("x limit", _figure("step_over_limit", "{:.2f}")),
         ),
         {**report["contenders"], LIMIT: bound},
-        [read, *_peer_lines(report), *_speculation_lines(report), *_int8_lines(report)],
+        [
+            read,
+            *_part_lines(report),
+            *_peer_lines(report),
+            *_speculation_lines(report),
+            *_int8_lines(report),
+        ],
     )
+
+
+def _part_lines(report: Mapping[str, Any]) -> list[str]:
+    if report["parts"] is None:
+        return []
+    parts = report["parts"]
+    listed = [
+        f"{name} {1e3 * facts['seconds']:.1f} ms for {facts['bytes'] / 1e6:.0f} MB "
+        f"(limit {1e3 * facts['limit_seconds']:.1f})"
+        for name, facts in parts.items()
+        if facts["bytes"]
+    ]
+    listed.append(f"rest {1e3 * parts['rest']['seconds']:.1f} ms")
+    return ["our step, in a run of its own: " + ", ".join(listed)]
 
 
 def _figure(key: str, form: str) -> Callable[[Mapping[str, Any]], str]:

@@ -70,12 +70,14 @@ class Contenders:
         peer_of: the peer of each contender but these.
         versions: of the peers in children.
         models: ours, by the names of their plain contenders.
+        workers: what runs them, by the same names.
     """
 
     by_name: dict[str, Answer] = field(default_factory=dict)
     peer_of: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     models: dict[str, Decoder] = field(default_factory=dict)
+    workers: dict[str, OurWorker] = field(default_factory=dict)
 
     def add_ours(self, checkpoint: Path, workload: Workload) -> None:
         """Add plain decoding, and each draft method with the same weights."""
@@ -84,7 +86,8 @@ class Contenders:
         if workload.weights == WeightFormat.INT8.value:
             self.models[OURS_INT8] = load_decoder(checkpoint, workload, WeightFormat.INT8)
         for name, each in self.models.items():
-            self.by_name[name] = OurWorker(each, workload).run
+            self.workers[name] = OurWorker(each, workload)
+            self.by_name[name] = self.workers[name].run
         for method in workload.speculate:
             worker = OurWorker(model, workload, DraftMethod(method), checkpoint)
             self.by_name[f"{OURS} {method}"] = worker.run
@@ -137,6 +140,8 @@ def run_all(
     prompts = _prompts(workload, shape, text)
     with started(workload, shape, peer_pythons, progress) as contenders:
         runs, reads = _timed_runs(contenders, workload, prompts, progress)
+        progress.say("timing the parts of a step")
+        parts = contenders.workers[OURS].parts(prompts, workload.new)
         perplexities: dict[str, float] = {}
         if text is not None and len(contenders.models) > 1:
             for name in progress.track("perplexity", [*contenders.models]):
@@ -151,6 +156,8 @@ def run_all(
         versions=contenders.versions,
         spin_count=os.environ.get(SPIN_COUNT, ""),
         perplexities=perplexities,
+        cache_bytes=int(workload.batch * mean_tokens * shape.kv_bytes_per_token),
+        parts=parts,
     )
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
 
 from splitpoint.checkpoint.decoder import read_decoder
 from splitpoint.options.cpu_kernels import AUTO, with_panels
 from splitpoint.shapes import ArenaLayout, DataType, WeightFormat
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
-from splitpoint_cli.bench.decode_report import Run, Workload
+from splitpoint_cli.bench.decode_report import Parts, Run, Workload
 from splitpoint_cli.bench.engine import (
     admission_of,
     exact_memory,
@@ -29,7 +33,7 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.sequence import Sequence
 from worker_service.graphs.support import MOST_GRAPH_BYTES, graph_obstacle, graphs_of
 from worker_service.model.decoder import Decoder
-from worker_service.model.model import Model
+from worker_service.model.model import Attend, CarryOut, Enter, Model, at_once
 from worker_service.speculation.model_draft import DraftModel
 
 # A draft model's memory is divided from this; it takes what it needs.
@@ -50,6 +54,58 @@ def load_decoder(
     wish = with_panels(AUTO) if weights.is_lossy else AUTO
     use_worker_kernels(device, data_type, head_dims, wish=wish)
     return Decoder.load(folder, device, TORCH_TYPES[data_type], weights=weights)
+
+
+Result = TypeVar("Result")
+
+
+class TimedModel:
+    """A model that notes how long the parts of its decode steps take, while it is told to.
+
+    Attributes:
+        seconds: by part, of the steps so far; None: nothing is noted.
+        steps: how many of them there were.
+    """
+
+    def __init__(self, model: Model, rows: int) -> None:
+        """`rows`: of a decode step."""
+        self._model, self._rows = model, rows
+        self.seconds: dict[str, float] | None = None
+        self.steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _timed(self, part: str, call: Callable[..., Result], *args: Any) -> Result:
+        if self.seconds is None:
+            return call(*args)
+        began = time.perf_counter()
+        result = call(*args)
+        self.seconds[part] += time.perf_counter() - began
+        return result
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        carry_out: CarryOut = at_once,
+        enter: Enter | None = None,
+    ) -> torch.Tensor:
+        """See `Model`."""
+        if self.seconds is None or len(token_ids) != self._rows:
+            return self._model.run(token_ids, positions, attend, carry_out, enter)
+        self.steps += 1
+
+        def timed(name: str, index: int, call: Callable[[], Result]) -> Result:
+            return carry_out(name, index, partial(self._timed, "products", call))
+
+        attend = partial(self._timed, "attention", attend)
+        return self._model.run(token_ids, positions, attend, timed, enter)
+
+    def head(self, final: torch.Tensor) -> torch.Tensor:
+        """See `Model`."""
+        return self._timed("products", self._model.head, final)
 
 
 class OurWorker:
@@ -83,9 +139,11 @@ class OurWorker:
             draft_tokens=STEP_DRAFT_TOKENS if drafters else 0,
         )
         cache = DeviceCache(layout, memory, model.device)
+        self._batch = workload.batch
+        self._timed = TimedModel(model, workload.batch)
         windows = [layer.window for layer in model.layers]
         self._engine = Engine(
-            model,
+            cast(Model, self._timed),
             cache,
             graphs=graphs_of(cache, windows, max_batch_size=workload.batch),
             max_batch_size=workload.batch,
@@ -96,6 +154,17 @@ class OurWorker:
         )
         self._tenants = itertools.count()
         self._temperature = workload.temperature
+
+    def parts(self, prompts: Prompts, new_tokens: int) -> Parts:
+        """Return the parts of a decode step, of a run of its own."""
+        timed = self._timed
+        timed.seconds, timed.steps = {"products": 0.0, "attention": 0.0}, 0
+        try:
+            step = self._batch / self.run(prompts, new_tokens).decode_tokens_per_second
+            means = {name: each / timed.steps for name, each in timed.seconds.items()}
+        finally:
+            timed.seconds = None
+        return Parts(**means, rest=max(0.0, step - sum(means.values())))
 
     def run(self, prompts: Prompts, new_tokens: int) -> Run:
         engine = self._engine

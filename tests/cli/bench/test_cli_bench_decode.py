@@ -23,6 +23,7 @@ from splitpoint_cli.bench.decode_report import (
     OURS,
     OURS_INT8,
     Measured,
+    Parts,
     Run,
     Workload,
     report_of,
@@ -96,6 +97,34 @@ def test_without_peers_the_limit_is_all_there_is() -> None:
     report = report_of(WORKLOAD, Measured(runs, {}, 20e9, 10**9))
     assert report["ratios"] == {}
     assert table_of(report).row_count == 2
+    assert report["parts"] is None
+
+
+def test_each_part_of_a_step_stands_beside_its_limit() -> None:
+    runs = {OURS: [run(2.0, 0.5, ((1, 2, 3),))]}
+    parts = Parts(products=0.05, attention=0.02, rest=0.01)
+    measured = Measured(runs, {}, 20e9, 10**9, cache_bytes=2 * 10**8, parts=parts)
+    report = report_of(WORKLOAD, measured)
+    assert report["parts"] == {
+        "products": {"seconds": 0.05, "bytes": 8 * 10**8, "limit_seconds": 0.04},
+        "attention": {"seconds": 0.02, "bytes": 2 * 10**8, "limit_seconds": 0.01},
+        "rest": {"seconds": 0.01, "bytes": 0, "limit_seconds": 0.0},
+    }
+    lines = str(table_of(report).caption)
+    assert "products 50.0 ms for 800 MB (limit 40.0), attention 20.0 ms" in lines
+    assert "rest 10.0 ms" in lines
+
+
+def test_the_parts_of_a_step_are_timed_in_a_run_of_their_own(tmp_path: Path) -> None:
+    prompts = random_prompts(VOCABULARY, 2, 20, seed=0)
+    worker = OurWorker(load_decoder(write_tiny("opt", tmp_path), WORKLOAD), WORKLOAD)
+    parts = worker.parts(prompts, 6)
+    timed = worker._timed
+    # The first tokens come from the prompts' own steps.
+    assert (timed.steps, timed.seconds) == (5, None)
+    assert min(parts.products, parts.attention) > 0
+    worker.run(prompts, 6)
+    assert timed.steps == 5
 
 
 def test_passages_spread_evenly_and_begin_as_texts_do() -> None:
