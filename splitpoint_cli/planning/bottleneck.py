@@ -25,7 +25,7 @@ from splitpoint.planning.plan import Plan, PlanInput
 from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
-from splitpoint_cli.models import KNOWN_SHAPES, find_shape
+from splitpoint_cli.models import KNOWN_SHAPES, NamedModel, find_named
 from splitpoint_cli.output import (
     AsJson,
     OutputFile,
@@ -98,10 +98,12 @@ class Case:
     """A model on a machine, analysed.
 
     Attributes:
+        weight_bytes: as a worker on the machine holds them.
         memory_bytes: of the device for K and V; None: unknown, or less than the weights.
     """
 
     shape: ModelShape
+    weight_bytes: int
     machine: Machine
     limits: Bottleneck
     memory_bytes: int | None
@@ -188,13 +190,14 @@ class Case:
 
 
 def case_of(
-    shape: ModelShape,
+    model: NamedModel,
     machine: Machine,
     *,
     kv_memory_bytes: int | None = None,
     has_embeddings: bool = False,
 ) -> Case:
     """Return the analysis. `has_embeddings`: F_pf counts the embedding and the head."""
+    shape = model.shape
     flops = shape.prefill_flops_per_token
     if has_embeddings:
         flops += 2 * shape.embedding_parameters
@@ -204,10 +207,11 @@ def case_of(
         machine.profile.link_bytes_per_second,
         machine.profile.prefill_flops_per_second,
     )
+    weights = model.weight_sizes(is_gpu=machine.profile.is_of_gpu).total
     memory = kv_memory_bytes
-    if memory is None and machine.memory_bytes > shape.weight_bytes:
-        memory = machine.memory_bytes - shape.weight_bytes
-    return Case(shape, machine, limits, memory)
+    if memory is None and machine.memory_bytes > weights:
+        memory = machine.memory_bytes - weights
+    return Case(shape, weights, machine, limits, memory)
 
 
 @with_exit_codes
@@ -286,12 +290,12 @@ def bottleneck(
     if memory == 0:
         raise InvalidArgument("--kv-memory: K and V need some memory, not 0", field="kv_memory")
     machines = [_machine(name, link_rate, tflops) for name in machine or MACHINES]
-    shapes = [find_shape(name, dtype) for name in model or KNOWN_SHAPES]
+    models = [find_named(name, dtype) for name in model or KNOWN_SHAPES]
     if model and cached is not None:
-        _check_context(shapes, workloads[0])
+        _check_context((each.shape for each in models), workloads[0])
     cases = [
-        case_of(shape, each, kv_memory_bytes=memory, has_embeddings=embeddings)
-        for shape in shapes
+        case_of(one, each, kv_memory_bytes=memory, has_embeddings=embeddings)
+        for one in models
         for each in machines
     ]
     if png is not None:
@@ -393,7 +397,7 @@ def _comparison(cases: Sequence[Case], machines: Sequence[Machine]) -> Table:
 
 def _facts(case: Case) -> Iterator[tuple[str, str]]:
     shape, limits = case.shape, case.limits
-    weights = format_size(shape.weight_bytes)
+    weights = format_size(case.weight_bytes)
     yield "model", f"{shape.name}, {shape.data_type.value}, weights {weights}"
     yield "machine", case.machine.profile.description or case.machine.name
     stored = ""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from splitpoint.config import format_size
 from splitpoint.costs.profile import MACHINES
 from splitpoint_cli.main import app
 from splitpoint_cli.models import KNOWN_SHAPES
@@ -192,6 +193,17 @@ def test_words_of_one_case_and_its_picture(tmp_path: Path) -> None:
     # Of the paper's workloads FinQA, with 167,000 tokens, is too long.
     restored = next(line for line in done.stdout.splitlines() if "restored by this version" in line)
     assert [cell.strip() for cell in restored.split("|")][-2] == "beyond the context of 163,840"
+
+
+def test_weights_are_those_of_size(bundled_model: Path) -> None:
+    """To a byte: norms included, a tied head once on a GPU."""
+    named = ("--model", str(bundled_model))
+    done = CliRunner().invoke(app, ["bottleneck", *named, "--machine", "h100"])
+    sized = CliRunner().invoke(app, ["size", *named, "--json"])
+    weights = json.loads(sized.stdout)["memory"]["weight_bytes"]
+    assert f"weights {format_size(weights)}" in done.stdout
+    [case] = run(*named, "--machine", "h100")
+    assert case["kv_memory_bytes"] == MACHINES["h100"].memory_bytes - weights
 
 
 def test_measured_costs_say_nothing_of_the_memory(tmp_path: Path) -> None:
