@@ -5,9 +5,9 @@ The C++ compiler makes the kernels of CPU workers.
 By default GNU OpenMP's threads spin for milliseconds at every barrier before they sleep. Next to
 another worker, a benchmark or a build, spinning threads keep the threads they wait for from
 running: products took up to twenty times as long (docs/lab/log.md). So every process spins briefly,
-except a worker with cores of its own on a processor where waking a thread is slow: on a Xeon with
-AMX a decode step took 55 ms with brief spinning and 35 ms without the limit; on an EPYC both took
-the same time.
+except a worker with cores of its own. Its threads spin from one call of a kernel to the next, some
+0.1 ms. On a Xeon with AMX, where waking a thread is slow, they spin as long as GNU OpenMP lets
+them: a step took 55 ms with brief spinning and 35 ms without a limit.
 
 oneDNN compiles a kernel for each shape that it multiplies, which takes 0.5 MiB and milliseconds. By
 default up to 1,024 of them stay in its own cache, and as many for each kind of operation and thread
@@ -101,6 +101,8 @@ SPIN_COUNT = "GOMP_SPINCOUNT"
 WAIT_POLICY = "OMP_WAIT_POLICY"
 # Loops before a thread sleeps: some microseconds.
 BRIEF = "1000"
+# As long as Python takes between two kernels.
+MODERATE = "10000"
 # GNU OpenMP's own default: some milliseconds.
 LONG = "300000"
 
@@ -127,7 +129,9 @@ def spin_count(*, threads: int, workers: int, cores: int, flags: Collection[str]
         flags: instruction sets of the processor.
     """
     have_own_cores = threads > 1 and threads * workers <= cores
-    return LONG if have_own_cores and AMX_BF16 in flags else BRIEF
+    if not have_own_cores:
+        return BRIEF
+    return LONG if AMX_BF16 in flags else MODERATE
 
 
 def spin_environment(count: str) -> Mapping[str, str]:

@@ -14,6 +14,7 @@ from splitpoint.host.memory import available_cores
 from splitpoint.host.processor import (
     BRIEF,
     LONG,
+    MODERATE,
     SPIN_COUNT,
     WAIT_POLICY,
     instruction_sets,
@@ -42,7 +43,9 @@ print(*{worker.environment.get("GOMP_SPINCOUNT", "as it was") for worker in stac
         (4, 3, AMX, BRIEF),
         (9, 1, AMX, BRIEF),
         (1, 1, AMX, BRIEF),
-        (4, 2, OTHER, BRIEF),
+        (4, 2, OTHER, MODERATE),
+        (4, 3, OTHER, BRIEF),
+        (1, 1, OTHER, BRIEF),
     ],
 )
 def test_only_workers_with_cores_of_their_own_spin_long(
@@ -74,6 +77,7 @@ def test_instruction_sets_are_those_of_the_first_processor(tmp_path: Path) -> No
     [
         ({}, True),
         ({SPIN_COUNT: BRIEF}, False),
+        ({SPIN_COUNT: MODERATE}, False),
         ({SPIN_COUNT: LONG}, True),
         ({WAIT_POLICY: "x"}, None),
     ],
