@@ -12,7 +12,7 @@ struct Matrix {
 };
 
 struct Layer {
-  Matrix query, key_value, output, gate, up, down;
+  Matrix query, key, value, output, gate, up, down;  // without `value` a key has both
   Norm attention_norm, mlp_norm, query_norm, key_norm;
   int64_t head_dim;
   int32_t activation;  // an Operation
@@ -35,18 +35,18 @@ struct Space {
   static int64_t in_vectors(int64_t bytes) { return (bytes + 63) / 64 * 64; }
   static size_t bytes(const Pass& pass) {
     const Layer& layer = *pass.layer;
-    const int64_t depth = std::max({layer.up.in_features, layer.output.in_features, layer.down.in_features});
-    const int64_t elements = 2 * layer.up.in_features + layer.up.out_features;
+    const int64_t depth = std::max({layer.query.in_features, layer.output.in_features, layer.down.in_features});
+    const int64_t elements = 2 * layer.query.in_features + layer.up.out_features;
     return pass.row_count * in_vectors(elements * sizeof(Element) + depth * 4 + (WEIGHT == INT4 ? depth / 2 : 0)) + 256;
   }
   Space(const Pass& pass, char* memory) {
     const Layer& layer = *pass.layer;
-    const int64_t depth = std::max({layer.up.in_features, layer.output.in_features, layer.down.in_features});
+    const int64_t depth = std::max({layer.query.in_features, layer.output.in_features, layer.down.in_features});
     packed = (Input*)memory;
     sums = (float*)(packed + pass.row_count * depth);
     middle = (Element*)(sums + (WEIGHT == INT4 ? pass.row_count * (depth / 8) : 0));
-    normed = middle + pass.row_count * layer.up.in_features;
-    inner = normed + pass.row_count * layer.up.in_features;
+    normed = middle + pass.row_count * layer.query.in_features;
+    inner = normed + pass.row_count * layer.query.in_features;
   }
 };
 
@@ -62,7 +62,7 @@ static Call product(const Pass& pass, const Space& space, const Matrix& matrix, 
   call.packed = space.packed;
   call.group_sums = WEIGHT == INT4 ? space.sums : nullptr;
   call.row_stride = call.in_features = matrix.in_features;
-  call.other_stride = call.out_features = matrix.out_features;
+  call.other_stride = call.output_stride = call.out_features = matrix.out_features;
   call.row_count = pass.row_count;
   call.group = matrix.group;
   call.operation = operation;
@@ -71,7 +71,7 @@ static Call product(const Pass& pass, const Space& space, const Matrix& matrix, 
 }
 
 static Heads normed(const Pass& pass, const Norm& norm, const Element* rows, Element* outputs) {
-  const int64_t width = pass.layer->up.in_features;
+  const int64_t width = pass.layer->query.in_features;
   return {rows, nullptr, nullptr, outputs, width, 0, width, 0, pass.row_count, 1, width, norm, pass.threads};
 }
 
@@ -94,11 +94,16 @@ static void prepare_begin(const Pass& pass, const Space& space) {
 static int32_t begin(const Pass& pass, const Space& space) {
   const Layer& layer = *pass.layer;
   const Call query = product(pass, space, layer.query, pass.inputs, pass.queries, NONE);
-  const Call both = product(pass, space, layer.key_value, pass.inputs, pass.both, NONE);
-  const int32_t failed = multiply_all(&query, nullptr, 1) | multiply_all(&both, nullptr, 1);
+  Call key = product(pass, space, layer.key, pass.inputs, pass.both, NONE);
+  Call value = product(pass, space, layer.value, pass.inputs, pass.both + key.out_features, NONE);
+  const bool is_apart = value.weights != nullptr;
+  const int64_t width = key.out_features / (is_apart ? 1 : 2);
+  key.output_stride = value.output_stride = 2 * width;
+  int32_t failed = multiply_all(&query, nullptr, 1) | multiply_all(&key, nullptr, 1);
+  if (is_apart) failed |= multiply_all(&value, nullptr, 1);
   const Heads heads[] = {
       turned(pass, layer.query_norm, pass.queries, query.out_features, query.out_features),
-      turned(pass, layer.key_norm, pass.both, both.out_features / 2, both.out_features),
+      turned(pass, layer.key_norm, pass.both, width, 2 * width),
   };
   if (!pass.cosine && layer.query_norm.kind == NO_NORM && layer.key_norm.kind == NO_NORM) return failed;
 #pragma omp barrier

@@ -82,7 +82,7 @@ struct Call {
   Element* outputs;
   Input* packed;      // room for the rows
   float* group_sums;  // of inputs, of each row and group; int4 only
-  int64_t row_stride, other_stride, row_count, in_features, out_features, group;
+  int64_t row_stride, other_stride, output_stride, row_count, in_features, out_features, group;
   int32_t operation, threads;
   float alpha, limit, offset;
 };
@@ -406,7 +406,7 @@ static inline const T* at(const T* from, int64_t offset) { return from ? from + 
 
 static void write(const Call& call, int64_t row, int64_t column, Floats value) {
   const int count = (int)std::min<int64_t>(LANES, call.out_features - column);
-  Element* to = call.outputs + row * call.out_features + column;
+  Element* to = call.outputs + row * call.output_stride + column;
   const Element* other = at(call.other, row * call.other_stride + column);
   if (count == LANES)
     return store(to, finish(call, value, at(call.scales, column), at(call.bias, column), other));
@@ -587,7 +587,7 @@ static Call product_of(const Experts& all, const Weight* const* panels, const El
   call.out_features = is_down ? all.in_features : all.inner_features;
   call.group = is_down ? all.inner_group : all.group;
   call.row_stride = call.in_features;
-  call.other_stride = call.out_features;
+  call.other_stride = call.output_stride = call.out_features;
   call.weights = panels[expert];
 #if WEIGHT == INT8
   const int64_t columns = (call.out_features + LANES - 1) / LANES * LANES;

@@ -26,7 +26,10 @@ from worker_service.kernels.compiled import ELEMENTS, LANES, content, load
 _POINTERS = (
     *("rows", "places", "weights", "scales", "bias", "other", "outputs", "packed", "group_sums"),
 )
-_COUNTS = ("row_stride", "other_stride", "row_count", "in_features", "out_features", "group")
+_COUNTS = (
+    *("row_stride", "other_stride", "output_stride"),
+    *("row_count", "in_features", "out_features", "group"),
+)
 
 
 class Kind(IntEnum):
@@ -103,7 +106,7 @@ def multiply(
         *(rows.data_ptr(), None, panels.data_ptr(), scales),
         *(None if each is None else each.data_ptr() for each in (bias, other)),
         *(outputs.data_ptr(), None, None),
-        *(rows.stride(0), 0 if other is None else other.stride(0)),
+        *(rows.stride(0), 0 if other is None else other.stride(0), out_features),
         *(count, in_features, out_features, group, operation, torch.get_num_threads()),
     )
     if library(rows.dtype, kind).multiply(ctypes.byref(call)):

@@ -23,7 +23,7 @@ from worker_service.kernels.panel_gemm import (
 from worker_service.kernels.row_wise import Angles, Norm, places_of
 
 # Matrices and norms of a layer, as in the kernel.
-MATRICES = ("query", "key_value", "output", "gate", "up", "down")
+MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 NORMS = ("attention_norm", "mlp_norm", "query_norm", "key_norm")
 
 
@@ -68,7 +68,11 @@ class PanelMatrix:
 
 
 class WholeLayer:
-    """A layer that norms residuals before attention and its MLP, and adds what they give."""
+    """A layer that norms residuals before attention and its MLP, and adds what they give.
+
+    Attributes:
+        has_mlp: there is `end`.
+    """
 
     def __init__(
         self,
@@ -78,16 +82,19 @@ class WholeLayer:
         activation: Operation,
         dtype: torch.dtype,
     ) -> None:
-        """Take matrices of one kind and norms by role, for rows of this type; a gate or not.
+        """Take matrices of one kind and norms by role, for rows of this type.
 
-        `activation`: of gate, or of up.
+        A key may be `[2 n_kv d, h]`, with the values behind it. There may be a gate; `activation`
+        is of it, or of up. Without an MLP there is only `begin`.
         """
         self._matrices, self._norms = dict(matrices), dict(norms)
-        self._library = library(dtype, matrices["up"].kind)
+        self._library = library(dtype, matrices["query"].kind)
         self._dtype, self._head_dim = dtype, head_dim
-        self._hidden_size = matrices["up"].in_features
+        self._hidden_size = matrices["query"].in_features
         self._query_width = matrices["query"].out_features
-        self._both_width = matrices["key_value"].out_features
+        self._both_width = sum(
+            matrices[role].out_features for role in ("key", "value") if role in matrices
+        )
         self._layer = _Layer(head_dim=head_dim, activation=activation)
         for role, each in matrices.items():
             address = each.panels.data_ptr()
@@ -98,6 +105,7 @@ class WholeLayer:
         for role, norm in norms.items():
             setattr(self._layer, role, norm)
         self._address = ctypes.addressof(self._layer)
+        self.has_mlp = "down" in matrices
 
     def begin(
         self, hidden: torch.Tensor, angles: Angles | None

@@ -11,9 +11,9 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from splitpoint.checkpoint.config import unsupported
 from splitpoint.errors import InvalidArgument
+from worker_service.kernels.row_wise import Angles
 
 # Two names of our attention: the first pass is told masks, all other passes are not.
 _SEEING, _ATTENDING = "splitpoint-seeing", "splitpoint"
@@ -94,6 +95,7 @@ class _Pass:
         seen_inputs: X of the layer under way.
         positions: `[1, N]`, what it is given as those of its tokens, until it attends.
         numbers: whether a layer numbered its tokens by itself.
+        angles: of our own layers, by what they are made of, which stays alive.
     """
 
     on_attention: Callable[..., torch.Tensor]
@@ -104,6 +106,7 @@ class _Pass:
     seen_inputs: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     numbers: bool = False
+    angles: dict[int, tuple[Any, Angles]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +243,14 @@ AttentionInterface.register(_ATTENDING, _attend)
 AttentionMaskInterface.register(_SEEING, _mask)
 
 
+class OwnLayer(Protocol):
+    """A layer by kernels of ours; see `WholeLayer`."""
+
+    def begin(self, hidden: torch.Tensor, angles: Angles | None, /) -> Asked: ...
+
+    def end(self, hidden: torch.Tensor, attended: torch.Tensor, /) -> torch.Tensor: ...
+
+
 class DividedModel:
     """The passes through a model of transformers. Its weights may be on `meta`.
 
@@ -248,6 +259,7 @@ class DividedModel:
         layers: the decoder layers, in order.
         attention: the attention module of each layer.
         facts: of each layer.
+        own: what computes a layer instead of its own code, by index.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -259,6 +271,7 @@ class DividedModel:
                 f"{type(self.stack).__name__} takes no position ids: no model with ALiBi, with a "
                 "state, or of an encoder does"
             )
+        self.own: dict[int, OwnLayer] = {}
         self.stack.forward = partial(self._stack, self.stack.forward)
         for index, layer in enumerate(self.layers):
             names = tuple(inspect.signature(layer.forward).parameters)
@@ -501,7 +514,30 @@ class DividedModel:
         current = _current.passes[-1]
         current.positions = named.get("position_ids")
         on_layer = current.on_layer
+        own = self.own.get(index)
+        if own is not None and current.inputs is None:
+            inner = partial(self._by_own, own)
         return inner(hidden, **named) if on_layer is None else on_layer(index, inner, hidden, named)
+
+    def _by_own(self, own: OwnLayer, hidden: torch.Tensor, **more: Any) -> Any:
+        """Stand for the forward of a layer that is computed by kernels of ours."""
+        current = _current.passes[-1]
+        current.positions = None
+        rows, angles = hidden[0], None
+        given = more.get("position_embeddings")
+        if given is not None:
+            if id(given) not in current.angles:
+                current.angles[id(given)] = (given, _angles(*given))
+            angles = current.angles[id(given)][1]
+        current.seen_inputs, *heads = own.begin(rows, angles)
+        attended = current.on_attention(current.layer, current.seen_inputs, *heads)
+        return self._returned(own.end(rows, attended.flatten(1))[None])
+
+    def use_own(self, index: int, own: OwnLayer | None) -> None:
+        """Let kernels of ours compute a layer; None: its own code, as always if X is given."""
+        self.own.pop(index, None)
+        if own is not None:
+            self.own[index] = own
 
     def _attention_module(self, inner: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Stand for the forward of an attention module: note X, or put another in its place."""
@@ -535,6 +571,12 @@ class _StackOutput:
 def _hidden_of(found: Any) -> torch.Tensor:
     hidden: torch.Tensor = (found[0] if isinstance(found, tuple) else found)[0]
     return hidden
+
+
+def _angles(cosine: torch.Tensor, sine: torch.Tensor) -> Angles:
+    """Return cosine and sine `[1, N, d]` as `Rotary` has them."""
+    first, second = sine.chunk(2, dim=-1)
+    return cosine.contiguous(), torch.cat((-first, second), dim=-1)
 
 
 def _no_attention(*_: object, **__: object) -> torch.Tensor:

@@ -7,7 +7,7 @@ nor where K and V live.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from splitpoint.checkpoint.decoder import Activation, Norm
 from splitpoint.planning.weight_schedule import WeightPiece
-from worker_service.kernels import row_wise, whole_layer
-from worker_service.kernels.whole_layer import WholeLayer
+from worker_service.kernels import row_wise
+from worker_service.kernels.whole_layer import NORMS, WholeLayer
 from worker_service.model.linear import OPERATIONS, Linear
 from worker_service.model.rope import Rotary
 
@@ -213,11 +213,25 @@ class DecoderLayer:
         posts = (self.post_attention_norm, self.post_mlp_norm)
         if not self.norm_before or any(each is not None for each in posts):
             return self
-        matrices = {name: getattr(self, name) for name in whole_layer.MATRICES}
-        norms = {name: getattr(self, name) for name in whole_layer.NORMS}
-        held = {name: each.in_panels for name, each in matrices.items() if each is not None}
-        normed = {name: each.for_kernel for name, each in norms.items() if each is not None}
-        if None in held.values() or len({each.kind for each in held.values()}) > 1:
-            return self
-        operation = OPERATIONS[self.activation]
-        return replace(self, whole=WholeLayer(held, normed, self.head_dim, operation, dtype))
+        matrices = {"query": self.query, "key": self.key_value, "output": self.output}
+        matrices |= {"up": self.up, "down": self.down}
+        if self.gate is not None:
+            matrices["gate"] = self.gate
+        norms = {name: getattr(self, name) for name in NORMS}
+        return replace(self, whole=whole_of(matrices, norms, self.head_dim, self.activation, dtype))
+
+
+def whole_of(
+    matrices: Mapping[str, Linear],
+    norms: Mapping[str, NormWeights | None],
+    head_dim: int,
+    activation: Activation | None,
+    dtype: torch.dtype,
+) -> WholeLayer | None:
+    """Return the layer that has these by role; None if there are no kernels for it."""
+    held = {role: each.in_panels for role, each in matrices.items()}
+    in_panels = {role: each for role, each in held.items() if each is not None}
+    if in_panels.keys() != held.keys() or len({each.kind for each in in_panels.values()}) > 1:
+        return None
+    found = {role: each.for_kernel for role, each in norms.items() if each is not None}
+    return WholeLayer(in_panels, found, head_dim, OPERATIONS[activation], dtype)

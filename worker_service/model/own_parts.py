@@ -131,10 +131,11 @@ _ACTIVATIONS = {
 }
 
 
-def _own_gated(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _own_gated(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return `down(activation(gate(rows)) * up(rows))` with fused operations.
 
-    None if the module computes anything else of random rows.
+    None if the module computes anything else of random rows. The module is told its `own_parts`:
+    gate, up, down and the activation.
     """
     parts = [each for each in module.children() if not isinstance(each, nn.Dropout | nn.Identity)]
     products = [each for each in parts if isinstance(each, Product)]
@@ -156,6 +157,7 @@ def _own_gated(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | No
         wanted, found = (torch.where(is_finite, each, 0).flatten(1) for each in (wanted, found))
         off, largest = (each.abs().amax(dim=1) for each in (found - wanted, wanted))
         if (off <= _CLOSE[weight.dtype] * largest).all():
+            module.own_parts = (gate, up, down, activated[0].activation)
             return _at_once(gate, up, down, activated[0].activation) or forward
     return None
 

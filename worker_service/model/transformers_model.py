@@ -55,6 +55,7 @@ from worker_service.checkpoint.quantized import (
 )
 from worker_service.checkpoint.tensors import stored_tensors
 from worker_service.device.cache import TORCH_TYPES
+from worker_service.kernels import row_wise
 from worker_service.kernels.choice import Layout
 from worker_service.lanes.lanes import Lanes
 from worker_service.model.attention import prefill_alone
@@ -70,6 +71,7 @@ from worker_service.model.experts import (
 )
 from worker_service.model.model import Attend, CarryOut, Enter, Layer, WriteLast, at_once
 from worker_service.model.own_parts import Normed, Product, use_own_parts
+from worker_service.model.plain_layer import plain_layer
 from worker_service.weights.packing import held_bytes, layout_of
 from worker_service.weights.stream import WeightStream
 
@@ -209,6 +211,7 @@ class TransformersModel:
             for index, facts in enumerate(divided.facts)
         ]
         self._find_products_beside()
+        self._find_plain_layers()
 
     # -- computing ----------------------------------------------------------------------------
 
@@ -392,6 +395,32 @@ class TransformersModel:
             raise unsupported(f"model_type {self.shape.family!r}: {problem}", "model_type")
 
     # -- building -----------------------------------------------------------------------------
+
+    def _find_plain_layers(self) -> None:
+        """Let our kernels compute the layers of which they compute the same."""
+        positions = torch.arange(_TRIED_TOKENS, device=self.device)
+        arguments = self._divided.arguments(positions)
+        generator = torch.Generator().manual_seed(_SEED)
+        hidden = torch.randn(_TRIED_TOKENS, self.shape.hidden_size, generator=generator)
+        hidden = hidden.to(self.device, self.dtype)
+
+        def tried(layer: TransformersLayer) -> list[torch.Tensor]:
+            asked = self._divided.ask(layer.index, hidden, arguments)
+            return [*asked, layer.work(hidden, arguments)]
+
+        for layer, module in zip(self.layers, self._divided.layers, strict=True):
+            own = plain_layer(module, layer.head_dim, self.dtype)
+            if own is None or not row_wise.takes(hidden):
+                continue
+            wanted = tried(layer)
+            self._divided.use_own(layer.index, own)
+            try:
+                pairs = zip(tried(layer), wanted, strict=True)
+                is_same = not any(self._far_rows(found, each) for found, each in pairs)
+            except Exception:  # of any family's code; or these parts do not fit each other
+                is_same = False
+            if not is_same:
+                self._divided.use_own(layer.index, None)
 
     def _find_products_beside(self) -> None:
         """Find the products of each layer's attention that a rebuild need not compute."""
