@@ -26,6 +26,7 @@ from splitpoint.options import store
 from splitpoint.options.speculation import read_speculative_config
 from splitpoint.options.worker import GPU_MEMORY_SHARE
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST
+from splitpoint.residency.batch_size import LEAST
 from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, WeightFormat
 from splitpoint.transport.tls import read_identity, trusting_own_server
 from splitpoint_cli.checks import disk, gpu, memory, model, ports, redis, security
@@ -299,7 +300,8 @@ def _device_memory(
         # Its rates decide how many weights cross the link, and not whether any do.
         replace(MACHINES["h100"].profile, device_type="cuda" if is_gpu else "cpu"),
         budget,
-        max_batch=options.passed["max_batch"],
+        # What it must hold; a worker chooses a larger batch by what it measures, if that fits.
+        max_batch=options.passed["max_batch"] or LEAST,
         max_batched_tokens=options.passed["max_batched_tokens"],
         chunk_tokens=layout.chunk_tokens,
         encoding=layout.encoding,

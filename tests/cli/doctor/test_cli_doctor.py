@@ -326,7 +326,7 @@ def test_device_memory_is_divided_as_a_worker_does(more: tuple[str, ...]) -> Non
         held["max_batch_size"] = 8
     sizes = source.weight_sizes(torch.device("cpu"), WeightFormat.NATIVE)
     verdicts = []
-    for mebibytes in (20, 30, 50, 60, 80, 100, 200):
+    for mebibytes in (20, 30, 50, 60, 80, 100, 4096):
         arguments = ("--device-memory", f"{mebibytes}MiB", "--device", "cpu", *free_listen())
         _, findings = examine_here(*arguments, *SMALL, *more)
         found = findings["device memory"]
