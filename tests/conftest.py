@@ -257,6 +257,14 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of the tiny Llama. No test changes it."""
+    from tiny_models import write_tiny
+
+    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
 def bundled_model() -> Path:
     """The checkpoint that ships with the project."""
     return ROOT / "models" / "stdlib-llama"

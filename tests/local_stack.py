@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 from forked_service import ForkedService, start_forked
 from own_names import shared_memory_folder
+from waiting import until
 
 from scheduler_service.options import SchedulerOptions, load_served_model
 from scheduler_service.service import Scheduler
@@ -87,11 +88,10 @@ class LocalStack:
         await asyncio.sleep(after_seconds)
         self.store_process = await self.start_store()
 
-    async def wait_attached(self, seconds: float = 60) -> None:
+    async def wait_attached(self) -> None:
         """Until every worker has a session of the store."""
-        async with asyncio.timeout(seconds):
-            while any(w.store is None or w.store.connection is None for w in self.workers):
-                await asyncio.sleep(0.02)
+        stores = [worker.store for worker in self.workers]
+        await until(lambda: all(each is not None and each.connection for each in stores))
 
     async def store_stats(self) -> kvstore_pb2.GetStatsResponse:
         stats: kvstore_pb2.GetStatsResponse

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvstore_helpers import LAYOUT, Bench, store_sequence
 from redis_server import RedisServer
+from waiting import until
 
 from kvstore_service.catalog import CatalogPublisher
 from kvstore_service.server import KvStoreServicer
@@ -27,14 +28,6 @@ from splitpoint.v1 import kvstore_pb2_grpc
 
 SIZE = LAYOUT.chunk_tokens
 LAYOUTS = frozenset({LayoutName(LAYOUT.layout_hash, SIZE)})
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Waits for a state that will come; fails loudly when it does not."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the awaited state did not come"
-        await asyncio.sleep(0.01)
 
 
 def has_rebuilt(publisher: CatalogPublisher) -> bool:

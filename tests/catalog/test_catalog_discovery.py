@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from catalog_helpers import linked, until
+from catalog_helpers import linked
 from redis_server import RedisServer
 from scheduler_doubles import (
     LAYOUT,
@@ -23,6 +23,7 @@ from scheduler_doubles import (
     reasons_of,
     stack,
 )
+from waiting import until
 
 from scheduler_service.limits import Limits
 from scheduler_service.options import SchedulerOptions

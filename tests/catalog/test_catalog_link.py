@@ -15,12 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from catalog_helpers import SIZE, publishing, query, serving_store, until, until_equal
+from catalog_helpers import SIZE, publishing, query, serving_store, until_equal
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from redis_server import RedisServer
+from waiting import until
 
 from kvstore_service.catalog import CatalogPublisher
 from scheduler_service.cluster.directory import Directory

@@ -20,10 +20,10 @@ from catalog_helpers import (
     query,
     reading,
     serving_store,
-    until,
     until_equal,
 )
 from redis_server import RedisServer
+from waiting import until
 
 from kvstore_service import catalog as publisher_module
 from kvstore_service.catalog import CatalogPublisher

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from catalog_helpers import SIZE, ended, linked, query, reading, until
+from catalog_helpers import SIZE, ended, linked, query, reading
 from kvstore_helpers import LAYOUT, Bench, store_sequence
 from redis_server import RedisServer
 from tier_double import MemoryTier
+from waiting import until
 
 from kvstore_service.catalog import CatalogPublisher
 from kvstore_service.tiers.manager import TierManager

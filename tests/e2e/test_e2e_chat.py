@@ -18,6 +18,7 @@ from own_names import instance_name
 from small_model import small_model
 from test_e2e_cli import assert_nothing_left, service_processes
 from up_process import up_process, wait_until_up
+from waiting import until
 
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.client import AsyncClient, Completion
@@ -146,9 +147,7 @@ def test_a_chat_goes_on_at_another_scheduler(stack: tuple[str, list[str]]) -> No
         assert answer.text == wanted.text
         assert spelled(answer) == spelled(wanted)
         # The killed scheduler's process has ended by itself.
-        async with asyncio.timeout(60):
-            while Path(f"/proc/{child}/cmdline").exists():
-                await asyncio.sleep(0.02)
+        await until(lambda: not Path(f"/proc/{child}/cmdline").exists())
 
     asyncio.run(play())
 

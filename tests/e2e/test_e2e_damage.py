@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from flipped_bits import WHERE, ArenaFile
 from local_stack import LocalStack, StackShape, local_stack
-from tiny_models import build_tiny, clear_prompt, write_tiny
+from tiny_models import build_tiny, clear_prompt
 
 from splitpoint.client.answers import Completion
 from splitpoint.planning.plan import Residency
@@ -33,11 +33,6 @@ READERS_SEE = [where for where in WHERE if where not in ("record", "token row")]
 class Case:
     prompt: list[int]
     wanted: list[int]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from host_pair import NEW_TOKENS, SHAPE, Host, host
-from tiny_models import build_tiny, clear_prompt, write_tiny
+from tiny_models import build_tiny, clear_prompt
 from transfer_engine import Duty, child_of, direct_arguments, needs_engine
+from waiting import until
 
 from splitpoint.v1 import kvstore_pb2
 
@@ -29,11 +30,6 @@ FULL_TOKENS = len(PROMPT) // 16 * 16
 LEASE_SECONDS = 1.0
 DIRECT = replace(SHAPE, store_arguments=direct_arguments())
 SECONDS = 30.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture
@@ -49,12 +45,6 @@ async def hosts(folder: Path, tmp_path: Path, shm_folder: Path) -> AsyncIterator
 
 async def is_registered(host: Host) -> bool:
     return (await host.stats()).transfer.registered_bytes > 0
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not await condition():
-            await asyncio.sleep(0.02)
 
 
 def source(first: Host) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from local_stack import (
 )
 from own_names import shared_memory_folder
 from tiny_models import build_tiny, clear_prompt, write_tiny
+from waiting import until
 
 from scheduler_service.service import Scheduler
 from splitpoint.client import AsyncClient
@@ -156,9 +157,8 @@ async def cluster(folder: Path, sockets: Path) -> AsyncIterator[Cluster]:
 async def until_gone(running: Cluster, worker_id: str) -> float:
     """Wait until the scheduler has given a worker up; return the seconds that it took."""
     began = time.monotonic()
-    async with asyncio.timeout(60):
-        while running.scheduler.registry.find(worker_id) in running.scheduler.registry.ready():
-            await asyncio.sleep(0.02)
+    registry = running.scheduler.registry
+    await until(lambda: registry.find(worker_id) not in registry.ready())
     return time.monotonic() - began
 
 

@@ -21,7 +21,8 @@ from local_stack import (
     wait_for_workers,
 )
 from long_runs import scaled
-from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
+from tiny_models import VOCABULARY, build_tiny, clear_prompt
+from waiting import until
 
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
@@ -43,11 +44,6 @@ TIGHT = StackShape(
 class Case:
     prompt: list[int]
     wanted: list[int]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +134,7 @@ async def test_the_store_stalls_beyond_its_leases(
                 stack.store_process.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(2.0)
                 stack.store_process.send_signal(signal.SIGCONT)
-        async with asyncio.timeout(60):
-            while any(w.store is None or w.store.connection is None for w in stack.workers):
-                await asyncio.sleep(0.05)
+        await stack.wait_attached()
         await storm(stack, cases, rng, scaled(8, chaos=20))
         await stack.assert_clean()
 
@@ -224,9 +218,7 @@ async def test_a_tail_waits_for_an_input_page(
         slow_copies(stack, 0, gate)
         long = stack.client.generate(prompt_of(400, 7, VOCABULARY), max_tokens=2, ignore_eos=True)
         greedy = asyncio.create_task(long.complete())
-        async with asyncio.timeout(60):
-            while stack.workers[0].engine.cache.input_pages.free_count:
-                await asyncio.sleep(0.002)
+        await until(lambda: not stack.workers[0].engine.cache.input_pages.free_count)
         waiting = asyncio.create_task(
             stack.client.generate(case.prompt, max_tokens=NEW_TOKENS, ignore_eos=True).complete()
         )

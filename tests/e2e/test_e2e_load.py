@@ -14,16 +14,11 @@ from local_stack import (
     local_stack,
 )
 from long_runs import scaled
-from tiny_models import build_tiny, clear_prompt, write_tiny
+from tiny_models import build_tiny, clear_prompt
 
 from splitpoint.planning.plan import ReasonKind, Residency
 from splitpoint.planning.schedule import Schedule
 from worker_service.device.memory import MemoryPlan
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 def fd_count(pid: int | str = "self") -> int:

@@ -9,7 +9,6 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import pytest
 from forked_service import ForkedService
 from local_stack import (
     StackShape,
@@ -18,7 +17,7 @@ from local_stack import (
     stop_process,
     wait_for_workers,
 )
-from tiny_models import build_tiny, clear_prompt, write_tiny
+from tiny_models import build_tiny, clear_prompt
 
 from scheduler_service.cluster.connection import WorkerConnection, WorkerListener
 from splitpoint.client import AsyncClient
@@ -87,11 +86,6 @@ class Poison:
             self._workers.kill(worker.worker_id)
         else:
             self._listener.on_step(worker, response)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 async def test_a_poison_request_ends_two_engines_and_the_others_finish(

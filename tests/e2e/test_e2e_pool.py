@@ -18,6 +18,7 @@ from transfer_engine import (
     pool_arguments,
     pool_memory,
 )
+from waiting import until
 
 from splitpoint.client.answers import Completion
 from splitpoint.v1 import kvstore_pb2, types_pb2
@@ -101,9 +102,7 @@ async def test_a_killed_master_costs_the_tier_until_it_is_back(
         assert again.usage.cached_tokens == len(PROMPT) - 1
         master.start()
         await until_pool_is(first, up=True)
-        async with asyncio.timeout(SECONDS):
-            while not master.has_memory():  # its giver comes back, too
-                await asyncio.sleep(0.1)
+        await until(lambda: master.has_memory())
         other = await generate(first, OTHER)
         assert child_of(first.store_process.pid) == engine  # one process through all of it
         await first.assert_clean()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from local_stack import StackShape, local_stack, prompt_of
 from tiny_models import VOCABULARY, write_tiny
+from waiting import until
 
 from splitpoint.planning.plan import Residency
 
@@ -32,10 +33,9 @@ async def test_the_first_request_after_a_restart_reuses_what_was_kept(tmp_path: 
         await stack.assert_clean()
         await stack.kill_store()
         (worker,) = stack.workers
-        assert worker.store is not None
-        async with asyncio.timeout(60):
-            while worker.store.connection is not None:
-                await asyncio.sleep(0.01)
+        store = worker.store
+        assert store is not None
+        await until(lambda: store.connection is None)
         await asyncio.sleep(AWAY_SECONDS)
         stack.store_process = await stack.start_store()
         assert await cached_tokens() > 0

@@ -19,7 +19,8 @@ from local_stack import (
     wait_for_workers,
 )
 from redis_server import RedisServer
-from tiny_models import build_tiny, clear_prompt, write_tiny
+from tiny_models import build_tiny, clear_prompt
+from waiting import until
 
 from scheduler_service.options import SchedulerOptions
 from scheduler_service.service import Scheduler
@@ -29,11 +30,6 @@ from splitpoint.discovery.redis_options import parse_redis_url
 from worker_service.registration import Registration
 
 NEW_TOKENS = 16
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +143,7 @@ async def test_redis_fails_in_every_way_under_load(
         # All is known again: both stores, both workers, and whose prefix is where.
         directory = stack.scheduler._directory
         assert directory is not None
-        async with asyncio.timeout(60):
-            while not (len(directory.stores) == len(directory.workers) == 2):
-                await asyncio.sleep(0.05)
+        await until(lambda: len(directory.stores) == len(directory.workers) == 2)
         prompt, wanted = cases[3]
         answer = await stack.client.generate(
             prompt, max_tokens=NEW_TOKENS, ignore_eos=True, worker="0"

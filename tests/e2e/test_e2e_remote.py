@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from host_pair import NEW_TOKENS, SHAPE, Host, host
 from local_stack import serving_worker, start_store, stop_process
-from tiny_models import build_tiny, clear_prompt, write_tiny
+from tiny_models import build_tiny, clear_prompt
 
 from splitpoint.errors import FailedPrecondition
 from splitpoint.shapes import ArenaLayout
@@ -25,11 +25,6 @@ RESIDENT: dict[str, Any] = {
     "residency": types_pb2.RESIDENCY_RESIDENT,
     "method": types_pb2.RESTORE_METHOD_LOAD,
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from local_stack import LocalStack, StackShape, local_stack
-from tiny_models import build_tiny, clear_prompt, write_tiny
+from tiny_models import build_tiny, clear_prompt
 
 from splitpoint.client.answers import Completion
 from splitpoint.planning.plan import Residency
@@ -24,11 +24,6 @@ SHAPE = StackShape(
 class Case:
     prompt: list[int]
     wanted: list[int]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

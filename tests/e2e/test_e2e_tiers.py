@@ -6,15 +6,14 @@ pays.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from local_stack import LocalStack, StackShape, local_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
+from waiting import until
 
 from splitpoint.client.answers import Completion
 from splitpoint.planning.plan import ReasonKind
@@ -56,12 +55,6 @@ async def pretend(stack: LocalStack, disk_bytes_per_second: float) -> None:
         return rates.get(Tier.DISK.value) == disk_bytes_per_second
 
     await until(reported)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def ask(stack: LocalStack, number: int) -> Completion:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import socket
-import time
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,6 +21,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from span_collector import Collector, ReceivedSpan, span_collector
 from tiny_models import VOCABULARY, write_tiny
+from waiting import until
 
 from splitpoint.client import AsyncClient, Client
 from splitpoint.client.requests import generate_request
@@ -86,13 +86,6 @@ def caller_spans() -> InMemorySpanExporter:
     return exporter
 
 
-async def eventually(condition: Any, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        await asyncio.sleep(0.05)
-
-
 def of_trace(collector: Collector, trace_id: int) -> list[ReceivedSpan]:
     return [span for span in collector.spans if span.trace_id == f"{trace_id:032x}"]
 
@@ -122,10 +115,10 @@ async def test_a_request_is_one_trace_through_all_services(
         assert first.usage.cached_tokens == 0
         assert min(r.usage.cached_tokens for r in (restored, rebuilt, streamed)) >= 96
         # The status of a call that is over arrives in a turn of the loop; no task awaits it.
-        await eventually(lambda: len(caller_spans.get_finished_spans()) == 4)
-        await eventually(lambda: len(collector.named("generate")) == 4)
-        await eventually(lambda: len(collector.named("run")) == 4)
-        await eventually(lambda: len(collector.named("seal")) >= 4)
+        await until(lambda: len(caller_spans.get_finished_spans()) == 4)
+        await until(lambda: len(collector.named("generate")) == 4)
+        await until(lambda: len(collector.named("run")) == 4)
+        await until(lambda: len(collector.named("seal")) >= 4)
     if "SPLITPOINT_TRACE_TREE" in os.environ:  # for the picture in docs/monitoring.md
         trees = ["\n".join(collector.tree(root)) for root in collector.named("generate")]
         Path(os.environ["SPLITPOINT_TRACE_TREE"]).write_text("\n\n".join(trees) + "\n")
@@ -229,7 +222,7 @@ async def warned_once(folder: Path, arena: Path, *, is_there: bool) -> None:
         for number in range(3):
             answer = await client.generate([5, number], max_tokens=2, timeout=30).complete()
             assert answer.usage.completion_tokens == 2
-        await eventually(lambda: all(warned(name) == 1 for name in ("scheduler", "worker")))
+        await until(lambda: all(warned(name) == 1 for name in ("scheduler", "worker")))
         await asyncio.sleep(4)  # more exports fail
         await client.generate([7], max_tokens=2, timeout=30).complete()
         await asyncio.sleep(1)
@@ -266,7 +259,7 @@ async def test_a_trace_that_nobody_samples_is_not_sent(tmp_path: Path, shm_folde
         request = generate_request(PROMPT, {"max_tokens": 2})
         async for _ in stub.Generate(request, metadata=(("traceparent", parent),), timeout=30):
             pass
-        await eventually(lambda: {"generate", "run", "match"} <= {s.name for s in collector.spans})
+        await until(lambda: {"generate", "run", "match"} <= {s.name for s in collector.spans})
         assert {span.trace_id for span in collector.spans} == {"ab" * 16}
         assert {span.service for span in collector.spans} == {"mine"}
         # Nonsense begins a trace of its own, which is not sampled.
@@ -284,7 +277,7 @@ async def test_a_trace_that_nobody_samples_is_not_sent(tmp_path: Path, shm_folde
             for nonsense in ("x" * 4000, "00-\u00fc", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"):
                 await asyncio.to_thread(complete, url, model, nonsense)
             await asyncio.to_thread(complete, url, model, f"00-{'ef' * 16}-{'cd' * 8}-01")
-        await eventually(lambda: len(collector.named("generate")) == before + 1)
+        await until(lambda: len(collector.named("generate")) == before + 1)
         generate = collector.named("generate")[-1]
         assert (generate.trace_id, generate.parent_id) == ("ef" * 16, "cd" * 8)
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import pytest
 from local_stack import (
     StackShape,
     make_scheduler,
@@ -17,17 +16,13 @@ from local_stack import (
     wait_for_workers,
 )
 from own_names import shared_memory_folder
-from tiny_models import build_tiny, clear_prompt, write_tiny
+from tiny_models import build_tiny, clear_prompt
+from waiting import until
 
 from splitpoint.client import AsyncClient
 
 NEW_TOKENS = 40
 MODEL = build_tiny("llama")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 async def test_two_schedulers_share_a_small_worker_fairly(folder: Path, tmp_path: Path) -> None:
@@ -62,9 +57,7 @@ async def test_two_schedulers_share_a_small_worker_fairly(folder: Path, tmp_path
             return list(done.token_ids)
 
         first = [asyncio.create_task(run(0, p, f"r{n}")) for n, (p, _) in enumerate(wanted[:12])]
-        async with asyncio.timeout(30):
-            while len(worker.runtime.live) < 4:
-                await asyncio.sleep(0)
+        await until(lambda: len(worker.runtime.live) >= 4)
         second = [asyncio.create_task(run(1, p, f"r{n}")) for n, (p, _) in enumerate(wanted[12:])]
         while not all(task.done() for task in (*first, *second)):
             most = max(most, len(worker.runtime.live))
@@ -78,7 +71,7 @@ async def test_two_schedulers_share_a_small_worker_fairly(folder: Path, tmp_path
         for scheduler in schedulers:
             account = scheduler.manager.admission.account("0")
             assert account is not None
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while account.others.request_count or account.charged_pages:
                     await asyncio.sleep(0.02)
             assert (account.others.pages, account.others.wanted_pages) == (0, 0)

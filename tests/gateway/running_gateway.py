@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import until
 
 from gateway_service.app import App
 from gateway_service.endpoints.endpoint import Gateway
@@ -179,9 +180,7 @@ async def running_gateway(
     running = RunningGateway(gateway, server, await server.start("127.0.0.1:0"))
     try:
         yield running
-        async with asyncio.timeout(SECONDS):
-            while gateway.open_count or upstream.open_count or gateway.budget.used:
-                await asyncio.sleep(0.01)
+        await until(lambda: not (gateway.open_count or upstream.open_count or gateway.budget.used))
     finally:
         for wire in running.wires:
             wire.close()

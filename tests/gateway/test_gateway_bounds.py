@@ -15,6 +15,7 @@ import pytest
 from fake_scheduler import fake_scheduler
 from running_gateway import HttpAnswer, RunningGateway, Wire, request_bytes, running_gateway
 from scheduler_doubles import Stack, Steps, paced_worker, stack
+from waiting import until
 
 from gateway_service.settings import Limits
 from splitpoint.errors import (
@@ -364,9 +365,7 @@ async def test_a_reader_that_stops_is_given_up(ended: Ended) -> None:
             client.connect((host, int(port)))
             # Soon more bytes than the kernel keeps for a reader.
             client.sendall(streamed(model="tiny", prompt=[65], n=64, logprobs=20))
-            async with asyncio.timeout(60):
-                while http.server.connection_count or not ended():
-                    await asyncio.sleep(0.01)
+            await until(lambda: ended() and not http.server.connection_count)
             assert ended() == [(499, None)]
             assert await asyncio.to_thread(script.cancelled.wait, 20)
 
@@ -609,9 +608,7 @@ async def test_a_conversation_is_forgotten_in_time() -> None:
             body = {"model": "tiny", "input": "Hi"}
             found = (await http.ask("POST", "/v1/responses", body)).json
             assert found["store"] is True
-            async with asyncio.timeout(60):
-                while http.gateway.responses.used_bytes:
-                    await asyncio.sleep(0.02)
+            await until(lambda: not http.gateway.responses.used_bytes)
             body["previous_response_id"] = found["id"]
             assert (await http.ask("POST", "/v1/responses", body)).status == 404
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -92,14 +91,6 @@ class Service:
         answer = await call(self.stub.GetStats(pb.GetStatsRequest(check_integrity=True)))
         assert list(answer.integrity_violations) == []
         return answer
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            if await condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 async def call(pending: Awaitable[Any]) -> Any:

@@ -20,7 +20,8 @@ import grpc
 import pytest
 from kvstore_helpers import LAYOUT, mapped_arena
 from test_kvstore_kills import Writer
-from test_kvstore_process import ROOT, StoreProcess, eventually, finish, start_worker, stats_of
+from test_kvstore_process import ROOT, StoreProcess, finish, start_worker, stats_of
+from waiting import wait_until
 
 from splitpoint.arena.format import RECORD_BYTES, RECORDS_OFFSET, SUPERBLOCK_BYTES, Geometry
 from splitpoint.arena.mapping import Arena
@@ -78,10 +79,10 @@ def test_a_lease_that_expires_protects_the_copy_under_way(path: Path, socket_add
         slots = [chunk.slot for chunk in found.chunks]
         generations = [chunk.generation for chunk in found.chunks]
         finish(worker)  # its own lease goes with it
-        eventually(lambda: stats_of(stub).lease_count == 1)
+        wait_until(lambda: stats_of(stub).lease_count == 1)
         stats = stats_of(stub)
         # The reader's session ends, its copy does not.
-        eventually(lambda: is_over(stub, session))
+        wait_until(lambda: is_over(stub, session))
         assert arena.is_current(slots, generations)
         third, thirds = attach(stub)
         with pytest.raises(grpc.RpcError) as caught:
@@ -258,7 +259,7 @@ def test_a_store_out_of_descriptors_recovers(path: Path, free_port: int) -> None
                 except grpc.RpcError:
                     return False
 
-        eventually(serves_a_newcomer)
+        wait_until(serves_a_newcomer)
         status, errors = store.end()
         assert status == 0, errors
     assert not path.parent.exists()
@@ -271,7 +272,7 @@ def test_a_forked_child_that_ends_changes_nothing(path: Path, socket_address: st
         assert path.exists()
         worker.kill()
         finish(worker)
-        eventually(lambda: stats_of(stub).free_slot_count == stats_of(stub).slot_count)
+        wait_until(lambda: stats_of(stub).free_slot_count == stats_of(stub).slot_count)
 
 
 def test_sigterm_with_sessions_at_work(path: Path, socket_address: str) -> None:
@@ -284,7 +285,7 @@ def test_sigterm_with_sessions_at_work(path: Path, socket_address: str) -> None:
             assert stats_of(stub).quarantined_slot_count == 3
             worker.kill()
             finish(worker)
-            eventually(lambda: stats_of(stub).quarantined_slot_count == 0)
+            wait_until(lambda: stats_of(stub).quarantined_slot_count == 0)
             assert again.end()[0] == 0
 
 
@@ -338,7 +339,7 @@ def test_a_clock_that_jumps_changes_nothing(path: Path, socket_address: str) -> 
             time.sleep(2.5)  # some sweeps; each jump is far longer than a lease
             assert (stats_of(stub).session_count, stats_of(stub).lease_count) == (1, 1)
             finish(worker)
-            eventually(lambda: stats_of(stub).session_count == 0)
+            wait_until(lambda: stats_of(stub).session_count == 0)
     finally:
         process.terminate()
         _, errors = process.communicate(timeout=30)

@@ -7,10 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from kvstore_client import Service, eventually
+from kvstore_client import Service
 from kvstore_helpers import SLOTS, Bench
 from redis_server import RedisServer
 from tier_double import MemoryTier, MemoryTransfer
+from waiting import until
 
 from kvstore_service.eviction.watermarks import WatermarkEvictor, Watermarks
 from kvstore_service.metrics import readings
@@ -190,11 +191,11 @@ async def test_redis_is_up_while_it_answers(service: Service, redis_server: Redi
         return status.is_up is up
 
     try:
-        await eventually(lambda: is_told(True))
+        await until(lambda: is_told(True))
         redis_server.kill()
-        await eventually(lambda: is_told(False))
+        await until(lambda: is_told(False))
         redis_server.start()
-        await eventually(lambda: is_told(True))
+        await until(lambda: is_told(True))
     finally:
         await link.close()
 

@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import pytest
 from fork_server import parent_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvstore_helpers import LAYOUT, assert_payloads, mapped_arena
+from waiting import wait_until
 
 from kvstore_service.server import SERVICE_NAME
 from splitpoint.errors import NotFound
@@ -100,13 +101,6 @@ def store(shm_folder: Path, socket_address: str) -> Iterator[StoreProcess]:
     store.end(signal.SIGKILL)
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def start_worker(
     address: str,
     tokens: list[int],
@@ -162,7 +156,7 @@ def test_one_process_writes_and_another_reads(store: StoreProcess) -> None:
         arena.close()
         assert stats_of(stub).lease_count == 2
         finish(worker)
-        eventually(lambda: stats_of(stub).lease_count == 1)
+        wait_until(lambda: stats_of(stub).lease_count == 1)
         assert stats_of(stub).sealed_slot_count == 3
 
 
@@ -174,7 +168,7 @@ def test_what_a_dead_worker_held_is_freed(store: StoreProcess, end: str) -> None
         if end == "kill":
             worker.kill()
         finish(worker)
-        eventually(lambda: stats_of(stub).free_slot_count == stats_of(stub).slot_count)
+        wait_until(lambda: stats_of(stub).free_slot_count == stats_of(stub).slot_count)
         stats = stats_of(stub)
         assert (stats.session_count, stats.lease_count, stats.quarantined_slot_count) == (0, 0, 0)
 
@@ -183,13 +177,13 @@ def test_a_stopped_worker_keeps_its_slots_until_it_dies(store: StoreProcess) -> 
     worker = start_worker(store.address or "", [1] * 10)
     with store.stub() as stub:
         worker.send_signal(signal.SIGSTOP)
-        eventually(lambda: stats_of(stub).quarantined_slot_count == 3)
+        wait_until(lambda: stats_of(stub).quarantined_slot_count == 3)
         time.sleep(LEASE_SECONDS)  # however long: its process lives
         stats = stats_of(stub)
         assert (stats.quarantined_slot_count, stats.session_count) == (3, 1)
         worker.kill()
         finish(worker)
-        eventually(lambda: stats_of(stub).quarantined_slot_count == 0)
+        wait_until(lambda: stats_of(stub).quarantined_slot_count == 0)
 
 
 def test_the_seals_of_a_worker_that_was_stopped_beyond_its_lease_are_refused(
@@ -198,11 +192,11 @@ def test_the_seals_of_a_worker_that_was_stopped_beyond_its_lease_are_refused(
     worker = start_worker(store.address or "", [1] * 10, seals_late=True)
     with store.stub() as stub:
         worker.send_signal(signal.SIGSTOP)
-        eventually(lambda: stats_of(stub).quarantined_slot_count == 3)
+        wait_until(lambda: stats_of(stub).quarantined_slot_count == 3)
         worker.send_signal(signal.SIGCONT)
         answer, _ = worker.communicate("\n", timeout=30)
         assert answer == "SESSION_EXPIRED\n"
-        eventually(lambda: stats_of(stub).quarantined_slot_count == 0)
+        wait_until(lambda: stats_of(stub).quarantined_slot_count == 0)
         assert stats_of(stub).sealed_slot_count == 0
 
 
@@ -320,7 +314,7 @@ def test_metrics_go_on_until_the_end(shm_folder: Path, socket_address: str) -> N
     """Metrics can be scraped all the time, also while the store stops."""
     path = shm_folder / "store" / "arena"
     store = StoreProcess(path, socket_address, "--metrics", "127.0.0.1:0")
-    eventually(lambda: "metrics at " in store.errors.rpartition("\n")[0])
+    wait_until(lambda: "metrics at " in store.errors.rpartition("\n")[0])
     address = store.errors.partition("metrics at ")[2].splitlines()[0]
     scrapes: list[str] = []
     failures: list[str] = []
@@ -339,7 +333,7 @@ def test_metrics_go_on_until_the_end(shm_folder: Path, socket_address: str) -> N
     threads = [threading.Thread(target=scrape) for _ in range(2)]
     for thread in threads:
         thread.start()
-    eventually(lambda: len(scrapes) > 20)
+    wait_until(lambda: len(scrapes) > 20)
     status, errors = store.end()
     for thread in threads:
         thread.join()

@@ -12,8 +12,9 @@ from typing import Any
 
 import grpc
 import pytest
-from kvstore_client import Service, call, eventually, serve
+from kvstore_client import Service, call, serve
 from kvstore_helpers import LAYOUT, SLOTS, Bench, granted_slots, write_payload
+from waiting import until
 
 from kvstore_service.server import SERVICE_NAME
 from splitpoint.errors import (
@@ -186,7 +187,7 @@ async def test_seals_under_way_are_shared_by_retries(shm_folder: Path, socket_ad
         async def is_asked() -> bool:
             return threads.asked == 1
 
-        await eventually(is_asked)
+        await until(is_asked)
         leaving.cancel()
         first, second = service.stub.Seal(request), service.stub.Seal(request)
         other = pb.SealRequest()
@@ -379,7 +380,7 @@ async def test_a_broken_connection_ends_the_session(service: Service, socket_add
     async def is_noticed() -> bool:
         return (await service.stats()).quarantined_slot_count == 2
 
-    await eventually(is_noticed)
+    await until(is_noticed)
 
 
 async def test_one_stream_a_session_and_one_session_a_stream(service: Service) -> None:

@@ -24,7 +24,8 @@ from local_stack import (
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer
-from tiny_models import build_tiny, clear_prompt, write_tiny
+from tiny_models import build_tiny, clear_prompt
+from waiting import until
 
 from splitpoint.keys import chunk_keys, numerics_salt
 from splitpoint.observe import metrics
@@ -46,11 +47,6 @@ from worker_service.wire import response_from
 
 PROMPT, ANSWER = clear_prompt(build_tiny("llama"), 45, 8)
 SHAPE = StackShape(workers=1)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @dataclass(frozen=True)
@@ -181,9 +177,7 @@ async def test_a_scrape_tells_what_a_worker_and_its_store_did(folder: Path, tmp_
         await running.close()
 
         await stack.kill_store()
-        async with asyncio.timeout(60):
-            while scrape(meters)[metrics.WORKER_STORE_UP]:
-                await asyncio.sleep(0.05)
+        await until(lambda: not scrape(meters)[metrics.WORKER_STORE_UP])
 
 
 async def test_distributions_see_what_the_account_sees(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_models import write_tiny
 from trace_files import read_trace
 
 from splitpoint.checkpoint.resolve import resolve_model
@@ -24,11 +23,6 @@ from worker_service.startup.options import WorkerOptions
 from worker_service.startup.worker import LoadedWorker, load_worker
 
 SUFFIX, MODEL = types_pb2.DRAFT_METHOD_SUFFIX, types_pb2.DRAFT_METHOD_MODEL
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 def options(folder: Path, *arguments: str) -> WorkerOptions:

@@ -13,7 +13,8 @@ import pytest
 from admitting import admitting
 from fuzzing import call_with_bytes, random_messages
 from long_runs import scaled
-from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
+from tiny_models import VOCABULARY, build_tiny, clear_prompt
+from waiting import until
 
 from splitpoint.observe import tracing
 from splitpoint.shapes import DataType
@@ -31,11 +32,6 @@ from worker_service.streams import STREAM_LIMIT
 REFERENCE = build_tiny("llama")
 PROMPT, ANSWER = clear_prompt(REFERENCE, 20, 12)
 SHORT, SHORT_ANSWER = clear_prompt(REFERENCE, 7, 12)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @asynccontextmanager
@@ -184,10 +180,9 @@ async def test_schedulers_that_go_at_any_moment_leave_the_worker_to_the_next(
                     await stream.write(admit(f"lost {attempt}"))
             await asyncio.sleep(attempt % 8 * 0.001)
             stream.cancel()
-        assert servicer.worker is not None
-        async with asyncio.timeout(60):
-            while len(servicer.worker.runtime.streams):
-                await asyncio.sleep(0.01)
+        worker = servicer.worker
+        assert worker is not None
+        await until(lambda: not len(worker.runtime.streams))
         stream = stub.Run()
         await stream.write(admit("a"))
         assert (await next_finish(stream)).reason == types_pb2.FINISH_REASON_LENGTH

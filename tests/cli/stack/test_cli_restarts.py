@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from own_names import instance_name
 from test_cli_supervisor import pids, wait_gone
 from test_cli_up import SECONDS, assert_nothing_left, stack
 from up_process import wait_until_up
+from waiting import wait_until
 
 from splitpoint.config import arena_path, make_private, remove_tree, runtime_path
 from splitpoint.errors import Cancelled, FailedPrecondition, NotFound
@@ -204,7 +204,7 @@ def test_a_worker_that_was_given_up_comes_back_later(tmp_path: Path) -> None:
         assert printed.count("the stack serves without it") == 3
         assert "given up again; the stack serves without it, tries it again in" in printed
         assert len(lives(log, "worker-0")) == 8
-        eventually(lambda: not (runtime_path(instance) / "given-up.json").exists())
+        wait_until(lambda: not (runtime_path(instance) / "given-up.json").exists())
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=SECONDS)
     assert process.returncode == 0
@@ -220,13 +220,6 @@ def test_a_store_that_cannot_come_back_ends_the_stack(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "store ended with status 7, given up after 5 deaths within 120 s\n" in errors
     assert_nothing_left(log, instance)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_no_restart_ends_with_the_first_death(tmp_path: Path) -> None:
@@ -495,7 +488,7 @@ def test_a_reader_that_died_stops_neither_restarts_nor_the_end(
         process.stderr.close()
         for life in (1, 2):
             os.kill(lives(log, "scheduler")[-1], signal.SIGKILL)
-            wait_for(lambda life=life: len(lives(log, "scheduler")) > life)  # type: ignore[misc]
+            wait_until(lambda life=life: len(lives(log, "scheduler")) > life)  # type: ignore[misc]
         process.send_signal(signal.SIGINT)
         process.wait(SECONDS)
         process.stdout = process.stderr = None  # nothing is left to read
@@ -510,7 +503,7 @@ def test_a_reader_that_stopped_reading_stops_neither(tmp_path: Path) -> None:
         wait_until_up(process)
         fill(process.pid)
         os.kill(lives(log, "scheduler")[-1], signal.SIGKILL)
-        wait_for(lambda: len(lives(log, "scheduler")) > 1)
+        wait_until(lambda: len(lives(log, "scheduler")) > 1)
         process.send_signal(signal.SIGINT)
         process.wait(SECONDS)
     assert process.returncode == 0
@@ -527,10 +520,3 @@ def fill(pid: int) -> None:
         pass
     finally:
         os.close(pipe)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from splitpoint_cli.stack.child import (
     LogLine,
@@ -47,9 +48,7 @@ def pids(log: Path) -> list[int]:
 
 async def until_written(log: Path) -> None:
     """A fake that does not get ready has begun: before that it has no log."""
-    async with asyncio.timeout(60):
-        while not log.exists() or not log.read_text().endswith("\n"):
-            await asyncio.sleep(0.02)
+    await until(lambda: log.exists() and log.read_text().endswith("\n"))
 
 
 def is_alive(pid: int) -> bool:

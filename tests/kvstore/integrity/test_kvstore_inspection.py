@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from kvstore_client import Service, call, eventually
+from kvstore_client import Service, call
 from kvstore_helpers import (
     LAYOUT,
     Bench,
@@ -16,6 +16,7 @@ from kvstore_helpers import (
     store_sequence,
     write_chunks,
 )
+from waiting import until
 
 from kvstore_service.integrity.inspection import Finder
 from kvstore_service.integrity.scrubber import Scrubber, Scrubbing
@@ -159,7 +160,7 @@ async def passes(
     async def has_passed() -> bool:
         return scrubber.pass_count >= count
 
-    await eventually(has_passed)
+    await until(has_passed)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     return scrubber

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_mooncake_process import LAYOUT, SECONDS, fill
+from test_mooncake_process import LAYOUT, fill
 from transfer_engine import Master, master_process, needs_engine
+from waiting import until
 
 from kvstore_service.mooncake.process import MooncakeProcess
 from kvstore_service.mooncake.settings import MooncakeSettings, PoolSettings
@@ -57,9 +58,7 @@ async def pool(
     tier = MooncakeTier(process, master.address, layout.chunk_bytes)
     try:
         await tier.start()
-        async with asyncio.timeout(SECONDS):
-            while not tier.stats.is_up:
-                await asyncio.sleep(0.01)
+        await until(lambda: tier.stats.is_up)
         yield opened.arena, tier
     finally:
         await tier.close()
@@ -172,9 +171,7 @@ async def test_only_a_pool_that_goes_by_itself_is_an_alarm(
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
     async with pool(shm_folder / "b", master) as (_, tier):
         master.kill()
-        async with asyncio.timeout(SECONDS):
-            while tier.stats.is_up:
-                await asyncio.sleep(0.01)
+        await until(lambda: not tier.stats.is_up)
     assert "Mooncake's pool is away: " in caplog.text
 
 
@@ -183,9 +180,7 @@ async def test_without_a_master_calls_fail_at_once(shm_folder: Path, master: Mas
         chunks = entries(arena, [1])
         await tier.write(chunks)
         master.kill()
-        async with asyncio.timeout(SECONDS):
-            while tier.stats.is_up:
-                await asyncio.sleep(0.01)
+        await until(lambda: not tier.stats.is_up)
         for call in (
             tier.held([chunks[0].key]),
             tier.read([chunks[0].key], [2]),

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from transfer_engine import needs_engine
+from waiting import until
 
 from kvstore_service.mooncake import process as under_test
 from kvstore_service.mooncake.process import Duty, MooncakeProcess
@@ -73,9 +74,7 @@ class Pair:
 
 
 async def until_ready(process: MooncakeProcess) -> None:
-    async with asyncio.timeout(SECONDS):
-        while process.endpoint is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: process.endpoint is not None)
 
 
 def freeze(pid: int) -> None:
@@ -135,9 +134,7 @@ async def test_a_killed_source_is_told_and_comes_back(shm_folder: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(Unavailable):
             await pair.read(list(range(20)), list(range(20)))
-        async with asyncio.timeout(SECONDS):
-            while pair.source.stats.restart_count == 0:
-                await asyncio.sleep(0.01)
+        await until(lambda: pair.source.stats.restart_count != 0)
         await until_ready(pair.source)
         await pair.read([7], [8])
         assert pair.here.checksum(8) == pair.there.checksum(7)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from disk_tier_helpers import TierBench, bound_of
 from kvstore_helpers import LAYOUT
+from waiting import until
 
 from kvstore_service.tiers.disk.folder import DiskTierInUse
 from kvstore_service.tiers.disk.format import Division
@@ -34,14 +35,6 @@ async def bench(tmp_path: Path) -> AsyncIterator[TierBench]:
     yield bench
     await bench.close()
     bench.remove()
-
-
-async def soon(holds: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not become true")
 
 
 async def run(*command: str) -> int:
@@ -390,7 +383,7 @@ async def test_a_removed_folder_costs_the_chunks_and_comes_back(
     assert not tier.holds(bench.key(1))
     assert sorted(told) == sorted(bench.keys(1, 2))
     await unavailable(tier.held(bench.keys(1)))
-    await soon(lambda: tier.stats.is_up)
+    await until(lambda: tier.stats.is_up)
     assert await bench.write(3) == 1
     assert await bench.check_read(1, 3) == [False, True]
     assert tier.stats.written_chunk_count == 3
@@ -409,10 +402,10 @@ async def test_a_folder_moved_away_and_back_is_found_again(bench: TierBench) -> 
     bench.folder.rename(aside)
     bench.folder.write_text("in the way")
     await unavailable(tier.read([bench.key(1)], [0]))
-    await soon(lambda: "mode 700" in tier.stats.message)
+    await until(lambda: "mode 700" in tier.stats.message)
     bench.folder.unlink()
     aside.rename(bench.folder)
-    await soon(lambda: tier.stats.is_up)
+    await until(lambda: tier.stats.is_up)
     assert await bench.check_read(1, 2) == [True, True]
 
 
@@ -429,7 +422,7 @@ async def test_a_disk_that_does_not_answer_reads_is_left_alone(bench: TierBench)
     await unavailable(bench.write(3))
     await tier.drop(bench.keys(1))
     bench.files.answers.set()
-    await soon(lambda: tier.stats.is_up)
+    await until(lambda: tier.stats.is_up)
     assert +bench.holds.slots == {}
     assert await bench.check_read(1, 2) == [True, True]
 
@@ -442,7 +435,7 @@ async def test_a_disk_that_does_not_answer_writes_is_left_alone(bench: TierBench
     assert +bench.holds.slots == {0: 1, 1: 1}
     assert tier.holds(bench.key(1)) is False
     bench.files.answers.set()
-    await soon(lambda: tier.stats.is_up)
+    await until(lambda: tier.stats.is_up)
     assert +bench.holds.slots == {}
     # The late write was whole: it is found like after a kill.
     assert await bench.check_read(1, 2, 3) == [True, True, True]
@@ -459,7 +452,7 @@ async def test_a_stop_does_not_wait_for_a_disk_without_an_answer(
     reading = asyncio.create_task(tier.read(bench.keys(1), [0]))
     writing = asyncio.create_task(bench.write(2))
     if stall_seconds == STALL_SECONDS:
-        await soon(lambda: not tier.stats.is_up)
+        await until(lambda: not tier.stats.is_up)
     else:
         await asyncio.sleep(0.2)
     async with asyncio.timeout(20):
@@ -467,7 +460,7 @@ async def test_a_stop_does_not_wait_for_a_disk_without_an_answer(
     assert tier.stats.message == "closed"
     bench.files.answers.set()
     await asyncio.wait([reading, writing])
-    await soon(lambda: not threads_of("disk-"))
+    await until(lambda: not threads_of("disk-"))
 
 
 def threads_of(prefix: str) -> list[str]:

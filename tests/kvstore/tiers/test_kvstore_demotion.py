@@ -19,10 +19,10 @@ from tier_service import (
     SIZE,
     TOKENS,
     TierService,
-    eventually,
     fill_and_evict,
     serving,
 )
+from waiting import until
 
 from kvstore_service.eviction.policies import POLICIES
 from kvstore_service.eviction.watermarks import WatermarkEvictor, Watermarks
@@ -43,7 +43,7 @@ async def test_reserve_waits_until_its_slots_are_copied(tmp_path: Path) -> None:
         service.tier.gate.clear()
         store_sequence(service.bench.store, service.session, b"", TOKENS)  # six slots of eight
         reserving = asyncio.create_task(service.reserve(7))
-        await eventually(lambda: service.bench.store.pool.grants.set_aside)
+        await until(lambda: service.bench.store.pool.grants.set_aside)
         assert service.bench.integrity.check_integrity() == []
         # The chunks are out of the index at once.
         assert service.bench.store.peek(b"", TOKENS).cached_tokens < len(TOKENS)
@@ -78,7 +78,7 @@ async def test_a_slow_tier_costs_chunks_and_no_request(
         with pytest.raises(ResourceExhausted):
             await service.reserve(15)
         service.tier.gate.set()
-        await eventually(lambda: not store.pool.grants.copied)
+        await until(lambda: not store.pool.grants.copied)
         service.give_back(second)
         await service.reserve(16)
         assert len(service.tier.chunks) >= copied
@@ -106,7 +106,7 @@ async def test_second_use(tmp_path: Path) -> None:
             session_id=service.session, request_id=b"m", token_ids=TOKENS[: 3 * SIZE]
         )
         answer = await service.stub.Match(request)
-        await eventually(lambda: service.tier.chunks.keys() == set(KEYS[:3]))
+        await until(lambda: service.tier.chunks.keys() == set(KEYS[:3]))
         store.sessions.release(service.session, [answer.lease_id], [])
         await service.reserve(8)
         assert service.tier.chunks.keys() == set(KEYS[:3])
@@ -132,7 +132,7 @@ async def test_the_next_victims_are_written_before_they_are_evicted(tmp_path: Pa
             store_sequence(service.bench.store, service.session, b"", tokens)
         size = LAYOUT.chunk_tokens
         last_of_first = list(chunk_keys(LAYOUT.layout_hash, b"", OTHERS[0], size))[2:]
-        await eventually(lambda: service.tier.chunks.keys() == set(last_of_first))
+        await until(lambda: service.tier.chunks.keys() == set(last_of_first))
         service.tier.gate.clear()
         await service.reserve(2)
         # It waited for nothing: chunks that the tier does not take in time are dropped.
@@ -147,7 +147,7 @@ async def test_watermarks_evict_through_the_tier(tmp_path: Path) -> None:
             store_sequence(store, service.session, b"", tokens)
         evictor = WatermarkEvictor(store.pool, Watermarks(0.8, 0.25))
         running = asyncio.create_task(evictor.run())
-        await eventually(lambda: store.pool.free_count == 12)
+        await until(lambda: store.pool.free_count == 12)
         await asyncio.sleep(0.1)
         running.cancel()
         assert (store.pool.free_count, evictor.evicted_total, dropped(service)) == (12, 12, 0)
@@ -230,7 +230,7 @@ async def test_random_calls_lose_no_slot_and_serve_no_wrong_byte(
         service.tier.gate.set()
         for task in loading:
             await _ignoring(task)
-        await eventually(lambda: not store.pool.grants.copied)
+        await until(lambda: not store.pool.grants.copied)
         assert not store.pool.grants.set_aside
 
 
@@ -376,7 +376,7 @@ async def test_a_reservation_does_not_wait_for_a_tier_without_an_answer(
         service.tier.gate.clear()
         for tokens in OTHERS[:4]:
             store_sequence(store, service.session, b"", tokens)
-        await eventually(lambda: pool.grants.copied)  # written before they are evicted
+        await until(lambda: pool.grants.copied)  # written before they are evicted
         for _ in range(3):
             service.give_back(await service.granted(8))
             for tokens in OTHERS[4:6]:

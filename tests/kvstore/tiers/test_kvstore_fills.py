@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from kvstore_helpers import granted_slots, read_payload
-from tier_service import KEYS, SIZE, TOKENS, TierService, eventually, fill_and_evict, serving
+from tier_service import KEYS, SIZE, TOKENS, TierService, fill_and_evict, serving
+from waiting import until
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
 from splitpoint.v1 import kvstore_pb2 as pb
@@ -100,12 +101,12 @@ async def test_slots_that_are_released_under_the_read_are_not_reused_before_its_
         service.tier.gate.clear()
         calls = service.tier.calls
         filling = asyncio.create_task(service.fill(slots, KEYS[:2]))
-        await eventually(lambda: service.tier.calls > calls)
+        await until(lambda: service.tier.calls > calls)
         service.give_back(slots)
         assert pool.free_count == free
         service.tier.gate.set()
         await filling
-        await eventually(lambda: pool.free_count == free + 2)
+        await until(lambda: pool.free_count == free + 2)
 
 
 async def test_what_was_filled_and_not_sealed_is_zeroed_before_it_is_granted(
@@ -154,7 +155,7 @@ async def test_a_slot_is_not_sealed_while_a_tier_reads_into_it(tmp_path: Path) -
         service.tier.gate.clear()
         calls = service.tier.calls
         filling = asyncio.create_task(service.fill(slots, KEYS[3:4]))
-        await eventually(lambda: service.tier.calls > calls)
+        await until(lambda: service.tier.calls > calls)
         with pytest.raises(FailedPrecondition) as caught:
             await seal(service, slots, 0, [checksum])
         assert caught.value.reason == "BEING_FILLED"

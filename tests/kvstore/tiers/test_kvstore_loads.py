@@ -13,7 +13,8 @@ import pytest
 from fuzzing import call_with_bytes, random_messages
 from kvstore_helpers import LAYOUT, read_payload, store_sequence, write_payload
 from tier_double import MemoryTransfer
-from tier_service import KEYS, OTHERS, SIZE, TOKENS, eventually, fill_and_evict, serving
+from tier_service import KEYS, OTHERS, SIZE, TOKENS, fill_and_evict, serving
+from waiting import until
 
 from kvstore_service.server import SERVICE_NAME
 from kvstore_service.tiers.loader import ChunkLoader
@@ -235,7 +236,7 @@ async def test_a_slot_is_not_reused_while_a_tier_reads_into_it(tmp_path: Path, e
 
         service.tier.held = held_then_closed  # type: ignore[method-assign]
         call = service.load()
-        await eventually(lambda: store.pool.grants.copied)
+        await until(lambda: store.pool.grants.copied)
         if ending == "cancel":
             call.cancel()
         else:
@@ -247,7 +248,7 @@ async def test_a_slot_is_not_reused_while_a_tier_reads_into_it(tmp_path: Path, e
         assert store.pool.free_count == 3
         assert service.bench.states()[1] == (5 if ending == "cancel" else 0)
         service.tier.gate.set()
-        await eventually(lambda: store.pool.free_count == 8)
+        await until(lambda: store.pool.free_count == 8)
         assert not store.pool.grants.set_aside
         assert store.pool.leases.leased_slot_count == 0
 

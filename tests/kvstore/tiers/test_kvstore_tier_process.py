@@ -18,6 +18,7 @@ import pytest
 from kvstore_helpers import LAYOUT as SMALL
 from kvstore_helpers import assert_payloads, granted_slots, mapped_arena, pieces_of, write_chunks
 from test_kvstore_process import StoreProcess
+from waiting import until
 
 from splitpoint.errors import Unavailable
 from splitpoint.transport.channels import open_channel
@@ -164,9 +165,7 @@ async def test_kills_while_chunks_go_down_and_come_up(
             came_up += await client.load(SEQUENCES[chance.randrange(written)])
 
     async def kill_after(store: StoreProcess, least: int, pause: float) -> None:
-        async with asyncio.timeout(60):
-            while written < least:
-                await asyncio.sleep(0.002)
+        await until(lambda: written >= least)
         await asyncio.sleep(pause)
         began = time.monotonic()
         await asyncio.to_thread(store.end, signal.SIGKILL)

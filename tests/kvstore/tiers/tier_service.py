@@ -107,12 +107,6 @@ async def serving(
         bench.close()
 
 
-async def eventually(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def fill_and_evict(service: TierService, tokens: list[int] = TOKENS) -> None:
     """Store a sequence, and let other sequences push all of it to the tier."""
     store = service.bench.store

@@ -11,6 +11,7 @@ from dataclasses import replace
 import grpc
 import pytest
 from scheduler_doubles import SHAPE, TOKENIZER, WorkerDouble, answer, ids_request, stack
+from waiting import until
 
 from scheduler_service.api.text_jobs import TextJobs
 from scheduler_service.limits import Limits
@@ -52,9 +53,7 @@ class Desk:
         return self.tasks[-1]
 
     async def until_running(self, names: list[str]) -> None:
-        async with asyncio.timeout(60):
-            while sorted(self.gate.running) != sorted(names):
-                await asyncio.sleep(0.005)
+        await until(lambda: sorted(self.gate.running) == sorted(names))
 
 
 @pytest.fixture

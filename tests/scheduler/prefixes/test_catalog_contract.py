@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from catalog_helpers import SIZE, Store, catalog_of, query, serving_store, until, until_equal
+from catalog_helpers import SIZE, Store, catalog_of, query, serving_store, until_equal
 from redis_server import RedisServer
+from waiting import until
 
 from kvstore_service.server import KvStoreServicer
 from kvstore_service.store import KvStore

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import until
 
 from splitpoint.errors import InvalidArgument, SplitpointError, Unavailable
 from splitpoint.observe import metrics
@@ -393,9 +394,9 @@ async def test_silent_peers_hold_up_nobody_and_are_hung_up_on(
                 assert peer.recv(100) == b""
             except ConnectionResetError:
                 pass
-        async with asyncio.timeout(60):
-            while any("process_request" in thread.name for thread in threading.enumerate()):
-                await asyncio.sleep(0.02)
+        await until(
+            lambda: not any("process_request" in thread.name for thread in threading.enumerate())
+        )
     finally:
         await asyncio.to_thread(server.stop)
         for peer in silent:
@@ -411,9 +412,7 @@ async def test_beyond_the_most_connections_one_is_closed_at_once(
     place = ("localhost", server.server_port)
     peers = [socket.create_connection(place) for _ in range(MOST_CONNECTIONS + 4)]
     try:
-        async with asyncio.timeout(60):
-            while open_count(peers) > MOST_CONNECTIONS:
-                await asyncio.sleep(0.02)
+        await until(lambda: open_count(peers) <= MOST_CONNECTIONS)
         assert open_count(peers) == MOST_CONNECTIONS
         # Although they may stay open for an hour.
         await asyncio.wait_for(asyncio.to_thread(server.stop), 60)

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from prometheus_client.registry import CollectorRegistry
 from test_rpc_guard import KINDS, Service, call, handlers, number
+from waiting import until
 
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import RPC_CALLS
@@ -51,9 +52,7 @@ def counting(heard: Heard) -> guard.OnCallEnded:
 
 async def check_heard(heard: Heard, expected: Heard) -> None:
     """A client may know the end of its call a moment before the server tells of it."""
-    async with asyncio.timeout(60):
-        while heard.total() < expected.total():
-            await asyncio.sleep(0.01)
+    await until(lambda: heard.total() >= expected.total())
     assert heard == expected
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 from scheduler_doubles import MODEL_FOLDER, ROOT, WorkerDouble
+from waiting import until
 
 from splitpoint.errors import Unavailable
 from splitpoint.transport import channels
@@ -88,9 +89,7 @@ async def test_silent_connections_neither_stop_a_service_nor_stay(worker: str) -
             async with channels.open_channel(address) as late:
                 await tokenize(late)
             # All still open here, and gone there.
-            async with asyncio.timeout(60):
-                while descriptors(process) > usual + 2:
-                    await asyncio.sleep(0.1)
+            await until(lambda: descriptors(process) <= usual + 2)
         await tokenize(before)
 
 

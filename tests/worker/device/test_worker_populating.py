@@ -6,7 +6,6 @@ import logging
 import mmap
 import os
 import resource
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from waiting import wait_until
 
 from splitpoint.host import huge_pages
 from worker_service.device.copies import large_zeros
@@ -38,13 +38,6 @@ def populating(memory: PagedMemory) -> Iterator[Populator]:
         yield populator
     finally:
         populator.close()
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.01)
 
 
 def faults_of(call: Callable[[], object]) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+from waiting import until
 
 from splitpoint.costs.fetching import ASSUMED_BYTES_PER_SECOND, ROUND_TRIP_SECONDS
 from splitpoint.shapes import ArenaLayout, DataType
@@ -180,9 +181,7 @@ async def test_a_slow_rate_that_is_not_measured_again_ages(
     async with fetching(socket_address, store) as fetcher:
         await fetcher.fetch(on_disk(90), SALT, TOKENS)
         assert fetcher.rates.by_key["disk"] in {slow * 2**times for times in range(20)}
-        async with asyncio.timeout(30):
-            while fetcher.rates.by_key["disk"] < ASSUMED_BYTES_PER_SECOND:
-                await asyncio.sleep(0.01)
+        await until(lambda: fetcher.rates.by_key["disk"] >= ASSUMED_BYTES_PER_SECOND)
         # No rate is invented beyond that.
         assert fetcher.rates.by_key["disk"] == ASSUMED_BYTES_PER_SECOND
         assert not fetcher.rates._aging
@@ -279,9 +278,7 @@ async def test_a_source_that_brings_nothing_is_not_waited_for_again_and_again(
         # A fetch that had no turn knows nothing.
         fetcher.rates.by_key.clear()
         first = asyncio.create_task(fetcher.fetch(on_disk(90, 10.0), SALT, TOKENS))
-        async with asyncio.timeout(30):
-            while len(store.loads) < 2:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(store.loads) >= 2)
         await fetcher.fetch(on_disk(90, 1e-6), SALT, TOKENS)
         assert not fetcher.rates.by_key
         first.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ import pytest
 from local_stack import StackShape
 from tier_store import CHUNK, TierStack, tier_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
+from waiting import until
 
 from kvstore_service.sessions import ProcessIdentity
 from kvstore_service.slots import places
@@ -201,9 +201,7 @@ async def test_a_tier_that_hangs_counts_as_slow(
 async def test_a_request_that_is_cancelled_leaves_nothing(case: Case) -> None:
     async with case.stack(rate=2e4) as stack:
         await stack.meet("both", PROMPT, 8, cached=SHARED, expected=CHUNK)
-        async with asyncio.timeout(60):
-            while not any(session.granted for session in stack.store.sessions):
-                await asyncio.sleep(0.01)
+        await until(lambda: any(session.granted for session in stack.store.sessions))
         cancel = worker_pb2.CancelCommand(request_id="both")
         await stack.stream.write(worker_pb2.RunRequest(cancel=cancel))
         answer = await stack.answer("both")

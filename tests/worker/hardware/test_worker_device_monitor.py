@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ import torch
 from nvml_double import Card, NvmlDouble
 from prometheus_client.parser import text_string_to_metric_families
 from test_worker_rapl import write_zone
+from waiting import wait_until
 
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import (
@@ -49,13 +50,6 @@ def watches() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.endswith("-watch")]
 
 
-def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-
-
 def told(monitor: DeviceMonitor) -> dict[str, float]:
     return {f"{r.metric.name}{list(r.labels)}": r.value for r in monitor.readings()}
 
@@ -73,14 +67,14 @@ def monitor(double: NvmlDouble, tmp_path: Path) -> Iterator[DeviceMonitor]:
     yield made
     double.gate.set()
     made.stop()
-    until(lambda: not watches())
+    wait_until(lambda: not watches())
 
 
 def test_it_samples_in_threads_and_lets_go_at_the_stop(
     monitor: DeviceMonitor, double: NvmlDouble
 ) -> None:
     monitor.start()
-    until(lambda: told(monitor).get("splitpoint_gpu_up[]") == 1)
+    wait_until(lambda: told(monitor).get("splitpoint_gpu_up[]") == 1)
     assert sorted(watches()) == ["gpu-watch", "rapl-watch"]
     monitor.stop()
     assert watches() == []
@@ -93,8 +87,8 @@ def test_it_samples_in_threads_and_lets_go_at_the_stop(
 
 def test_telemetry(monitor: DeviceMonitor, double: NvmlDouble, tmp_path: Path) -> None:
     monitor.start()
-    until(lambda: told(monitor).get("splitpoint_gpu_up[]") == 1)
-    until(lambda: "splitpoint_cpu_energy_joules_total['package-0']" in told(monitor))
+    wait_until(lambda: told(monitor).get("splitpoint_gpu_up[]") == 1)
+    wait_until(lambda: "splitpoint_cpu_energy_joules_total['package-0']" in told(monitor))
     double.cards[0].rx_bytes += 5_000_000
     double.cards[0].tx_bytes += 70_000
     double.cards[0].millijoules += 9_500
@@ -105,7 +99,7 @@ def test_telemetry(monitor: DeviceMonitor, double: NvmlDouble, tmp_path: Path) -
         monitor.fill(message)
         return message
 
-    until(lambda: telemetry().energy_joules == 9.5 and telemetry().cpu_energy_joules == 4)
+    wait_until(lambda: telemetry().energy_joules == 9.5 and telemetry().cpu_energy_joules == 4)
     message = telemetry()
     assert message.step_count == 77, "what others fill in is left alone"
     assert (message.pcie_rx_bytes, message.pcie_tx_bytes) == (5_000_000, 70_000)
@@ -124,14 +118,14 @@ def test_telemetry_of_a_worker_without_anything_to_tell() -> None:
 def test_telemetry_of_a_gpu_that_is_not_there(monitor: DeviceMonitor, double: NvmlDouble) -> None:
     double.has_library = False
     monitor.start()
-    until(lambda: "nvmlInit" in double.calls)
+    wait_until(lambda: "nvmlInit" in double.calls)
     message = types_pb2.Telemetry()
 
     def is_explained() -> bool:
         monitor.fill(message)
         return "libnvidia-ml" in message.device_message
 
-    until(is_explained)
+    wait_until(is_explained)
     assert not message.HasField("power_watts")
     assert not message.HasField("pcie_rx_bytes")
 
@@ -146,7 +140,7 @@ async def test_a_driver_that_hangs_delays_no_scrape_and_no_stop(
     meters = Meters(Service.WORKER)
     meters.read(monitor.readings)
     monitor.start()
-    until(lambda: told(monitor).get("splitpoint_gpu_up[]") == 1)
+    wait_until(lambda: told(monitor).get("splitpoint_gpu_up[]") == 1)
     async with metrics_served(arguments, meters) as address:
         double.gate.clear()
         await asyncio.sleep(1.1)  # the thread is in a call now, and stays there
@@ -172,7 +166,7 @@ def test_a_cpu_worker_has_the_cpus_energy_only_and_asks_no_driver(
     monitor = monitor_of(torch.device("cpu"), tmp_path)
     monitor.start()
     try:
-        until(lambda: told(monitor))
+        wait_until(lambda: told(monitor))
         assert {reading.metric for reading in monitor.readings()} == {CPU_ENERGY_JOULES}
         assert watches() == ["rapl-watch"]
     finally:
@@ -201,7 +195,7 @@ def test_the_exporter_of_made_up_numbers() -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             address = ready(process)
-            until(lambda: "splitpoint_gpu_up 1.0" in scrape(address))
+            wait_until(lambda: "splitpoint_gpu_up 1.0" in scrape(address))
             first, began = values(scrape(address)), time.monotonic()
             time.sleep(3)
             second, ended = values(scrape(address)), time.monotonic()

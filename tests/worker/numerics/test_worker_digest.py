@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import write_tiny
 
 from splitpoint.host.processor import compiler
 from splitpoint.shapes import WeightFormat
@@ -24,11 +23,6 @@ CPU = torch.device("cpu")
 PAGE = 16
 FLAGS = compiled._FLAGS
 FUSED = "decode=fused,prefill=fused"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 def model_of(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import write_tiny
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.processor import compiler
@@ -72,11 +71,6 @@ def on_gpu(wish: str, *, has_triton: bool) -> str | None:
     return obstacle(
         wish, is_gpu=True, encoding=Encoding.NATIVE, kernels=None, has_triton=has_triton
     )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 def options(folder: Path, *arguments: str) -> WorkerOptions:

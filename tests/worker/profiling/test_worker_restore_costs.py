@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runner import make_engine
-from tiny_models import write_tiny
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.schedule import Lane, Schedule
@@ -23,11 +22,6 @@ from worker_service.profiling.restore_costs import measure_overheads
 
 CPU = torch.device("cpu")
 PROFILE = BUILT_IN_PROFILES["a100-80"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize("kind", [ThreadLanes, SerialLanes])

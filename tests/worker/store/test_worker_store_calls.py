@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from kvstore_helpers import LAYOUT
+from waiting import until
 
 from kvstore_service.pool import prefix_index
 from kvstore_service.server import KvStoreServicer
@@ -111,12 +112,6 @@ class Setup:
         await client.start(LAYOUT)
         yield client
         await client.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
