@@ -231,7 +231,7 @@ async def test_what_a_process_serves_while_redis_comes_and_goes(
     worker = await start_service(
         *("worker_service", "--model", str(folder), "--device", "cpu", "--threads", "1"),
         *("--listen", "127.0.0.1:0", "--kvstore", address, "--worker-id", "w"),
-        *("--device-memory", "96MiB", "--link-rate", "200MB", "--serial"),
+        *("--device-memory", "96MiB", "--max-batch", "32", "--link-rate", "200MB", "--serial"),
         *("--metrics", f"127.0.0.1:{free_port}", "--redis", redis_server.url),
     )
 
