@@ -101,10 +101,15 @@ static inline __m256 sums_of(const __m256 (&rows)[8]) {
 }
 #endif
 
-// Scores of H query heads with `count` consecutive keys, ROWS apart. `seen`: keys at a 0 are not read
-// and have no score; null: all are read. Behind the last key there is room for a vector.
+// Vectors of a value that are added at once for H heads. Of 16 registers, their sums take 8, or each would wait for
+// its last product.
 template <int H>
-static inline void score(const Element* keys, const float* queries, int count, float* scores,
+static constexpr int AT_ONCE = NARROW ? std::max(1, std::min(4 / H, VECTORS)) : VECTORS;
+
+// Scores of H query heads with `count` consecutive keys, ROWS apart. `seen`: keys at a 0 are not read
+// and have no score; null: all are read. Behind the last key there is room for a vector. `values`: of the same rows.
+template <int H>
+static inline void score(const Element* keys, const Element* values, const float* queries, int count, float* scores,
                          const uint8_t* seen) {
   const int at_once = NARROW ? 8 : 1;
   for (int first = 0; first < count; first += at_once) {
@@ -126,6 +131,9 @@ static inline void score(const Element* keys, const float* queries, int count, f
         scores[h * ROWS + row] = sum(products[h]);
 #endif
       }
+      // They are read part by part then, which the processor does not foresee.
+      const char* next = (const char*)(values + (int64_t)row * HEAD_DIM);
+      for (size_t i = 0; AT_ONCE<H> < VECTORS && i < HEAD_DIM * sizeof(Element); i += 64) __builtin_prefetch(next + i);
     }
 #if NARROW
     for (int h = 0; h < H; h++) _mm256_storeu_ps(scores + h * ROWS + first, sums_of(halves[h]));
@@ -152,8 +160,7 @@ static inline void add_parts(const Element* values, const float* weights, int co
 template <int H>
 static inline void add_values(const Element* values, const float* weights, int count, float* sums,
                               const uint8_t* seen) {
-  // Of 16 registers, the sums take at most 8, and more than half of them, or each waits for its last product.
-  constexpr int P = NARROW ? std::max(1, std::min(4 / H, VECTORS)) : VECTORS;
+  constexpr int P = AT_ONCE<H>;
   int part = 0;
   for (; part + P <= VECTORS; part += P) add_parts<H, P>(values, weights, count, part, sums, seen);
   for (; part < VECTORS; part++) add_parts<H, 1>(values, weights, count, part, sums, seen);
@@ -203,7 +210,8 @@ static void attend_heads(const Units& call, int n, int head, int first) {
     const int page = n / ((call.page_rows + ROWS - 1) / ROWS);
     seen += ((int64_t)page * call.kv_heads + head) * call.page_rows + low;
   }
-  score<H>(keys + (int64_t)low * HEAD_DIM, queries, high - low, scores + low - start, seen);
+  score<H>(keys + (int64_t)low * HEAD_DIM, values + (int64_t)low * HEAD_DIM, queries, high - low,
+           scores + low - start, seen);
   const int64_t place = (int64_t)call.places[n] * call.query_heads + first;
   for (int h = 0; h < H; h++) {
     float* own = scores + h * ROWS;
