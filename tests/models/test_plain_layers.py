@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +21,24 @@ from worker_service.startup.model_source import source_of
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 
 PLAIN = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma")
-# A factor of residuals; norms behind attention and MLP; attention beside the MLP.
-OTHERS: dict[str, dict[str, float]] = {
-    "granite": {"residual_multiplier": 0.3},
+# A factor of residuals; one of queries from some position on; norms behind attention and MLP;
+# attention beside the MLP.
+OTHERS: dict[str, dict[str, Any]] = {
+    "granite": {"residual_multiplier": 0.97},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.5,
+            "original_max_position_embeddings": 64,
+        }
+    },
     "olmo2": {},
     "cohere": {},
 }
 
 
-def load(family: str, data_type: DataType, folder: Path, **changes: float) -> TransformersModel:
+def load(family: str, data_type: DataType, folder: Path, **changes: Any) -> TransformersModel:
     use(by_flags(torch.float32, []).parsed("linear=panels"))
     folder = write(small_model(family, **changes), folder)
     source = source_of(folder, data_type, ModelBackend.TRANSFORMERS)
@@ -62,7 +72,10 @@ def test_a_plain_layer_has_the_bits_of_its_own_code_before_attention(
         assert (worked - wanted).abs().max() <= near * wanted.abs().max()
 
 
+@pytest.mark.parametrize("data_type", [DataType.FLOAT32, DataType.BFLOAT16])
 @pytest.mark.parametrize("family", OTHERS)
-def test_a_layer_that_computes_otherwise_keeps_its_own_code(family: str, tmp_path: Path) -> None:
-    model = load(family, DataType.FLOAT32, tmp_path, **OTHERS[family])
+def test_a_layer_that_computes_otherwise_keeps_its_own_code(
+    family: str, data_type: DataType, tmp_path: Path
+) -> None:
+    model = load(family, data_type, tmp_path, **OTHERS[family])
     assert not model._divided.own

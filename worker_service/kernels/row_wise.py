@@ -37,6 +37,15 @@ class Norm(ctypes.Structure):
         made.tensors = (weight, bias)
         return made
 
+    def fits(self, width: int, dtype: torch.dtype) -> bool:
+        """Return True if it norms rows of this width and type."""
+        weight, bias = self.tensors
+        types = [torch.float32 if self.kind == _WIDE_RMS else dtype, dtype]
+        return all(
+            each is None or (each.shape == (width,) and each.dtype == one and each.stride() == (1,))
+            for each, one in zip((weight, bias), types, strict=True)
+        )
+
 
 _LAYER, _RMS, _WIDE_RMS = 1, 2, 3
 NO_NORM = Norm()
@@ -86,9 +95,12 @@ def places_of(
 def turned(rows: torch.Tensor, norm: Norm = NO_NORM, angles: Angles | None = None) -> torch.Tensor:
     """Return `[..., width]` after the norm, then RoPE; with angles rows are `[N, heads, width]`.
 
-    Raises ValueError for angles of other rows. The norm must be of this width and type.
+    Raises ValueError for angles of other rows, and without a norm and angles. The norm must be of
+    this width and type.
     """
     width, shape = rows.shape[-1], rows.shape
+    if norm is NO_NORM and angles is None:
+        raise ValueError("neither a norm nor angles: nothing would be written")
     if rows.dim() == 3 and rows.stride(2) == 1:
         count, heads, strides = shape[0], shape[1], rows.stride()[:2]
     else:
@@ -117,8 +129,16 @@ def write(
     `key_pages`, `value_pages`: `[pages, n_kv, C, d]`, on any device.
     """
     planes, heads = (key_pages, value_pages), (keys, values)
-    has_rows = all(each.stride(2) == 1 for each in heads)
-    if not takes(keys) or not has_rows or not all(each.is_contiguous() for each in planes):
+    tensors = (*planes, *heads)
+    is_fit = (
+        takes(keys)
+        and len({(each.dtype, each.device) for each in tensors}) == 1
+        and all(each.is_contiguous() for each in (*planes, pages, rows))
+        and all(each.stride(2) == 1 for each in heads)
+        and keys.shape == values.shape == (len(pages), *key_pages.shape[1::2])
+        and key_pages.shape == value_pages.shape
+    )
+    if not is_fit:
         key_pages[pages, :, rows] = keys
         value_pages[pages, :, rows] = values
         return

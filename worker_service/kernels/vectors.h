@@ -69,7 +69,9 @@ static inline Floats multiply_add(Floats a, Floats b, Floats c) {
 
 // The same numbers; the compiler makes no product before them part of a sum behind them.
 static inline Floats rounded(Floats values) {
-#if !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  asm("" : "+v"(values));
+#else
   asm("" : "+m"(values));
 #endif
   return values;

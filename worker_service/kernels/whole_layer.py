@@ -85,8 +85,10 @@ class WholeLayer:
         """Take matrices of one kind and norms by role, for rows of this type.
 
         A key may be `[2 n_kv d, h]`, with the values behind it. There may be a gate; `activation`
-        is of it, or of up. Without an MLP there is only `begin`.
+        is of it, or of up. Without an MLP there is only `begin`. Raises ValueError for matrices
+        and norms that do not fit each other: the kernel reads and writes as their sizes say.
         """
+        _check(matrices, norms, head_dim, dtype)
         self._matrices, self._norms = dict(matrices), dict(norms)
         self._library = library(dtype, matrices["query"].kind)
         self._dtype, self._head_dim = dtype, head_dim
@@ -130,6 +132,10 @@ class WholeLayer:
 
     def end(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the next hidden `[N, h]` of residuals and `attended` `[N, n_q * d]`."""
+        if attended.shape != (len(hidden), self._query_width) or attended.dtype != self._dtype:
+            raise ValueError(
+                f"{tuple(attended.shape)} of {attended.dtype} is not what was attended"
+            )
         outputs = torch.empty(len(hidden), self._hidden_size, dtype=self._dtype)
         attended = attended.contiguous()
         self._call(
@@ -155,3 +161,41 @@ class WholeLayer:
         )
         if function(ctypes.byref(call)):
             raise MemoryError(NO_MEMORY)
+
+
+def _check(
+    matrices: Mapping[str, PanelMatrix],
+    norms: Mapping[str, Norm],
+    head_dim: int,
+    dtype: torch.dtype,
+) -> None:
+    """Raise ValueError unless these are the matrices and norms of one layer."""
+    query, key = matrices["query"], matrices["key"]
+    hidden, heads = query.in_features, query.out_features
+    value = matrices.get("value", key)
+    sizes = {"query": (heads, hidden), "key": (key.out_features, hidden)}
+    sizes |= {"value": (key.out_features, hidden), "output": (hidden, heads)}
+    if "down" in matrices:
+        inner = matrices["up"].out_features
+        sizes |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    widths = {"attention_norm": hidden, "mlp_norm": hidden}
+    widths |= {"query_norm": head_dim, "key_norm": head_dim}
+    kv_width = key.out_features // (1 if "value" in matrices else 2)
+    is_fit = (
+        all(
+            (each.out_features, each.in_features) == sizes[role] and each.kind is query.kind
+            for role, each in matrices.items()
+        )
+        and all(
+            each.bias is None or (each.bias.dtype == dtype and len(each.bias) == each.out_features)
+            for each in matrices.values()
+        )
+        and all(norm.fits(widths[role], dtype) for role, norm in norms.items())
+        and not heads % head_dim
+        and not kv_width % head_dim
+        # Rows are packed once for all of these products.
+        and query.group == key.group == value.group
+        and ("gate" not in matrices or matrices["gate"].group == matrices["up"].group)
+    )
+    if not is_fit:
+        raise ValueError("these matrices and norms are not those of one layer")

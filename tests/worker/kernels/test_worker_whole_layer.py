@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,8 @@ def test_a_rotation_rounds_as_transformers_does(width: int, dtype: torch.dtype) 
     assert torch.equal(found, heads * rotary.cosine + swapped * rotary.sine)
     with pytest.raises(ValueError, match="angles"):
         row_wise.turned(heads[:4], angles=rotary.angles)
+    with pytest.raises(ValueError, match="norm"):
+        row_wise.turned(heads)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -102,3 +105,35 @@ def test_layers_that_add_another_norm_are_computed_in_parts(tmp_path: Path) -> N
     use(PANELS)
     model = Decoder.load(write_tiny("gemma2", tmp_path), CPU, torch.float32)
     assert all(each.whole is None for each in model.layers)
+
+
+OTHER_PARTS = {
+    "query": "down",
+    "key_value": "down",
+    "output": "up",
+    "gate": "down",
+    "up": "down",
+    "down": "up",
+    "attention_norm": "key_norm",
+    "query_norm": "mlp_norm",
+}
+
+
+@pytest.mark.parametrize("role", OTHER_PARTS)
+def test_parts_that_are_not_of_one_layer_are_refused(role: str, tmp_path: Path) -> None:
+    """The kernel reads and writes as their sizes say."""
+    use(PANELS)
+    layer = Decoder.load(write_tiny("qwen3", tmp_path), CPU, torch.float32).layers[0]
+    wrong: dict[str, Any] = {role: getattr(layer, OTHER_PARTS[role])}
+    with pytest.raises(ValueError, match="one layer"):
+        replace(layer, **wrong).in_two_calls(torch.float32)
+
+
+def test_what_was_attended_must_be_of_the_layers_shape_and_type(tmp_path: Path) -> None:
+    use(PANELS)
+    model = Decoder.load(write_tiny("qwen3", tmp_path), CPU, torch.float32)
+    hidden = torch.zeros(2, model.shape.hidden_size)
+    attended = torch.zeros(2, model.shape.query_width)
+    for wrong in (attended[:1], attended[:, 1:], attended.double()):
+        with pytest.raises(ValueError, match="attended"):
+            model.layers[0].finish(hidden, wrong)
