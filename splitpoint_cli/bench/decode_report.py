@@ -97,7 +97,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Mean seconds of the parts of a decode step of ours.
+    """Median seconds of the parts of a decode step of ours.
 
     Attributes:
         products: what computes rows of the layers and the head, norms and rotation included.

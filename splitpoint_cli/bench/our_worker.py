@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -59,29 +61,37 @@ def load_decoder(
 Result = TypeVar("Result")
 
 
+@dataclass(slots=True)
+class TimedStep:
+    """A decode step of all sequences: when its model began, and seconds in two of its parts."""
+
+    began: float
+    products: float = 0.0
+    attention: float = 0.0
+
+
 class TimedModel:
     """A model that notes how long the parts of its decode steps take, while it is told to.
 
     Attributes:
-        seconds: by part, of the steps so far; None: nothing is noted.
-        steps: how many of them there were.
+        steps: so far, in order; None: a step with other rows. Nothing is noted while it is None.
     """
 
     def __init__(self, model: Model, rows: int) -> None:
         """`rows`: of a decode step."""
         self._model, self._rows = model, rows
-        self.seconds: dict[str, float] | None = None
-        self.steps = 0
+        self.steps: list[TimedStep | None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def _timed(self, part: str, call: Callable[..., Result], *args: Any) -> Result:
-        if self.seconds is None:
+        step = self.steps[-1] if self.steps else None
+        if step is None:
             return call(*args)
         began = time.perf_counter()
         result = call(*args)
-        self.seconds[part] += time.perf_counter() - began
+        setattr(step, part, getattr(step, part) + time.perf_counter() - began)
         return result
 
     def run(
@@ -93,9 +103,10 @@ class TimedModel:
         enter: Enter | None = None,
     ) -> torch.Tensor:
         """See `Model`."""
-        if self.seconds is None or len(token_ids) != self._rows:
+        if self.steps is None:
             return self._model.run(token_ids, positions, attend, carry_out, enter)
-        self.steps += 1
+        is_decode = len(token_ids) == self._rows
+        self.steps.append(TimedStep(time.perf_counter()) if is_decode else None)
 
         def timed(name: str, index: int, call: Callable[[], Result]) -> Result:
             return carry_out(name, index, partial(self._timed, "products", call))
@@ -106,6 +117,22 @@ class TimedModel:
     def head(self, final: torch.Tensor) -> torch.Tensor:
         """See `Model`."""
         return self._timed("products", self._model.head, final)
+
+
+def parts_of(steps: Iterable[TimedStep | None]) -> Parts | None:
+    """Return medians over the steps that another decode step follows; None: there are none."""
+    found = [
+        (step.products, step.attention, following.began - step.began)
+        for step, following in pairwise(steps)
+        if step is not None and following is not None
+    ]
+    if not found:
+        return None
+    products, attention, rest = (
+        statistics.median(each)
+        for each in zip(*((one, two, whole - one - two) for one, two, whole in found), strict=True)
+    )
+    return Parts(products, attention, rest)
 
 
 class OurWorker:
@@ -155,16 +182,19 @@ class OurWorker:
         self._tenants = itertools.count()
         self._temperature = workload.temperature
 
-    def parts(self, prompts: Prompts, new_tokens: int) -> Parts:
-        """Return the parts of a decode step, of a run of its own."""
-        timed = self._timed
-        timed.seconds, timed.steps = {"products": 0.0, "attention": 0.0}, 0
+    def parts(self, prompts: Prompts, new_tokens: int) -> Parts | None:
+        """Return the parts of a decode step, of a run of its own.
+
+        None: too few steps, or a GPU, which computes later and replays graphs.
+        """
+        if self._timed.device.type != "cpu":
+            return None
+        self._timed.steps = []
         try:
-            step = self._batch / self.run(prompts, new_tokens).decode_tokens_per_second
-            means = {name: each / timed.steps for name, each in timed.seconds.items()}
+            self.run(prompts, new_tokens)
+            return parts_of(self._timed.steps)
         finally:
-            timed.seconds = None
-        return Parts(**means, rest=max(0.0, step - sum(means.values())))
+            self._timed.steps = None
 
     def run(self, prompts: Prompts, new_tokens: int) -> Run:
         engine = self._engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from splitpoint_cli.bench.decode_report import (
 )
 from splitpoint_cli.bench.decode_runs import ask_peer, perplexity
 from splitpoint_cli.bench.limits import MemoryReads
-from splitpoint_cli.bench.our_worker import OurWorker, load_decoder
+from splitpoint_cli.bench.our_worker import OurWorker, TimedStep, load_decoder, parts_of
 from splitpoint_cli.bench.peer_child import Load
 from splitpoint_cli.bench.peers import interpreters_of, start_peer
 from splitpoint_cli.bench.texts import passages, random_prompts, text_prompts
@@ -115,16 +116,49 @@ def test_each_part_of_a_step_stands_beside_its_limit() -> None:
     assert "rest 10.0 ms" in lines
 
 
-def test_the_parts_of_a_step_are_timed_in_a_run_of_their_own(tmp_path: Path) -> None:
+def test_parts_are_medians_over_steps_that_another_one_follows() -> None:
+    other = None  # a step with other rows
+    steps = [
+        *(other, TimedStep(1.0, 0.5, 0.2), TimedStep(2.0, 0.6, 0.3), TimedStep(4.0, 0.9, 0.1)),
+        *(TimedStep(9.0, 0.1, 0.1), other, TimedStep(20.0, 0.2, 0.2)),
+    ]
+    parts = parts_of(steps)
+    assert parts is not None
+    assert parts.products == pytest.approx(0.6)
+    assert parts.attention == pytest.approx(0.2)
+    assert parts.rest == pytest.approx(1.1)  # of 0.3, 1.1, 4.0
+    assert parts_of([other, TimedStep(1.0), other]) is None
+
+
+def test_the_parts_of_a_step_are_timed_in_a_run_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all layers and the head, once in each step, and beside the time of the whole run."""
     prompts = random_prompts(VOCABULARY, 2, 20, seed=0)
-    worker = OurWorker(load_decoder(write_tiny("opt", tmp_path), WORKLOAD), WORKLOAD)
+    model = load_decoder(write_tiny("opt", tmp_path), WORKLOAD)
+    worker = OurWorker(model, WORKLOAD)
+    noted: list[str] = []
+    timed, timing = worker._timed, worker._timed._timed
+
+    def noting(part: str, *more: Any) -> Any:
+        if timed.steps and timed.steps[-1] is not None:
+            noted.append(part)
+        return timing(part, *more)
+
+    monkeypatch.setattr(timed, "_timed", noting)
+    began = time.perf_counter()
     parts = worker.parts(prompts, 6)
-    timed = worker._timed
+    seconds = time.perf_counter() - began
     # The first tokens come from the prompts' own steps.
-    assert (timed.steps, timed.seconds) == (5, None)
+    assert noted.count("attention") == 5 * len(model.layers)
+    assert noted.count("products") % 5 == 0
+    assert parts is not None
     assert min(parts.products, parts.attention) > 0
+    assert parts.products + parts.attention + parts.rest < seconds
+    noted.clear()
     worker.run(prompts, 6)
-    assert timed.steps == 5
+    assert not noted
+    assert timed.steps is None
 
 
 def test_passages_spread_evenly_and_begin_as_texts_do() -> None:
