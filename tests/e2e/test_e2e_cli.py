@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -19,11 +20,14 @@ from typing import Any
 
 import pytest
 from own_names import instance_name
+from redis_server import RedisServer
 from small_model import small_model
 from splitpoint_command import splitpoint
 from up_process import up_process, wait_until_up
 
+from splitpoint.client import Client
 from splitpoint.config import arena_path, runtime_path
+from splitpoint.discovery.entries import STORES, WORKERS
 from splitpoint_cli.demo import prompts
 from splitpoint_cli.stack.child import child_environment
 
@@ -204,6 +208,18 @@ def test_status(address: str) -> None:
     assert splitpoint("status", "--address", address).returncode == 0
 
 
+def test_a_measured_profile_fits_plan(address: str, tmp_path: Path) -> None:
+    with Client(address) as client:
+        profile = client.list_workers()[0].profile
+    assert profile is not None
+    (tmp_path / "profile.json").write_text(profile.to_json())
+    done = splitpoint(
+        *("plan", "--model", "opt-6.7b", "--cached", "1000", "--new", "10"),
+        *("--profile", str(tmp_path / "profile.json")),
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_guides_python_example_runs(address: str) -> None:
     """Those of README.md are in tests/e2e/test_e2e_readme.py."""
     text = (ROOT / "docs" / "usage.md").read_text()
@@ -218,6 +234,20 @@ def test_the_guides_python_example_runs(address: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_a_killed_worker_stops_everything_and_leaves_nothing(tmp_path: Path) -> None:
+    instance = instance_name("kill")
+    with stack(f"unix:{tmp_path}/p.sock", instance, "--workers", "1", "--no-restart") as process:
+        wait_until_up(process)
+        services = service_processes(instance)
+        assert set(services.values()) >= {"kvstore_service", "worker_service", "scheduler_service"}
+        worker = next(pid for pid, name in services.items() if name == "worker_service")
+        os.kill(worker, signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "UNAVAILABLE: worker 0 ended by SIGKILL" in errors
+    assert_nothing_left(instance)
 
 
 def test_services_end_when_up_itself_is_killed(tmp_path: Path) -> None:
@@ -249,4 +279,30 @@ def test_services_end_when_up_itself_is_killed(tmp_path: Path) -> None:
     # What only `up` could remove goes with `down`, or with the next `up` of that name.
     down = splitpoint("down", "--instance", instance)
     assert down.returncode == 0, down.stderr
+    assert_nothing_left(instance)
+
+
+def test_options_reach_the_services(tmp_path: Path, redis_server: RedisServer) -> None:
+    instance = instance_name("never")
+    address = f"unix:{tmp_path}/p.sock"
+    options = (
+        *("--workers", "1", "--activations", "never", "--eviction", "counter"),
+        *("--evict-above", "0.9", "--admission", "second-use", "--lease-seconds", "5"),
+        *("--huge-pages", "never", "--numa-node", "none", "--pin-limit", "0"),
+        *("--redis", redis_server.url),
+    )
+    with stack(address, instance, *options) as process:
+        wait_until_up(process)
+        status = splitpoint("status", "--address", address, "--json")
+        assert json.loads(status.stdout)["stores"][0]["eviction_policy"] == "counter"
+        with redis_server.client() as client:
+            assert client.scard(STORES) == client.scard(WORKERS) == 1
+        done = splitpoint("generate", "x", "--address", address, "--split", "1")
+        assert done.returncode == 2
+        assert "INVALID_ARGUMENT" in done.stderr
+        assert "activations" in done.stderr
+        stopped = splitpoint("down", "--instance", instance)
+        assert stopped.returncode == 0, stopped.stderr
+        process.communicate(timeout=60)
+    assert process.returncode == 0
     assert_nothing_left(instance)

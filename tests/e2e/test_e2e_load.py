@@ -12,9 +12,10 @@ from local_stack import (
     LocalStack,
     StackShape,
     local_stack,
+    prompt_of,
 )
 from long_runs import scaled
-from tiny_models import build_tiny, clear_prompt
+from tiny_models import VOCABULARY, build_tiny, clear_prompt
 
 from splitpoint.planning.plan import ReasonKind, Residency
 from splitpoint.planning.schedule import Schedule
@@ -141,3 +142,17 @@ async def test_disconnects_leave_nothing_running(folder: Path, tmp_path: Path) -
         await asyncio.gather(*(disconnect_midway(stack) for _ in range(20)))
         await stack.assert_clean()
         assert fd_count() <= before + 2
+
+
+async def test_salts_keep_prefixes_apart(folder: Path, tmp_path: Path) -> None:
+    async with local_stack(folder, tmp_path) as stack:
+        prompt = prompt_of(64, 1, VOCABULARY)
+
+        async def cached(salt: bytes) -> int:
+            answer = await stack.client.generate(
+                prompt, max_tokens=1, ignore_eos=True, cache_salt=salt
+            ).complete()
+            return answer.usage.cached_tokens
+
+        assert [await cached(b""), await cached(b"a"), await cached(b"b")] == [0, 0, 0]
+        assert [await cached(b""), await cached(b"a"), await cached(b"b")] == [63, 63, 63]

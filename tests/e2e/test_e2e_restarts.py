@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 from own_names import instance_name
 from small_model import small_model
+from test_e2e_arena_loss import Up, up
 from test_e2e_cli import assert_nothing_left, service_processes
 from up_process import up_process, wait_until_up
 
@@ -17,6 +20,7 @@ from splitpoint.client import Client
 from splitpoint.client.answers import Completion
 from splitpoint.errors import DeadlineExceeded, SplitpointError
 from splitpoint_cli.request.observed import read_store
+from splitpoint_cli.stack.child import child_environment
 
 SECONDS = 60
 PROMPT = "import asyncio\nimport collections\n\n\nclass Queue:\n" * 12
@@ -82,3 +86,49 @@ def test_every_service_comes_back_after_kill_9(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
     assert_nothing_left(instance)
+
+
+def status(stack: Up, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "splitpoint_cli", "status", "--address", stack.address, *more],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=child_environment({}),
+        check=False,
+    )
+
+
+def kill_worker(instance: str, name: str) -> None:
+    """Whichever life of it there is at the moment."""
+    for pid, module in service_processes(instance).items():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if module == "worker_service" and command[command.index("--worker-id") + 1] == name:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+def test_a_worker_that_dies_again_and_again_is_given_up_and_the_other_one_serves() -> None:
+    instance = instance_name("given-up")
+    with up(instance) as stack:
+        wanted = stack.ask(0)
+        assert status(stack, "--wait", "30").returncode == 0
+        deadline = time.monotonic() + 2 * SECONDS
+        while not any("given up" in line for line in stack.said):
+            assert time.monotonic() < deadline, stack.said
+            kill_worker(instance, "1")
+            time.sleep(0.05)
+        assert stack.ask(0) == wanted
+        stack.until(lambda found: found.ready_count == 1)
+        done = status(stack, "--json")
+        assert done.returncode == 6, done.stdout
+        answer = json.loads(done.stdout)
+        assert (answer["serves"], answer["complete"]) == (True, False)
+        [finding] = [found for found in answer["findings"] if "given up" in found["what"]]
+        assert finding["what"] == "worker 1 was given up; the other workers serve"
+        assert "SIGKILL, given up after 5 deaths" in finding["why"]

@@ -1,8 +1,15 @@
-"""Two schedulers on the same worker: equal texts, and shared memory."""
+"""Two schedulers on the same workers: equal texts, shared memory, and the loss of one of them.
+
+About 25 s.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
+import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,8 +22,10 @@ from local_stack import (
     stop_process,
     wait_for_workers,
 )
-from own_names import shared_memory_folder
+from own_names import instance_name, shared_memory_folder
+from test_e2e_cli import assert_nothing_left, service_processes
 from tiny_models import build_tiny, clear_prompt
+from up_process import up_process, wait_until_up
 from waiting import until
 
 from splitpoint.client import AsyncClient
@@ -75,3 +84,84 @@ async def test_two_schedulers_share_a_small_worker_fairly(folder: Path, tmp_path
                 while account.others.request_count or account.charged_pages:
                     await asyncio.sleep(0.02)
             assert (account.others.pages, account.others.wanted_pages) == (0, 0)
+
+
+def test_the_loss_of_one_scheduler_leaves_the_streams_of_the_other_alone(folder: Path) -> None:
+    instance = instance_name("two")
+    command = [
+        *(sys.executable, "-m", "splitpoint_cli", "up", "--model", str(folder)),
+        *("--device", "cpu", "--dtype", "float32", "--threads", "1", "--workers", "2"),
+        *("--host-memory", "48MiB", "--device-memory", "64MiB", "--schedulers", "2"),
+        *("--listen", "127.0.0.1:0", "--instance", instance),
+    ]
+    wanted = [clear_prompt(MODEL, 20 + n, 160, seed=n) for n in range(3)]
+    with up_process(command) as process:
+        summary = wait_until_up(process)
+        addresses = re.findall(r"scheduler  (\S+)", summary)
+        assert len(addresses) == 2
+        assert f"--address {addresses[0]},{addresses[1]}" in summary
+
+        async def play() -> None:
+            async with AsyncClient(addresses[0]) as one, AsyncClient(addresses[1]) as two:
+                # The same ids at both: each scheduler has requests of its own.
+                lost = [
+                    asyncio.create_task(ask(one, prompt, f"r{n}"))
+                    for n, (prompt, _) in enumerate(wanted)
+                ]
+                kept = [
+                    asyncio.create_task(ask(two, prompt, f"r{n}"))
+                    for n, (prompt, _) in enumerate(wanted)
+                ]
+                async with asyncio.timeout(60):
+                    while (await one.scheduler_status()).generated_token_count < 50:
+                        await asyncio.sleep(0)
+                kill_scheduler_at(addresses[0], instance)
+                assert await asyncio.gather(*kept) == [tokens for _, tokens in wanted]
+                for task in lost:
+                    task.cancel()
+                await asyncio.gather(*lost, return_exceptions=True)
+
+        asyncio.run(play())
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "scheduler 0" in line and "ready again" in line:
+                break
+        answers = asyncio.run(ask_at(addresses[0], wanted[0][0]))
+        assert answers == wanted[0][1]
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert_nothing_left(instance)
+
+
+async def ask(client: AsyncClient, prompt: Sequence[int], name: str) -> list[int]:
+    stream = client.generate(prompt, max_tokens=160, ignore_eos=True, request_id=name)
+    return list((await stream.complete()).token_ids)
+
+
+async def ask_at(address: str, prompt: Sequence[int]) -> list[int]:
+    async with AsyncClient(address) as client:
+        await client.wait_ready(30)
+        return await ask(client, prompt, "again")
+
+
+def kill_scheduler_at(address: str, instance: str) -> None:
+    """kill -9 of the scheduler process that listens at this address."""
+    (process,) = [
+        pid
+        for pid, name in service_processes(instance).items()
+        if name == "scheduler_service" and listens(pid, int(address.rpartition(":")[2]))
+    ]
+    os.kill(process, signal.SIGKILL)
+
+
+def listens(process: int, port: int) -> bool:
+    """Return True if the process has a socket that listens at this port."""
+    nodes = {
+        line.split()[9]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == port
+    }
+    links = (os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir())
+    return any(link == f"socket:[{node}]" for link in links for node in nodes)
