@@ -95,14 +95,27 @@ class NamedModel:
     ) -> WeightSizes:
         """Return the bytes of its weights as a worker holds them, without padding.
 
-        Of a checkpoint that our own decoder computes norms, biases and positions are counted, too.
+        Of a checkpoint that our own decoder computes norms, biases and positions are counted, too,
+        and the matrices around a table of another width than the residuals' (OPT-350M).
         """
         sizes = WeightSizes.of(self.shape, weights, is_gpu=is_gpu)
         if self.folder is None or not sizes.can_stream:
             return sizes
         decoder, item = read_decoder(self.folder, self.shape.data_type), self.shape.data_type.size
-        table = sizes.table + position_bytes(decoder, item)
-        return dataclasses.replace(sizes, fixed=vector_bytes(decoder, item), table=table)
+        fixed, hidden = vector_bytes(decoder, item), self.shape.hidden_size
+        if decoder.embedding_size != hidden:
+            fixed += 2 * hidden * decoder.embedding_size * item
+
+        def of_table(size: int) -> int:
+            return size * decoder.embedding_size // hidden
+
+        return dataclasses.replace(
+            sizes,
+            fixed=fixed,
+            table=of_table(sizes.table) + position_bytes(decoder, item),
+            head=of_table(sizes.head),
+            head_piece=of_table(sizes.head_piece),
+        )
 
 
 def find_shape(model: str, dtype: str = "auto") -> ModelShape:

@@ -152,6 +152,8 @@ def choose_batch_size(
                 break
             size = larger
     here = pages(size)
+    # A larger batch may leave no room for graphs, and so more for the cache.
+    lost = max(0, pages(LEAST) - here) if size > LEAST else 0
     fewer = LEAST if size > LEAST else 1
     more = min((larger for larger in SIZES if larger > size), default=size)
     return BatchSize(
@@ -159,7 +161,7 @@ def choose_batch_size(
         limit=limit,
         tokens=tokens,
         held=here // each,
-        cost_bytes=(pages(LEAST) - here) * shape.page_bytes(chunk_tokens) if size > LEAST else 0,
+        cost_bytes=lost * shape.page_bytes(chunk_tokens),
         prefill_tokens=prefill_tokens,
         step_seconds=seconds(size),
         prefill_seconds=seconds(size, shape.prefill_flops(prefill_tokens)),
