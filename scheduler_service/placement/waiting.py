@@ -157,6 +157,8 @@ def _reason(place: Place, cause: Cause) -> str:
             )
         case Cause.BATCH:
             running = account.running_count + account.others.request_count
-            return f"worker {name} runs {counted(running, 'request')}, its batch limit"
+            return (
+                f"worker {name} runs {counted(running, 'request')}, its largest batch (--max-batch)"
+            )
         case _:
             return f"the rest of worker {name} is kept for requests of other schedulers"

@@ -215,10 +215,10 @@ def _print_tables(found: Status, wide: bool) -> None:
     for request in found.queue.requests[:_QUEUE_LINES]:
         # 0: no ready worker could run it, so what it needs is not known.
         size = request.footprint_bytes
-        memory = f" for {format_size(size)} of device memory" if size else ""
+        memory = f" ({format_size(size)} of device memory)" if size else ""
         _print_text(
-            f"  {request.position + 1}. request {request.request_id} has waited "
-            f"{request.waited_seconds:.1f} s{memory}: {request.reason}"
+            f"  {request.position + 1}. request {request.request_id}{memory} has waited "
+            f"{request.waited_seconds:.1f} s: {request.reason}"
         )
     if (more := len(found.queue.requests) - _QUEUE_LINES) > 0:
         out.print(f"  and {more:,} more, which --json lists")

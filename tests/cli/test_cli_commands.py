@@ -500,7 +500,7 @@ def test_status(script: Script) -> None:
     done = splitpoint("status", "--address", script.address)
     assert done.returncode == 0, done.stderr
     assert "queue: 1 request waits, at most 8 may\n" in done.stdout
-    assert " has waited 1.5 s for " in done.stdout
+    assert " of device memory) has waited 1.5 s: " in done.stdout
     assert "memory is full" in done.stdout
     assert "pipelined" in done.stdout
     assert "worker 0 EMULATES a link of 184 MB/s" in done.stdout
@@ -517,7 +517,7 @@ def test_status(script: Script) -> None:
     assert "more, which" not in done.stdout
     script.waiting_count = 256
     done = splitpoint("status", "--address", script.address)
-    assert done.stdout.count("request r has waited") == 10
+    assert done.stdout.count(" has waited ") == 10
     assert "  and 246 more, which --json lists\n" in done.stdout
     script.workers_ready = False
     done = splitpoint("status", "--address", script.address, "--json")
