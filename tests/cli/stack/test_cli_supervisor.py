@@ -174,7 +174,7 @@ async def test_a_killed_child_takes_its_own_children_along(tmp_path: Path) -> No
 _PARENT = """
 import asyncio, sys
 from pathlib import Path
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 from test_cli_supervisor import fake
 from splitpoint_cli.stack.supervisor import Supervisor
 
@@ -192,7 +192,9 @@ asyncio.run(main())
 
 def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    script = _PARENT.format(folder=str(Path(__file__).parent), log=str(log))
+    here = Path(__file__).parent
+    # `waiting` is in the folder of all tests.
+    script = _PARENT.format(folders=[str(here), str(here.parents[1])], log=str(log))
     with subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
