@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from own_names import instance_name
 from small_model import small_model
-from test_e2e_cli import assert_nothing_left, service_processes
+from test_e2e_cli import assert_nothing_left, scheduler_of, service_processes
 from up_process import up_process, wait_until_up
 from waiting import until
 
@@ -150,23 +150,3 @@ def test_a_chat_goes_on_at_another_scheduler(stack: tuple[str, list[str]]) -> No
         await until(lambda: not Path(f"/proc/{child}/cmdline").exists())
 
     asyncio.run(play())
-
-
-def scheduler_of(instance: str, address: str) -> int:
-    """Process id of the scheduler that listens at this address."""
-    port = int(address.rpartition(":")[2])
-    services = service_processes(instance).items()
-    [found] = [pid for pid, name in services if name == "scheduler_service" and listens(pid, port)]
-    return found
-
-
-def listens(process: int, port: int) -> bool:
-    """Return True if the process has a socket that listens at this port."""
-    nodes = {
-        line.split()[9]
-        for table in ("/proc/net/tcp", "/proc/net/tcp6")
-        for line in Path(table).read_text().splitlines()[1:]
-        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == port
-    }
-    links = (os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir())
-    return any(link == f"socket:[{node}]" for link in links for node in nodes)

@@ -66,6 +66,26 @@ def service_processes(instance: str) -> dict[int, str]:
     return found
 
 
+def scheduler_of(instance: str, address: str) -> int:
+    """Process id of the scheduler that listens at this address."""
+    port = int(address.rpartition(":")[2])
+    services = service_processes(instance).items()
+    [found] = [pid for pid, name in services if name == "scheduler_service" and listens(pid, port)]
+    return found
+
+
+def listens(process: int, port: int) -> bool:
+    """Return True if the process has a socket that listens at this port."""
+    nodes = {
+        line.split()[9]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == port
+    }
+    links = (os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir())
+    return any(link == f"socket:[{node}]" for link in links for node in nodes)
+
+
 def assert_nothing_left(instance: str) -> None:
     assert service_processes(instance) == {}
     assert not arena_path(instance).parent.exists()

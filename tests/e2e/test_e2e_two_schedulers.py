@@ -23,7 +23,7 @@ from local_stack import (
     wait_for_workers,
 )
 from own_names import instance_name, shared_memory_folder
-from test_e2e_cli import assert_nothing_left, service_processes
+from test_e2e_cli import assert_nothing_left, scheduler_of
 from tiny_models import build_tiny, clear_prompt
 from up_process import up_process, wait_until_up
 from waiting import until
@@ -115,7 +115,7 @@ def test_the_loss_of_one_scheduler_leaves_the_streams_of_the_other_alone(folder:
                 async with asyncio.timeout(60):
                     while (await one.scheduler_status()).generated_token_count < 50:
                         await asyncio.sleep(0)
-                kill_scheduler_at(addresses[0], instance)
+                os.kill(scheduler_of(instance, addresses[0]), signal.SIGKILL)
                 assert await asyncio.gather(*kept) == [tokens for _, tokens in wanted]
                 for task in lost:
                     task.cancel()
@@ -143,25 +143,3 @@ async def ask_at(address: str, prompt: Sequence[int]) -> list[int]:
     async with AsyncClient(address) as client:
         await client.wait_ready(30)
         return await ask(client, prompt, "again")
-
-
-def kill_scheduler_at(address: str, instance: str) -> None:
-    """kill -9 of the scheduler process that listens at this address."""
-    (process,) = [
-        pid
-        for pid, name in service_processes(instance).items()
-        if name == "scheduler_service" and listens(pid, int(address.rpartition(":")[2]))
-    ]
-    os.kill(process, signal.SIGKILL)
-
-
-def listens(process: int, port: int) -> bool:
-    """Return True if the process has a socket that listens at this port."""
-    nodes = {
-        line.split()[9]
-        for table in ("/proc/net/tcp", "/proc/net/tcp6")
-        for line in Path(table).read_text().splitlines()[1:]
-        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == port
-    }
-    links = (os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir())
-    return any(link == f"socket:[{node}]" for link in links for node in nodes)

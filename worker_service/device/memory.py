@@ -316,15 +316,12 @@ def divide(
     workspace += collected
     pages = (budget_bytes - weight_bytes - workspace) // page_bytes
     if pages < least_pages:
-        needed, held = (
-            weight_bytes + workspace + least_pages * page_bytes,
-            format_size(weight_bytes),
-        )
+        needed = weight_bytes + workspace + least_pages * page_bytes
         raise ResourceExhausted(
             f"device memory {format_size(budget_bytes)} is too small: weights take "
-            f"{held}{weights_note}, workspace {format_size(workspace)}, and at least "
-            f"{counted(least_pages, 'page')} of {format_size(page_bytes)} must be left for the "
-            f"cache (in all {format_size(needed)})",
+            f"{format_size(weight_bytes)}{weights_note}, workspace {format_size(workspace)}, and "
+            f"at least {counted(least_pages, 'page')} of {format_size(page_bytes)} must be left "
+            f"for the cache (in all {format_size(needed)})",
             reason="DEVICE_MEMORY",
             needed_bytes=needed,
             budget_bytes=budget_bytes,

@@ -404,10 +404,12 @@ class TransformersModel:
         """
         last = self.shape.context_length - 1
         positions = torch.tensor(sorted({0, min(1, last), last // 2, last}), device=self.device)
-        arguments = self._divided.arguments(positions)
         generator = torch.Generator().manual_seed(_SEED)
         hidden = torch.randn(len(positions), self.shape.hidden_size, generator=generator)
         hidden = (hidden * _SMALL_RESIDUALS).to(self.device, self.dtype)
+        if not row_wise.takes(hidden):
+            return
+        arguments = self._divided.arguments(positions)
 
         def tried(layer: TransformersLayer) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
             asked = self._divided.ask(layer.index, hidden, arguments)
@@ -418,7 +420,7 @@ class TransformersModel:
                 own = plain_layer(module, layer.head_dim, self.dtype)
             except ValueError:  # its parts do not fit each other
                 own = None
-            if own is None or not row_wise.takes(hidden):
+            if own is None:
                 continue
             asked, worked = tried(layer)
             self._divided.use_own(layer.index, own)
