@@ -24,6 +24,7 @@ ALLOWED = {
     "scheduler_service": {"splitpoint", "scheduler_service"},
     "gateway_service": {"splitpoint", "gateway_service"},
     "splitpoint_offline": {"splitpoint", "splitpoint_offline", *SERVICES},
+    "splitpoint_vllm": {"splitpoint", "splitpoint_vllm"},
     "splitpoint_cli": {
         "splitpoint",
         "splitpoint_cli",

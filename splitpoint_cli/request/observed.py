@@ -187,8 +187,9 @@ class Status:
 
     @property
     def is_complete(self) -> bool:
-        """True if the scheduler serves with all the workers it knows."""
-        return self.serving and self.ready_count == len(self.workers) > 0
+        """True if the scheduler serves with all the workers it knows, and the gateway serves."""
+        has_workers = self.ready_count == len(self.workers) > 0
+        return self.serving and has_workers and all(each.is_serving for each in self.gateways)
 
     @property
     def ready_count(self) -> int:

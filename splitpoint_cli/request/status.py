@@ -37,7 +37,9 @@ def status(
     wait: Annotated[
         float,
         typer.Option(
-            help="Wait until all workers are ready, this long at most.", metavar="SECONDS"
+            help="Wait until all workers and the gateway are ready, this long at most.",
+            metavar="SECONDS",
+            min=0.0,
         ),
     ] = 0.0,
     ca: CaFile = None,
@@ -50,7 +52,7 @@ def status(
 ) -> None:
     """Show what is wrong, then workers, stores, gateway and queue.
 
-    A stack serves while one worker is ready, and is complete when all of them are.
+    A stack serves while one worker is ready, and is complete when all of them and the gateway are.
 
     Exit codes: 0 it serves, whatever else is found; 1 it does not serve; 3 no scheduler answers;
     4 it serves, and --wait ended before it was complete; 6 it serves, and `up` gave a worker up.

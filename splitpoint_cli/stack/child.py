@@ -42,6 +42,8 @@ class ServiceCommand:
             `--parent-fd N` is added.
         stop_seconds: longest time between SIGTERM and its end.
         socket: the file that it listens at, removed between its death and its next start.
+        stops_with: the kind of service that it stops together with, such as "scheduler". Empty:
+            its own kind, the first word of its name.
     """
 
     name: str
@@ -50,6 +52,7 @@ class ServiceCommand:
     stop_seconds: float = 10.0
     environment: Mapping[str, str] = field(default_factory=dict)
     socket: Path | None = None
+    stops_with: str = ""
 
     def listening_on(self, address: str) -> ServiceCommand:
         """Return the same command with this `--listen`, in place of port 0 for any port."""

@@ -186,6 +186,8 @@ def gateway_command(
             *passed_on(gateway.SECTIONS, options),
         ],
         stop_seconds=options.grace_seconds + _GATEWAY_STOP_SECONDS,
+        # Both wait for the same requests: one after the other, they would wait twice.
+        stops_with="scheduler",
     )
 
 

@@ -174,6 +174,8 @@ class StackRunner:
                 for worker, device in zip(workers, stack.devices, strict=True)
             )
         )
+        # Before a scheduler answers: `status --wait` waits for the gateway, too.
+        self._note_gateway()
         addresses = []
         share_secret(stack.key, stack.other_keys)  # one that is there is used
         for command in stack.schedulers:

@@ -103,13 +103,14 @@ class Supervisor:
     async def stop(self) -> None:
         """Stop all services, last started group first; returns when all are gone.
 
-        Services whose commands started under one `name` prefix ("worker 0",
-        "worker 1") stop together.
+        Services of one kind ("worker 0", "worker 1") stop together, and those that name
+        another kind in `stops_with` stop with that one.
         """
         self._stopping = True
         groups: dict[str, list[Service]] = {}
         for service in self._services.values():
-            groups.setdefault(service.name.split()[0], []).append(service)
+            kind = service.command.stops_with or service.name.split()[0]
+            groups.setdefault(kind, []).append(service)
         for services in reversed(list(groups.values())):
             await asyncio.gather(*(self.stop_one(service) for service in services))
         for service in self._services.values():

@@ -210,6 +210,8 @@ def test_findings_of_a_gateway() -> None:
         finding = the_only(found(gateway))
         assert (finding.severity, finding.what) == (Severity.ERROR, what)
         assert finding.why == gateway.message
+        assert not found(gateway).is_complete
+    assert found(SERVING).is_complete
     gateways: Any = status_json(dataclasses.replace(found(SERVING), stores=()))["gateways"]
     assert [told["url"] for told in gateways] == [URL]
     assert gateways[0]["counts"]["stream_count"] == 5

@@ -108,6 +108,23 @@ async def test_ready_addresses_logs_and_order_of_stopping(tmp_path: Path) -> Non
     assert not any(line.important for line in lines), "INFO records are not important"
 
 
+async def test_services_that_wait_for_the_same_requests_stop_together(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with Supervisor(sys.executable, lambda _: None) as supervisor:
+        for name in ("worker 0", "scheduler"):
+            await (await supervisor.start(fake(name, "serve", log))).ready()
+        gateway = fake("gateway", "stubborn", log, stop_seconds=3600, stops_with="scheduler")
+        service = await supervisor.start(gateway)
+        await service.ready()
+        stopping = asyncio.create_task(supervisor.stop())
+        await until(lambda: "stop scheduler" in events(log))
+        # The scheduler did not wait for the gateway's end; the worker waits for both.
+        assert service.process.returncode is None
+        assert "stop worker-0" not in events(log)
+        supervisor.hurry()
+        await asyncio.wait_for(stopping, 60)
+
+
 async def test_a_crash_before_ready_names_the_service_and_its_last_lines(tmp_path: Path) -> None:
     async with Supervisor(sys.executable, lambda _: None) as supervisor:
         service = await supervisor.start(fake("store", "crash", tmp_path / "log"))

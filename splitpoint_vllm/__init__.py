@@ -1,0 +1,1 @@
+"""Splitpoint's KV store under vLLM: a KV connector (docs/vllm.md)."""
