@@ -11,6 +11,7 @@ import asyncio
 import logging
 import sys
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,39 +21,42 @@ from kvstore_service.eviction.watermarks import WatermarkEvictor, Watermarks
 from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.metrics import readings
 from kvstore_service.opening import TierSettings, tier_settings, tiers_of
-from kvstore_service.server import SERVICE_NAME, KvStoreServicer
+from kvstore_service.server import KvStoreServicer
+from kvstore_service.serving import FirstAttach, StoreServer
 from kvstore_service.stats import StoreInfo
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.disk.format import Division
 from splitpoint.arena.files import ArenaLost
-from splitpoint.arena.format import Geometry
-from splitpoint.arena.owner import OpenedArena, open_or_create_arena
+from splitpoint.arena.format import (
+    ArenaFormatError,
+    ForeignByteOrder,
+    Geometry,
+    UnsupportedVersion,
+)
+from splitpoint.arena.mapping import superblock_at
+from splitpoint.arena.owner import ADVICE, ArenaDiffers, OpenedArena, open_or_create_arena
 from splitpoint.checkpoint.decoder import read_shape
 from splitpoint.checkpoint.resolve import model_fingerprint
 from splitpoint.config import format_size, parse_rate, parse_size
 from splitpoint.discovery.redis_announcer import Announcer, announced
-from splitpoint.errors import InvalidArgument
+from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.host.huge_pages import Backing
 from splitpoint.host.numa import bound_to, choose_node
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import metrics_served
 from splitpoint.options import store as options
+from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.options.values import parse_options
 from splitpoint.service import OnReady, Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, WeightFormat
-from splitpoint.transport.guard import count_calls
-from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.transport.tls import Identity
-from splitpoint.v1 import kvstore_pb2_grpc
 
 if TYPE_CHECKING:
     from splitpoint.discovery.redis_link import RedisLink
 
 log = logging.getLogger(__name__)
 
-MOST_CONCURRENT_CALLS = 1024
-STOP_SECONDS = 5.0
 # Seconds between two checks that the arena's file exists and is complete.
 ARENA_LOOK_SECONDS = 1.0
 
@@ -81,10 +85,56 @@ def scrubbing_of(arguments: argparse.Namespace) -> Scrubbing | None:
     return Scrubbing(seconds, rate) if seconds else None
 
 
+def wanted_layout(arguments: argparse.Namespace) -> ArenaLayout | None:
+    """Return the layout of the arena. None: of pages, and the first Attach says of which size.
+
+    Raises InvalidArgument, and ArenaDiffers if `--page-size auto` finds an arena of another kind.
+    """
+    given = (arguments.layout, arguments.model, arguments.page_size)
+    if sum(each is not None for each in given) != 1:
+        raise InvalidArgument(
+            "give one of --model DIR, --layout JSON and --page-size auto|SIZE", field="model"
+        )
+    if arguments.page_size is not None:
+        _check_page_options(arguments)
+    return kept_pages(arguments) if arguments.page_size == AUTO else layout_of(arguments)
+
+
+def _check_page_options(arguments: argparse.Namespace) -> None:
+    """Raise InvalidArgument for options that have no meaning for pages."""
+    for option, needless in ((options.ADMISSION, "second-use"), (options.TRANSFER, options.ENGINE)):
+        if getattr(arguments, option.name) == needless:
+            raise InvalidArgument(
+                f"{option.flag} {needless} is for chunks of tokens, not for --page-size",
+                field=option.name,
+            )
+
+
+def kept_pages(arguments: argparse.Namespace) -> ArenaLayout | None:
+    """Return the layout of an arena of pages that an earlier store left. None if there is none.
+
+    Raises ArenaDiffers if an arena of another kind or version is there and may not be replaced.
+    """
+    path = arguments.arena.absolute()
+    try:
+        layout = superblock_at(path).layout
+    except (UnsupportedVersion, ForeignByteOrder) as error:
+        found = error.message
+    except (NotFound, ArenaFormatError):
+        return None  # `ArenaOwner.adopt` sets a damaged one aside
+    else:
+        if layout.page_bytes:
+            return layout
+        found = "an arena of chunks of tokens"
+    if not arguments.replace_arena:
+        raise ArenaDiffers(f"{path}: {found}; {ADVICE}", path=path)
+    return None
+
+
 def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
-    """Return the layout given by --layout or --model. Raises InvalidArgument."""
-    if (arguments.layout is None) == (arguments.model is None):
-        raise InvalidArgument("give either --model DIR or --layout JSON", field="model")
+    """Return the layout given by --layout, --model or --page-size. Raises InvalidArgument."""
+    if arguments.page_size is not None:
+        return ArenaLayout.of_pages(parse_size(arguments.page_size, field="page-size"))
     if arguments.layout is not None:
         try:
             return ArenaLayout.from_json(arguments.layout)
@@ -108,10 +158,17 @@ def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
 class StoreSettings:
     """What the arguments mean, checked before anything is created."""
 
-    geometry: Geometry
+    layout: ArenaLayout | None  # None: see `wanted_layout`
+    arena_bytes: int
     watermarks: Watermarks | None
     scrubbing: Scrubbing | None
     tiers: TierSettings
+
+    def geometry_of(self, layout: ArenaLayout) -> Geometry:
+        """Raises InvalidArgument if the arena or the disk tier is too small for a layout."""
+        if self.tiers.disk is not None:
+            Division.of(layout, self.tiers.disk_bytes)
+        return Geometry.fitting(layout, self.arena_bytes)
 
 
 def check_arguments(arguments: argparse.Namespace) -> StoreSettings:
@@ -120,11 +177,10 @@ def check_arguments(arguments: argparse.Namespace) -> StoreSettings:
     tiers = tier_settings(arguments)
     choose_node(arguments.numa_node)
     size = parse_size(arguments.host_memory, field="host-memory")
-    layout = layout_of(arguments)
-    geometry = Geometry.fitting(layout, size)
-    if tiers.disk is not None:
-        Division.of(layout, tiers.disk_bytes)  # before minutes of allocating an arena
-    return StoreSettings(geometry, watermarks, scrubbing, tiers)
+    settings = StoreSettings(wanted_layout(arguments), size, watermarks, scrubbing, tiers)
+    if settings.layout is not None:
+        settings.geometry_of(settings.layout)  # before minutes of allocating an arena
+    return settings
 
 
 async def serve(arguments: argparse.Namespace) -> None:
@@ -137,8 +193,18 @@ async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) ->
     settings = check_arguments(arguments)
     meters = Meters(Service.KVSTORE)
     # First, so that a port in use is reported before many GiB are allocated.
-    async with metrics_served(arguments, meters):
-        opened, servicer = await _open_store(arguments, settings, setup.identity)
+    async with metrics_served(arguments, meters), AsyncExitStack() as stack:
+        server = StoreServer(arguments, setup, meters, on_ready)
+        stack.push_async_callback(server.stop)
+        layout = settings.layout
+        if layout is None:
+            first = FirstAttach(settings.geometry_of)
+            await server.serve(first)
+            layout = await first.layout(setup.stop)
+            if layout is None:
+                return
+        geometry = settings.geometry_of(layout)
+        opened, servicer = await _open_store(arguments, settings, geometry, setup.identity)
         superblock = opened.arena.superblock
         is_lost = False
         try:
@@ -146,7 +212,7 @@ async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) ->
             if servicer.transfer is not None:
                 await servicer.transfer.start()
             with meters.reading(lambda: readings(servicer)):
-                await _serve_store(servicer, opened, meters, arguments, setup, on_ready)
+                await _serve_store(server, servicer, opened, arguments, setup)
         except ArenaLost as error:
             # Closing would touch the mapping, and another file may be at the path by now.
             is_lost = True
@@ -165,7 +231,10 @@ async def run(arguments: argparse.Namespace, setup: Setup, on_ready: OnReady) ->
 
 
 async def _open_store(
-    arguments: argparse.Namespace, settings: StoreSettings, identity: Identity
+    arguments: argparse.Namespace,
+    settings: StoreSettings,
+    geometry: Geometry,
+    identity: Identity,
 ) -> tuple[OpenedArena, KvStoreServicer]:
     """Create or adopt the arena, and open the store on it."""
     node = choose_node(arguments.numa_node)
@@ -175,8 +244,8 @@ async def _open_store(
         with bound_to(node):
             return open_or_create_arena(
                 arguments.arena.absolute(),
-                settings.geometry.layout,
-                settings.geometry.slot_count,
+                geometry.layout,
+                geometry.slot_count,
                 replace_other=arguments.replace_arena,
                 backing=backing,
             )
@@ -188,14 +257,12 @@ async def _open_store(
         memory += f" on NUMA node {node}"
     arena = opened.arena
     log.info(
-        "%s arena %s: %s, %d slots of %d tokens, %s, %s activations",
+        "%s arena %s: %s, %d slots of %s",
         "adopted" if opened.is_adopted else "new",
         arena.path,
         format_size(arena.size_bytes),
         arena.slot_count,
-        arena.layout.chunk_tokens,
-        arena.layout.encoding.value,
-        "with" if arena.layout.has_activations else "without",
+        _words_of(arena.layout),
     )
     store = KvStore(
         arena,
@@ -230,6 +297,14 @@ async def _open_store(
     )
 
 
+def _words_of(layout: ArenaLayout) -> str:
+    """Return what a slot holds, in words."""
+    if layout.page_bytes:
+        return f"a page of {format_size(layout.page_bytes)}"
+    activations = "with" if layout.has_activations else "without"
+    return f"{layout.chunk_tokens} tokens, {layout.encoding.value}, {activations} activations"
+
+
 def _report_recovery(store: KvStore) -> None:
     recovered = store.recovered_state
     for damage in recovered.damages:
@@ -247,26 +322,13 @@ def _report_recovery(store: KvStore) -> None:
 
 
 async def _serve_store(
+    server: StoreServer,
     servicer: KvStoreServicer,
     opened: OpenedArena,
-    meters: Meters,
     arguments: argparse.Namespace,
     setup: Setup,
-    on_ready: OnReady,
 ) -> None:
-    server = create_server(
-        max_concurrent_rpcs=MOST_CONCURRENT_CALLS,
-        access=setup.access,
-        on_answer=count_calls(meters, [SERVICE_NAME]),
-    )
-    kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
-    health = HealthReporter(server)
-    await health.set("", True)
-    await health.set(SERVICE_NAME, True)
-    if arguments.reflection:
-        enable_reflection(server, [SERVICE_NAME])
-    bound = listen(server, arguments.listen, setup.identity)
-    await server.start()
+    await server.serve(servicer)
     maintenance = {
         asyncio.create_task(servicer.maintenance.run()),
         asyncio.create_task(_watch_arena(opened)),
@@ -277,23 +339,23 @@ async def _serve_store(
         maintenance.add(asyncio.create_task(servicer.info.evictor.run()))
     stopping = asyncio.create_task(setup.stop.wait())
 
+    # Schedulers look for chunks of a prompt; they cannot know the keys of pages.
+    redis = None if opened.arena.layout.page_bytes else setup.redis
+
     def publisher(link: RedisLink) -> Announcer:
         from kvstore_service.catalog import CatalogPublisher
 
-        address = arguments.advertise or bound
+        address = arguments.advertise or server.address
         return CatalogPublisher(link, servicer.store.pool, address, servicer.tiers)
 
     try:
-        on_ready(bound)
-        async with announced(setup.redis, publisher, name="catalog") as servicer.info.redis:
+        async with announced(redis, publisher, name="catalog") as servicer.info.redis:
             await asyncio.wait({*maintenance, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in maintenance:
             if task.done():
                 task.result()  # raises: a store must not run without maintenance
     finally:
-        await health.shut_down()
-        servicer.stop()
-        await server.stop(STOP_SECONDS)
+        await server.stop()
         await servicer.close()
         stopping.cancel()
         for task in maintenance:

@@ -37,12 +37,13 @@ def _arena(servicer: KvStoreServicer) -> Iterator[Reading]:
         (
             arena.layout.encoding.value,
             servicer.info.policy_name,
-            str(arena.layout.chunk_tokens),
+            "0" if arena.layout.page_bytes else str(arena.layout.chunk_tokens),
             "yes" if arena.layout.has_activations else "no",
             servicer.info.memory_description,
         ),
     )
     yield Reading(m.STORE_ARENA_BYTES, arena.size_bytes)
+    yield Reading(m.STORE_SLOT_BYTES, arena.layout.chunk_bytes)
     yield Reading(m.STORE_EPOCH, servicer.store.epoch)
 
 
@@ -52,6 +53,8 @@ def _slots(store: KvStore) -> Iterator[Reading]:
     yield Reading(m.STORE_LEASED_SLOTS, store.pool.leases.leased_slot_count)
     yield Reading(m.STORE_LEASES, len(store.pool.leases))
     yield Reading(m.STORE_SESSIONS, len(store.sessions))
+    for name, count in store.sessions.outcomes.items():
+        yield Reading(m.STORE_OUTCOMES, count, (name,))
 
 
 def _prefixes(store: KvStore) -> Iterator[Reading]:

@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 
 from kvstore_service.pool.chunk_pool import ChunkPool, WrittenChunk
-from kvstore_service.pool.prefix_index import Entry, sortable
+from kvstore_service.pool.prefix_index import Entry, PageNames, sortable
 from kvstore_service.pool.recovered_state import (
     UNKNOWN_WRITER,
     DamagedRecord,
@@ -55,6 +55,12 @@ class RecoveredChunks:
         if not self._pool.unverified:
             return []
         return self._unverified(self._pool.match(salt, token_ids).entries)
+
+    def in_pages(self, names: PageNames) -> list[Entry]:
+        """Return the unverified pages among these; `KvStore.match_pages` checks them itself."""
+        if not self._pool.unverified:
+            return []
+        return self._unverified(entry for entry in self._pool.index.pages(names) if entry)
 
     def in_seal(self, salt: bytes, chunks: Sequence[WrittenChunk]) -> list[Entry]:
         """Return the unverified chunks that `KvStore.seal` would use as parents or duplicates."""

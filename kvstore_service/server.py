@@ -21,6 +21,7 @@ from kvstore_service.idempotency import Call, IdempotentCalls, Response
 from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.maintenance import Maintenance
 from kvstore_service.pool.chunk_pool import WrittenChunk
+from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.pool.slot_grants import GrantedRun
 from kvstore_service.reader import ChunkReader
 from kvstore_service.slots import READ_AT_ONCE_BYTES, Reserver, Sealer
@@ -35,7 +36,7 @@ from splitpoint.keys import chunk_keys
 from splitpoint.observe import tracing
 from splitpoint.transport.convert import layout_to_proto, tier_to_proto, to_message
 from splitpoint.v1 import kvstore_pb2 as pb
-from splitpoint.v1 import kvstore_pb2_grpc
+from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 _THREADS = 2
@@ -97,11 +98,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     async def Attach(self, request: pb.AttachRequest, context: _Context) -> pb.AttachResponse:
         process = validation.check_attach(request)
+        if request.page_bytes:
+            validation.check_kind(self.store.arena.layout, of_pages=True)
         session = self.store.sessions.attach(
             request.client_name,
             process,
             layout_hash=request.layout_hash,
             previous_session_id=request.previous_session_id,
+            page_bytes=request.page_bytes,
         )
         _log.info(
             "session %s: %r, process %d",
@@ -145,6 +149,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             while message is not None:
                 if message.session_id != session_id:
                     raise InvalidArgument("one stream holds one session", field="session_id")
+                sessions.note_outcomes(session, validation.check_outcomes(message.outcomes))
                 yield pb.KeepAliveResponse(
                     epoch=self.store.epoch,
                     lease_duration=_duration(sessions.keep_alive(session_id)),
@@ -194,6 +199,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     async def _match(self, request: pb.MatchRequest) -> pb.MatchResponse:
         """Look a prefix up: under a lease for a session, else as a peek."""
+        validation.check_kind(self.store.arena.layout, of_pages=False)
         arena, salt = self.store.arena, request.tenant_salt
         tokens = validation.check_match(request, arena.slot_count * arena.layout.chunk_tokens)
         if not request.session_id:
@@ -242,6 +248,45 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             epoch=self.store.epoch,
             tiers=tiers,
         )
+
+    async def MatchPages(
+        self, request: pb.MatchPagesRequest, context: _Context
+    ) -> pb.MatchPagesResponse:
+        with tracing.serving("match pages", context, pages=len(request.page_keys)) as span:
+            answer = await self._match_pages(request)
+            span.set(found=sum(page.generation > 0 for page in answer.pages))
+            return answer
+
+    async def _match_pages(self, request: pb.MatchPagesRequest) -> pb.MatchPagesResponse:
+        """Look pages up under a lease. Those that only a tier holds are loaded first."""
+        validation.check_match_pages(request)
+        validation.check_kind(self.store.arena.layout, of_pages=True)
+        self.maintenance.called()
+        call = self._call(request, pb.MatchPagesResponse)
+        session_id = request.session_id
+        names = self.store.pool.name_pages(request.tenant_salt, request.page_keys)
+
+        def leased() -> pb.MatchPagesResponse:
+            found = self.store.match_pages(session_id, names)
+            self.tiers.used([entry for entry in found.entries if entry is not None])
+            handles = dict(zip(names.page_keys, map(_page_handle, found.entries), strict=True))
+            return pb.MatchPagesResponse(
+                pages=[handles[key] for key in request.page_keys],
+                lease_id=found.lease_id,
+                epoch=self.store.epoch,
+            )
+
+        async def loaded() -> pb.MatchPagesResponse:
+            await self.maintenance.verify(lambda: self.store.recovered.in_pages(names))
+            async with self._loader.pages(session_id, names):
+                return leased()
+
+        def work() -> pb.MatchPagesResponse | Coroutine[Any, Any, pb.MatchPagesResponse]:
+            self.store.sessions.arena_user(session_id)
+            must_load = self.tiers.tiers and None in self.store.pool.index.pages(names)
+            return loaded() if must_load or self.store.recovered.in_pages(names) else leased()
+
+        return await self._calls.answer(call, work)
 
     async def ReadChunks(self, request: pb.ReadChunksRequest, context: _Context) -> None:
         self.maintenance.called()
@@ -303,7 +348,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def _seal(self, request: pb.SealRequest) -> pb.SealResponse:
         validation.check_session(request.session_id, request.request_id)
         arena = self.store.arena
-        chunks = validation.check_seal(request, arena.slot_count, arena.layout.chunk_tokens)
+        chunks = validation.check_seal(request, arena.slot_count, arena.layout)
         self.maintenance.called()
         self._check_maps(request.session_id)
         # A failed call may have sealed or freed slots, so a retry must not try again.
@@ -328,6 +373,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         )
 
     async def LoadChunks(self, request: pb.LoadChunksRequest, context: _Context) -> None:
+        validation.check_kind(self.store.arena.layout, of_pages=False)
         self.maintenance.called()
         async with aclosing(self._loader.load(request)) as answers:
             async for answer in answers:
@@ -336,6 +382,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def FillSlots(
         self, request: pb.FillSlotsRequest, context: _Context
     ) -> pb.FillSlotsResponse:
+        validation.check_kind(self.store.arena.layout, of_pages=False)
         with tracing.serving("fill slots", context, slots=len(request.slots)):
             self.maintenance.called()
             return await self._filler.fill(request)
@@ -379,6 +426,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         return stats_response(
             self.store, self.maintenance, self.info, uptime, self.tiers, self.transfer
         )
+
+
+def _page_handle(entry: Entry | None) -> types_pb2.SlotHandle:
+    """Return the handle of a page; one of generation 0 if there is none."""
+    return types_pb2.SlotHandle() if entry is None else handle_of(entry)
 
 
 async def _anext(messages: AsyncIterator[pb.KeepAliveRequest]) -> pb.KeepAliveRequest | None:

@@ -7,6 +7,7 @@ client provably touches nothing any more. This module knows no tokens and no pay
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ from splitpoint.arena.format import ID_BYTES
 from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted
 
 SESSION_LIMIT = 1024
+# Most names of outcomes that are told apart, each a label of a metric; and the name of all others.
+OUTCOME_NAMES = 64
+OTHER_OUTCOME = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,9 @@ class SessionManager:
         clock: monotonic seconds.
         lease_seconds: seconds without a keep-alive after which a session expires.
         is_present: returns True if the client of a session may still touch the arena.
+
+    Attributes:
+        outcomes: sums over all sessions since the start, by name.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class SessionManager:
         lease_seconds: float,
         is_present: Callable[[bytes], bool],
     ) -> None:
+        self.outcomes = Counter({OTHER_OUTCOME: 0})
         self.lease_seconds = lease_seconds
         self._pool = pool
         self._clock = clock
@@ -111,17 +119,26 @@ class SessionManager:
         *,
         layout_hash: bytes = b"",
         previous_session_id: bytes = b"",
+        page_bytes: int = 0,
     ) -> Session:
         """Open a session, and free what the caller's previous session held.
 
-        Raises FailedPrecondition if the layout differs, or if the previous session belongs
-        to another process; ResourceExhausted if there are too many sessions.
+        Raises FailedPrecondition if the layout differs, if pages of `page_bytes` do not fit, or if
+        the previous session belongs to another process; ResourceExhausted if there are too many
+        sessions.
         """
         if layout_hash and layout_hash != self._pool.layout.layout_hash:
             raise FailedPrecondition(
                 "the store's arena has another layout than the caller was built for",
                 reason="LAYOUT_MISMATCH",
                 layout=self._pool.layout.to_json(),
+            )
+        if page_bytes > self._pool.layout.page_bytes:
+            raise FailedPrecondition(
+                f"pages of {page_bytes} bytes do not fit into slots of "
+                f"{self._pool.layout.page_bytes} bytes",
+                reason="PAGES_DO_NOT_FIT",
+                page_bytes=self._pool.layout.page_bytes,
             )
         # No caller can acknowledge the end of unknown writers.
         is_known = previous_session_id != UNKNOWN_WRITER
@@ -153,6 +170,16 @@ class SessionManager:
         session = self.live(session_id)
         session.deadline = self._clock() + self.lease_seconds
         return self.seconds_left(session)
+
+    def note_outcomes(self, session: Session, outcomes: dict[str, int]) -> None:
+        """Note what a client counted since its session began, by name. Empty: nothing new."""
+        if not outcomes:
+            return
+        for name, count in outcomes.items():
+            is_label = name in self.outcomes or len(self.outcomes) < OUTCOME_NAMES
+            new = max(0, count - session.outcomes.get(name, 0))
+            self.outcomes[name if is_label else OTHER_OUTCOME] += new
+        session.outcomes = outcomes
 
     def end(self, session_id: bytes) -> None:
         """Orphan a session whose stream ended. Unknown sessions are ignored."""

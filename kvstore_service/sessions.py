@@ -28,6 +28,8 @@ class Session:
         is_orphaned: the session may start nothing more, but what it holds stays protected
             until its client provably touches nothing any more.
         granted: unsealed slots and their generations.
+        query_count, hit_count: tokens or pages that its matches asked for, and found.
+        outcomes: what the client counted, by name, as it last told.
     """
 
     session_id: bytes
@@ -39,6 +41,9 @@ class Session:
     granted: dict[int, int] = field(default_factory=dict)
     lease_ids: set[int] = field(default_factory=set)
     answers: AnswerCache = field(default_factory=AnswerCache)
+    query_count: int = 0
+    hit_count: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_remote(self) -> bool:

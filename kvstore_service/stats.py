@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore_service.eviction.watermarks import WatermarkEvictor
 from kvstore_service.maintenance import Maintenance
+from kvstore_service.sessions import Session
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.manager import TierManager
 from kvstore_service.tiers.tier import ChunkTransfer
@@ -34,6 +35,15 @@ def _tier_stats(tiers: TierManager, name: Tier) -> pb.TierStats:
         dropped_chunk_count=writer.dropped_chunk_count,
         read_bytes_per_second=tiers.rates[name].bytes_per_second,
         waiting_chunk_count=writer.waiting_count,
+    )
+
+
+def _session_stats(session: Session) -> pb.SessionStats:
+    return to_message(
+        pb.SessionStats,
+        session,
+        lease_count=len(session.lease_ids),
+        granted_slot_count=len(session.granted),
     )
 
 
@@ -128,4 +138,5 @@ def stats_response(
         last_damage_seconds_ago=store.inspection.seconds_since_damage(),
         tiers=tier_stats(tiers),
         transfer=transfer_stats(transfer),
+        sessions=[_session_stats(session) for session in store.sessions],
     )

@@ -20,7 +20,7 @@ from kvstore_service.pool.chunk_pool import (
     ChunkPool,
     WrittenChunk,
 )
-from kvstore_service.pool.prefix_index import Entry, PrefixMatch
+from kvstore_service.pool.prefix_index import Entry, PageNames, PrefixMatch
 from kvstore_service.pool.slot_grants import GrantedRun, Preparation
 from kvstore_service.pool.slot_table import MetadataWriter
 from kvstore_service.recovery import RecoveredChunks, damage_of, read_arena
@@ -53,6 +53,14 @@ class Matched:
 
 
 @dataclass(frozen=True, slots=True)
+class MatchedPages:
+    """Pages by name: None where the arena has none. `lease_id` is 0 if it has none of them."""
+
+    entries: tuple[Entry | None, ...]
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sealed:
     entry: Entry
     is_duplicate: bool
@@ -71,6 +79,7 @@ class Counters:
     """Counts since start.
 
     Attributes:
+        query_tokens, hit_tokens: of matches; pages in an arena of pages.
         refused_reservations: reservations that found no evictable chunks.
         evicted_on_request: chunks evicted by the Evict call.
     """
@@ -165,16 +174,34 @@ class KvStore:
         while unverified := self.recovered.in_match(salt, token_ids):
             self.recovered.settle(unverified, self.recovered.check(unverified))
         found = self.pool.match(salt, token_ids)
-        self.counters.matches += 1
-        self.counters.query_tokens += len(token_ids)
+        self._count_match(session, len(token_ids), found.cached_tokens)
         storable = self._storable_tokens(salt, found, token_ids)
         if not found.entries:
             return Matched((), 0, storable_tokens=storable)
-        self.counters.match_hits += 1
-        self.counters.hit_tokens += found.cached_tokens
         self.pool.use(found.entries)
         lease = self.sessions.lease(session, found.entries)
         return Matched(found.entries, found.cached_tokens, lease.lease_id, storable)
+
+    def match_pages(self, session_id: bytes, names: PageNames) -> MatchedPages:
+        """Return the pages of these names, in the order of a sequence, leased to the session."""
+        session = self.sessions.arena_user(session_id)
+        while unverified := self.recovered.in_pages(names):
+            self.recovered.settle(unverified, self.recovered.check(unverified))
+        entries = self.pool.index.pages(names)
+        found = [entry for entry in entries if entry is not None]
+        self._count_match(session, len(entries), len(found))
+        self.pool.use(found)
+        lease_id = self.sessions.lease(session, found).lease_id if found else 0
+        return MatchedPages(tuple(entries), lease_id)
+
+    def _count_match(self, session: Session, query_count: int, hit_count: int) -> None:
+        """Count a match of this many tokens or pages."""
+        self.counters.matches += 1
+        self.counters.match_hits += bool(hit_count)
+        self.counters.query_tokens += query_count
+        self.counters.hit_tokens += hit_count
+        session.query_count += query_count
+        session.hit_count += hit_count
 
     def _storable_tokens(
         self, salt: bytes, found: PrefixMatch, token_ids: Sequence[int]

@@ -6,15 +6,17 @@ state, such as the session that holds a slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.sessions import ProcessIdentity
 from kvstore_service.store import SealOutcome
 from splitpoint.arena.format import ID_BYTES
 from splitpoint.config import check_address
-from splitpoint.errors import InvalidArgument
-from splitpoint.keys import KEY_BYTES, SALT_LIMIT
+from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.keys import KEY_BYTES, SALT_LIMIT, page_words
+from splitpoint.shapes import ArenaLayout
 from splitpoint.tiers import ChunkSource, Tier
 from splitpoint.transport.convert import (
     from_message,
@@ -46,6 +48,11 @@ NAME_LIMIT = 64
 REQUEST_ID_LIMIT = 64
 # Chunks of one ReadChunks, ReportChunks or FillSlots.
 STREAM_CHUNK_LIMIT = 4096
+# Keys of one MatchPages.
+PAGE_LIMIT = 65_536
+_OUTCOME_NAME = re.compile(r"[a-z0-9_]{1,64}")
+# Names that one session may count outcomes by.
+OUTCOME_LIMIT = 32
 
 
 def check_attach(request: pb.AttachRequest) -> ProcessIdentity:
@@ -60,9 +67,23 @@ def check_attach(request: pb.AttachRequest) -> ProcessIdentity:
         raise InvalidArgument(
             "process_start_ticks must not be negative", field="process_start_ticks"
         )
+    _check_not_negative([request.page_bytes], "page_bytes")
     _check_id(request.layout_hash, "layout_hash", may_be_empty=True)
     _check_id(request.previous_session_id, "previous_session_id", may_be_empty=True)
     return ProcessIdentity(request.process_id, request.process_start_ticks)  # or REMOTE
+
+
+def check_outcomes(outcomes: Mapping[str, int]) -> dict[str, int]:
+    """Return the counts of a KeepAlive message."""
+    if len(outcomes) > OUTCOME_LIMIT:
+        raise InvalidArgument(
+            f"{len(outcomes)} outcomes; at most {OUTCOME_LIMIT} are allowed", field="outcomes"
+        )
+    for name in outcomes:
+        if not _OUTCOME_NAME.fullmatch(name):
+            raise InvalidArgument(f"{name!r} is not 1 to 64 of [a-z0-9_]", field="outcomes")
+    _check_not_negative(outcomes.values(), "outcomes")
+    return dict(outcomes)
 
 
 def check_session(session_id: bytes, request_id: bytes) -> None:
@@ -82,6 +103,20 @@ def check_match(request: pb.MatchRequest, capacity_tokens: int) -> Sequence[int]
     if request.asks_tiers and request.session_id:
         raise InvalidArgument("only a peek asks the tiers", field="asks_tiers")
     return request.token_ids[:capacity_tokens]
+
+
+def check_match_pages(request: pb.MatchPagesRequest) -> None:
+    check_session(request.session_id, request.request_id)
+    _check_length(request.tenant_salt, 0, SALT_LIMIT, "tenant_salt")
+    if not 1 <= len(request.page_keys) <= PAGE_LIMIT:
+        raise InvalidArgument(
+            f"{len(request.page_keys)} pages; 1 to {PAGE_LIMIT} are allowed", field="page_keys"
+        )
+    for index, key in enumerate(request.page_keys):
+        if len(key) != KEY_BYTES:
+            raise InvalidArgument(
+                f"a key has {KEY_BYTES} bytes, not {len(key)}", field=f"page_keys[{index}]"
+            )
 
 
 def check_load(request: pb.LoadChunksRequest) -> ChunkSource:
@@ -105,8 +140,11 @@ def check_reserve(request: pb.ReserveRequest) -> None:
     _check_length(request.tenant_salt, 0, SALT_LIMIT, "tenant_salt")
 
 
-def check_seal(request: pb.SealRequest, slot_count: int, chunk_tokens: int) -> list[WrittenChunk]:
-    """Return the chunks of the request. Their slots are in the arena and distinct."""
+def check_seal(request: pb.SealRequest, slot_count: int, layout: ArenaLayout) -> list[WrittenChunk]:
+    """Return the chunks of the request. Their slots are in the arena and distinct.
+
+    Raises FailedPrecondition for a page in an arena of tokens, and for the reverse.
+    """
     _check_length(request.tenant_salt, 0, SALT_LIMIT, "tenant_salt")
     _check_not_negative([request.lease_id], "lease_id")
     if not request.chunks:
@@ -119,7 +157,12 @@ def check_seal(request: pb.SealRequest, slot_count: int, chunk_tokens: int) -> l
         if chunk.slot in seen:
             raise InvalidArgument(f"slot {chunk.slot} is named twice", field=f"{path}.slot")
         seen.add(chunk.slot)
-        chunks.append(_check_chunk(chunk, chunk_tokens, path))
+        check_kind(layout, of_pages=bool(chunk.page_key))
+        chunks.append(
+            _check_page(chunk, path)
+            if layout.page_bytes
+            else _check_chunk(chunk, layout.chunk_tokens, path)
+        )
     return chunks
 
 
@@ -157,6 +200,28 @@ def check_handles(chunks: Sequence[types_pb2.SlotHandle], slot_count: int) -> li
     for index, handle in enumerate(chunks):
         _check_slot(handle.slot, handle.generation, slot_count, f"chunks[{index}]")
     return [(handle.slot, handle.generation) for handle in chunks]
+
+
+def check_kind(layout: ArenaLayout, *, of_pages: bool) -> None:
+    """Raise FailedPrecondition unless an arena of this layout is one of pages, or of tokens."""
+    if bool(layout.page_bytes) != of_pages:
+        raise FailedPrecondition(
+            "this store holds "
+            + (
+                "pages, not chunks of tokens"
+                if layout.page_bytes
+                else "chunks of tokens, not pages"
+            ),
+            reason="OTHER_ARENA_KIND",
+        )
+
+
+def _check_page(chunk: pb.SealChunk, path: str) -> WrittenChunk:
+    _check_length(chunk.page_key, KEY_BYTES, KEY_BYTES, f"{path}.page_key")
+    for field in ("parent_key", "token_ids"):
+        if getattr(chunk, field):
+            raise InvalidArgument(f"a page has no {field}", field=f"{path}.{field}")
+    return from_message(WrittenChunk, chunk, token_ids=page_words(chunk.page_key))
 
 
 def _check_chunk(chunk: pb.SealChunk, chunk_tokens: int, path: str) -> WrittenChunk:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import struct
 from array import array
 from collections.abc import Iterator, Sequence
 
@@ -122,6 +123,11 @@ def private_salt(
     parts = (salt, name, numbers, parent_key)
     sized = (len(part).to_bytes(4, "little") + part for part in parts)
     return hashlib.sha256(b"".join((b"splitpoint private v1\0", *sized))).digest()
+
+
+def page_words(page_key: bytes) -> tuple[int, ...]:
+    """Return a page key as words in place of a chunk's tokens, which `pack_tokens` undoes."""
+    return struct.unpack(f"<{KEY_BYTES // 4}i", page_key)
 
 
 def fingerprint(token_ids: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum, StrEnum
 from functools import lru_cache
 from typing import Any
@@ -19,6 +19,9 @@ from typing import Any
 from splitpoint.errors import InvalidArgument
 
 PAGE_ALIGNMENT = 4096  # planes start at memory-page borders
+# Words of 4 bytes of a page key, which stand in a page's row of the token plane.
+PAGE_KEY_WORDS = 8
+PAGE_BYTES_LIMIT = 1 << 30
 
 
 class DataType(Enum):
@@ -325,7 +328,7 @@ class Plane:
     """One tensor of one layer over all slots. `offset` is from the file's start."""
 
     layer: int
-    tensor: str  # "K", "V" or "X"
+    tensor: str  # "K", "V" or "X"; "P" of pages
     offset: int
     slot_bytes: int
 
@@ -337,6 +340,8 @@ class ArenaLayout:
     Slots of K and V are `[n_kv, chunk_tokens]` rows of d elements, slots of X
     `[chunk_tokens]` rows of h elements; `data_type` is that of the elements before they are
     encoded. See docs/arena-format.md.
+
+    A layout of pages (`of_pages`) has slots of `page_bytes` opaque bytes, and nothing else.
     """
 
     chunk_tokens: int
@@ -348,10 +353,20 @@ class ArenaLayout:
     has_activations: bool
     model_fingerprint: bytes = b""
     encoding: Encoding = Encoding.NATIVE
+    page_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk_tokens <= 4096:
             raise InvalidArgument("chunk_tokens must be in [1, 4096]", field="chunk_tokens")
+        if not self.page_bytes:
+            return
+        if not 1 <= self.page_bytes <= PAGE_BYTES_LIMIT:
+            raise InvalidArgument(
+                f"pages have 1 to {PAGE_BYTES_LIMIT} bytes, not {self.page_bytes}",
+                field="page_bytes",
+            )
+        if replace(self, page_bytes=0) != _NO_TENSORS:
+            raise InvalidArgument("a layout of pages has no tensors", field="page_bytes")
 
     @classmethod
     def of(
@@ -375,8 +390,17 @@ class ArenaLayout:
             encoding=encoding,
         )
 
+    @classmethod
+    def of_pages(cls, page_bytes: int) -> ArenaLayout:
+        """Return the layout of pages of at most this many bytes. Raises InvalidArgument."""
+        if page_bytes < 1:
+            raise InvalidArgument("a page has at least 1 byte", field="page_bytes")
+        return replace(_NO_TENSORS, page_bytes=page_bytes)
+
     @property
     def tensors(self) -> tuple[str, ...]:
+        if self.page_bytes:
+            return ("P",)
         return ("K", "V", "X") if self.has_activations else ("K", "V")
 
     @property
@@ -412,6 +436,8 @@ class ArenaLayout:
     @property
     def chunk_bytes(self) -> int:
         """Payload of one slot over all planes."""
+        if self.page_bytes:
+            return self.page_bytes
         per_layer = 2 * self.kv_slot_bytes + (self.x_slot_bytes if self.has_activations else 0)
         return self.layer_count * per_layer
 
@@ -421,7 +447,12 @@ class ArenaLayout:
         return _layout_hash(self)
 
     def planes(self, first_offset: int, slot_count: int) -> list[Plane]:
-        """Return all planes in file order: K0, V0, [X0], K1, ... each 4 KiB aligned."""
+        """Return all planes in file order: K0, V0, [X0], K1, ... each 4 KiB aligned.
+
+        Pages have one plane, P.
+        """
+        if self.page_bytes:
+            return [Plane(0, "P", first_offset, self.page_bytes)]
         planes = []
         offset = first_offset
         for layer in range(self.layer_count):
@@ -436,6 +467,8 @@ class ArenaLayout:
         fields["data_type"] = self.data_type.value
         fields["encoding"] = self.encoding.value
         fields["model_fingerprint"] = self.model_fingerprint.hex()
+        if not self.page_bytes:  # read by versions from before there were pages
+            del fields["page_bytes"]
         return json.dumps(fields, sort_keys=True)
 
     @classmethod
@@ -447,9 +480,16 @@ class ArenaLayout:
         return cls(**fields)
 
 
+# What every layout of pages has besides their size.
+_NO_TENSORS = ArenaLayout(PAGE_KEY_WORDS, 0, 0, 0, 0, DataType.FLOAT32, has_activations=False)
+
+
 # Computed for every chunk; a process sees one layout or two.
 @lru_cache(maxsize=16)
 def _layout_hash(layout: ArenaLayout) -> bytes:
+    if layout.page_bytes:
+        size = struct.pack("<Q", layout.page_bytes)
+        return hashlib.sha256(b"splitpoint page layout v1\0" + size).digest()[:16]
     packed = struct.pack(
         "<6I?",
         layout.chunk_tokens,

@@ -7,7 +7,6 @@ its prefixes are found. Otherwise a child process measures, as a worker would co
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -43,18 +42,12 @@ def page_tokens_of(text: str) -> int | None:
 def kept_page_tokens(arena: Path, shape: ModelShape) -> int | None:
     """Return the page size of an arena that is there for this shape; None if there is none."""
     from splitpoint.arena.format import ArenaFormatError  # needs an extra
-    from splitpoint.arena.mapping import open_arena, read_superblock
+    from splitpoint.arena.mapping import superblock_at
 
     try:
-        fd = open_arena(arena, read_only=True)
+        layout = superblock_at(arena).layout
     except (NotFound, ArenaFormatError):
         return None  # the store says what is wrong with a file that is no arena
-    try:
-        layout = read_superblock(fd).layout
-    except ArenaFormatError:
-        return None
-    finally:
-        os.close(fd)
     return layout.chunk_tokens if _is_for(layout, shape) else None
 
 

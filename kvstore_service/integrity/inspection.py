@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvstore_service.pool.chunk_pool import ChunkPool
-from kvstore_service.pool.prefix_index import Entry, unpack
+from kvstore_service.pool.prefix_index import Entry, sortable
 from kvstore_service.recovery import damage_of
 from splitpoint.arena.format import ArenaFormatError
 from splitpoint.arena.mapping import Arena
@@ -20,7 +20,6 @@ from splitpoint.arena.records import (
     SlotRecord,
     SlotState,
     commit_word,
-    decode_token_row,
 )
 
 _log = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ def check_record(arena: Arena, entry: Entry) -> None:
         chunk.fingerprint,
         chunk.checksum,
         chunk.chunk_index,
-        list(decode_token_row(token_row, chunk.token_count)),
+        sortable(token_row[: 4 * chunk.token_count]),
     )
     indexed = (
         entry.generation,
@@ -146,7 +145,7 @@ def check_record(arena: Arena, entry: Entry) -> None:
         entry.fingerprint,
         entry.checksum,
         entry.chunk_index,
-        unpack(entry.packed),
+        entry.packed,
     )
     if recorded != indexed:
         raise ArenaFormatError("the record and the index disagree")

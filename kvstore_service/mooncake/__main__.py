@@ -170,8 +170,8 @@ class Child:
             lambda: message["id"] in self._cancelled,
         )
 
-    def _pool_held(self, message: Message) -> int:
-        return self._connected().held(messages.keys_of(message["keys"]))
+    def _pool_has(self, message: Message) -> list[bool]:
+        return self._connected().has(messages.keys_of(message["keys"]))
 
     def _pool_read(self, message: Message) -> list[int | None]:
         return self._connected().read(messages.keys_of(message["keys"]), message["slots"])
@@ -191,7 +191,7 @@ class Child:
 
     _operations: ClassVar[dict[str, Callable[[Child, Message], Any]]] = {
         "read": _read,
-        "pool_held": _pool_held,
+        "pool_has": _pool_has,
         "pool_read": _pool_read,
         "pool_write": _pool_write,
         "pool_drop": _pool_drop,

@@ -59,12 +59,12 @@ class PoolClient:
         """Ask the master. A client that gives no memory has no heartbeat that would know."""
         return int(self._store.health_check()) == 0 and int(self._store.is_exist(_PROBE)) >= 0
 
-    def held(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading keys the pool has."""
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether the pool has it."""
         found = self._store.batch_is_exist([_name(key) for key in keys])
         if any(code < 0 for code in found):
             raise Unavailable("the Mooncake master does not answer")
-        return next((index for index, code in enumerate(found) if code != 1), len(keys))
+        return [code == 1 for code in found]
 
     def read(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[int | None]:
         """Read chunks into slots. Return their checksums; None: missing.

@@ -51,10 +51,10 @@ class MooncakeTier:
     def keys(self) -> Iterable[bytes]:
         return ()
 
-    async def held(self, keys: Sequence[bytes]) -> int:
+    async def has(self, keys: Sequence[bytes]) -> list[bool]:
         self._check_up()
-        found = await self._process.ask("pool_held", QUESTION_SECONDS, keys=names(keys))
-        return int(found)
+        found: list[bool] = await self._process.ask("pool_has", QUESTION_SECONDS, keys=names(keys))
+        return found
 
     async def read(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[int | None]:
         self._check_up()

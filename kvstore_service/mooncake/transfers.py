@@ -119,8 +119,8 @@ class RemoteChunks:
             if handle.token_count == layout.chunk_tokens and len(key) == KEY_BYTES
         }
 
-    async def held(self, keys: Sequence[bytes]) -> int:
-        return next((index for index, key in enumerate(keys) if key not in self._chunks), len(keys))
+    async def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self._chunks for key in keys]
 
     async def read(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[int | None]:
         """Read chunks into own slots.

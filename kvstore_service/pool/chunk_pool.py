@@ -13,7 +13,13 @@ from typing import Protocol
 
 from kvstore_service.eviction.policies import InstrumentedPolicy
 from kvstore_service.pool.leases import Lease, LeaseTable, Protection
-from kvstore_service.pool.prefix_index import ChunkIdentity, Entry, PrefixIndex, PrefixMatch
+from kvstore_service.pool.prefix_index import (
+    ChunkIdentity,
+    Entry,
+    PageNames,
+    PrefixIndex,
+    PrefixMatch,
+)
 from kvstore_service.pool.recovered_state import RecoveredState
 from kvstore_service.pool.slot_grants import Preparation, SlotGrants
 from kvstore_service.pool.slot_table import MetadataWriter, SlotTable
@@ -84,7 +90,11 @@ class ChunkPool:
         self.layout = arena.layout
         self.slots = SlotTable(arena, recovered.states, recovered.generations, writer)
         self._layout_hash = self.layout.layout_hash
-        self.index = PrefixIndex(self._layout_hash, self.layout.chunk_tokens)
+        self.index = PrefixIndex(
+            self._layout_hash,
+            self.layout.chunk_tokens,
+            has_sequences=not self.layout.page_bytes,
+        )
         self.leases = LeaseTable()
         self.unverified: set[int] = set()
         self.damaged_leased: set[int] = set()
@@ -214,6 +224,10 @@ class ChunkPool:
     def match(self, salt: bytes, token_ids: Sequence[int]) -> PrefixMatch:
         """Return the longest cached prefix. This is no use of its chunks, and protects nothing."""
         return self.index.match(salt, token_ids)
+
+    def name_pages(self, salt: bytes, page_keys: Sequence[bytes]) -> PageNames:
+        """Return the names of distinct pages, in the order of their keys."""
+        return PageNames.of(self._layout_hash, salt, list(dict.fromkeys(page_keys)))
 
     def use(self, entries: Sequence[Entry]) -> None:
         """Record a use of a sequence's chunks, given in order."""

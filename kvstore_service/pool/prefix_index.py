@@ -3,16 +3,18 @@
 The identity of a chunk is its tokens, the chunk before it, and the tenant's salt. A chunk's
 children are sorted by their tokens. So one bisection finds the sibling that shares the longest
 beginning with a query, however many sequences have the same prefix.
+
+A page is a chunk with a page key in place of tokens: always a first and full one. It is found by
+its key alone.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import compress
 
 from splitpoint.arena.records import salt_tag
 from splitpoint.keys import pack_tokens, packed_chunk_key, packed_fingerprint
@@ -73,6 +75,26 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class PageNames:
+    """Pages of one salt: their page keys and, in the same order, the keys of their chunks."""
+
+    salt: bytes
+    page_keys: tuple[bytes, ...]
+    keys: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, layout_hash: bytes, salt: bytes, page_keys: Sequence[bytes]) -> PageNames:
+        keys = (packed_chunk_key(layout_hash, salt, b"", page_key) for page_key in page_keys)
+        return cls(salt, tuple(page_keys), tuple(keys))
+
+    def only(self, flags: Iterable[bool]) -> PageNames:
+        """Return the names whose flag is set; there is one for each."""
+        chosen = list(flags)
+        page_keys, keys = compress(self.page_keys, chosen), compress(self.keys, chosen)
+        return PageNames(self.salt, tuple(page_keys), tuple(keys))
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixMatch:
     """`entries`, in sequence order, hold `cached_tokens`; the last entry perhaps in part."""
 
@@ -88,11 +110,6 @@ def sortable(packed_tokens: bytes) -> bytes:
     return words.tobytes()
 
 
-def unpack(packed: bytes) -> list[int]:
-    tokens: list[int] = np.frombuffer(packed, dtype=">i4").tolist()
-    return tokens
-
-
 def common_tokens(first: bytes, second: bytes) -> int:
     """Count the leading tokens that two packed sequences share."""
     low, high = 0, min(len(first), len(second)) // 4
@@ -106,9 +123,16 @@ def common_tokens(first: bytes, second: bytes) -> int:
 
 
 class PrefixIndex:
-    """All sealed chunks of one arena, by key and by parent."""
+    """All sealed chunks of one arena, by key and by parent.
 
-    def __init__(self, layout_hash: bytes, chunk_tokens: int) -> None:
+    Args:
+        has_sequences: chunks can follow others, and be found in part. False: pages, by key only.
+    """
+
+    def __init__(
+        self, layout_hash: bytes, chunk_tokens: int, *, has_sequences: bool = True
+    ) -> None:
+        self._has_sequences = has_sequences
         self._layout_hash = layout_hash
         self._chunk_tokens = chunk_tokens
         self._by_key: dict[bytes, Entry] = {}
@@ -139,6 +163,8 @@ class PrefixIndex:
         if entry.parent_key and entry.parent_key not in self._by_key:
             raise ValueError("the parent is not in the index")
         self._by_key[entry.key] = entry
+        if not self._has_sequences:
+            return
         siblings = self._children.setdefault(entry.parent_key or entry.salt_tag, [])
         insort(siblings, (entry.packed, entry.key))
 
@@ -147,6 +173,8 @@ class PrefixIndex:
         if key in self._children:
             raise ValueError("a chunk with children cannot leave the index")
         entry = self._by_key.pop(key)
+        if not self._has_sequences:
+            return entry
         branch = entry.parent_key or entry.salt_tag
         siblings = self._children[branch]
         del siblings[bisect_left(siblings, (entry.packed, entry.key))]
@@ -192,6 +220,20 @@ class PrefixIndex:
         if tail is not None:
             found.append(tail)
         return PrefixMatch(tuple(found), cached_tokens + common)
+
+    def pages(self, names: PageNames) -> list[Entry | None]:
+        """Return the page of each name; None where there is none.
+
+        A page counts only if salt tag and page key are equal, too.
+        """
+        tag = salt_tag(names.salt)
+        found = [self._by_key.get(key) for key in names.keys]
+        return [
+            entry
+            if entry is not None and entry.salt_tag == tag and entry.packed == sortable(page_key)
+            else None
+            for entry, page_key in zip(found, names.page_keys, strict=True)
+        ]
 
     def missing_keys(
         self, salt: bytes, entries: Sequence[Entry], token_ids: Sequence[int]

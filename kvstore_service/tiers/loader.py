@@ -1,36 +1,46 @@
 """Loads chunks from tiers: LoadChunks into the arena, FillSlots into slots granted to a session.
 
 LoadChunks goes batch by batch: reserve slots, read into them, compare each payload with its
-checksum, seal and lease. Loads of sequences with the same first chunk take turns, so that the
-second finds what the first has loaded. With FillSlots the session computes the front of a sequence
-meanwhile, and seals the slots behind it.
+checksum, seal and lease. So do the loads of MatchPages, where no page needs another. Loads with the
+same first chunk take turns, so that the second finds what the first has loaded. With FillSlots the
+session computes the front of a sequence meanwhile, and seals the slots behind it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, islice
 
 from kvstore_service import validation
 from kvstore_service.maintenance import Maintenance
 from kvstore_service.pool.chunk_pool import WrittenChunk
+from kvstore_service.pool.prefix_index import PageNames
 from kvstore_service.recovery import damage_of
 from kvstore_service.slots import Reserver, Sealer, places
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.manager import TierManager
-from kvstore_service.tiers.tier import ChunkSource, ChunkTransfer
-from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted
-from splitpoint.keys import chunk_keys
+from kvstore_service.tiers.tier import ChunkSource, ChunkTransfer, leading
+from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
+from splitpoint.keys import chunk_keys, page_words
 from splitpoint.tasks import NamedTurns
 from splitpoint.tiers import ChunkSource as Origin
 from splitpoint.tiers import Tier
 from splitpoint.transport.convert import tier_from_proto
 from splitpoint.v1 import kvstore_pb2 as pb
+
+_log = logging.getLogger(__name__)
 
 
 class SlotFiller:
@@ -112,25 +122,28 @@ class Load:
     """One call.
 
     Attributes:
-        keys: of the sequence's full chunks.
+        keys, parents, rows: key, parent key and tokens of each chunk, in order.
+        is_sequence: a chunk is of use only after those before it. False: pages.
         tier: None if the source is another store.
-        lease_id: lease on the sequence's chunks in the arena; 0 until there are any.
-        cached: number of these chunks.
+        lease_id: lease on the chunks in the arena; 0 until there are any.
+        done: number of leading chunks that are in the arena; of pages that were tried.
     """
 
     session_id: bytes
     salt: bytes
-    token_ids: Sequence[int]
     keys: Sequence[bytes]
+    parents: Sequence[bytes]
+    rows: Sequence[tuple[int, ...]]
+    is_sequence: bool
     tier: Tier | None
     lease_id: int = 0
-    cached: int = 0
+    done: int = 0
     loaded_bytes: int = 0
     transfer_seconds: float = 0.0
 
 
 class ChunkLoader:
-    """Carries out the LoadChunks calls of one store.
+    """Carries out the LoadChunks calls of one store, and the loads of MatchPages.
 
     Args:
         transfer: reads other stores' arenas. None: LoadChunks reads from tiers only.
@@ -165,30 +178,76 @@ class ChunkLoader:
         load = Load(
             session_id=request.session_id,
             salt=salt,
-            token_ids=tokens,
             keys=keys,
+            parents=[b"", *keys[:-1]],
+            rows=[tuple(tokens[i : i + size]) for i in range(0, len(tokens), size)],
+            is_sequence=True,
             tier=None if origin.address else origin.tier,
         )
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._turns.turn(keys[0] if keys else b""))
             is_known = False  # the caller knows the lease
             try:
-                await self._lease_cached(load)
-                if load.cached == len(keys):
+                await self._lease_cached(load, tokens)
+                if load.done == len(keys):
                     yield self._progress(load)
                     is_known = True
                     return
                 source = await stack.enter_async_context(opening)
                 has_more = True
                 while has_more:
-                    before = load.cached
+                    before = load.done
                     has_more = await self._load_batch(load, source)
-                    if load.cached > before or not is_known:
+                    if load.done > before or not is_known:
                         yield self._progress(load)
                         is_known = True
             finally:
                 if not is_known and load.lease_id:
-                    self._release(load)
+                    self._release(load.session_id, [load.lease_id])
+
+    @asynccontextmanager
+    async def pages(self, session_id: bytes, names: PageNames) -> AsyncIterator[None]:
+        """Load the pages that only tiers hold, in order and as many as fit.
+
+        Pages in the arena stay there inside the block. A tier that is away holds none. Raises
+        NotFound or FailedPrecondition if the session ends meanwhile.
+        """
+        lease_ids: list[int] = []
+        with self._store.pool.guard(names.keys):
+            try:
+                for tier in self._tiers.tiers:
+                    absent = self._absent(names)
+                    if absent.keys:
+                        lease_ids.append(await self._load_pages(session_id, absent, tier))
+                yield
+            finally:
+                self._release(session_id, lease_ids)
+
+    def _absent(self, names: PageNames) -> PageNames:
+        """Return those of the pages that the arena lacks."""
+        return names.only(entry is None for entry in self._store.pool.index.pages(names))
+
+    async def _load_pages(self, session_id: bytes, names: PageNames, tier: Tier) -> int:
+        """Load what a tier holds of these pages. Return the lease on them; 0 if there is none."""
+        source, writer = self._tiers.tier(tier), self._tiers.writers[tier]
+        load = Load(session_id, names.salt, (), (), (), is_sequence=False, tier=tier)
+        try:
+            flags = await source.has(names.keys)
+            writer.forget(compress(names.keys, (not is_held for is_held in flags)))
+            held = names.only(flags)
+            if held.keys:
+                async with self._turns.turn(held.keys[0]):
+                    held = self._absent(held)  # another call may have loaded some
+                    load.keys, load.parents = held.keys, [b""] * len(held.keys)
+                    load.rows = [page_words(key) for key in held.page_keys]
+                    while await self._load_batch(load, source):
+                        pass
+        except (ResourceExhausted, Unavailable) as error:
+            _log.info("%s tier: pages were not loaded: %s", tier, error.message)
+        except BaseException:
+            self._release(session_id, [load.lease_id])
+            raise
+        return load.lease_id
 
     def _opening(
         self, origin: Origin, salt: bytes, tokens: Sequence[int]
@@ -202,39 +261,39 @@ class ChunkLoader:
 
     def _progress(self, load: Load) -> pb.LoadChunksResponse:
         return pb.LoadChunksResponse(
-            cached_tokens=load.cached * self._store.arena.layout.chunk_tokens,
+            cached_tokens=load.done * self._store.arena.layout.chunk_tokens,
             lease_id=load.lease_id,
             loaded_bytes=load.loaded_bytes,
             transfer_seconds=load.transfer_seconds,
             epoch=self._store.epoch,
         )
 
-    def _release(self, load: Load) -> None:
+    def _release(self, session_id: bytes, lease_ids: Sequence[int]) -> None:
         with suppress(NotFound):  # the session ended, and its leases with it
-            self._store.sessions.release(load.session_id, [load.lease_id], [])
+            self._store.sessions.release(session_id, lease_ids, [])
 
     # -- what the arena has ----------------------------------------------------------------------
 
-    async def _lease_cached(self, load: Load) -> None:
+    async def _lease_cached(self, load: Load, tokens: Sequence[int]) -> None:
         """Lease the sequence's full chunks that the arena has already."""
-        salt, tokens = load.salt, load.token_ids
+        salt = load.salt
         await self._maintenance.verify(lambda: self._store.recovered.in_match(salt, tokens))
         found = self._store.pool.match(salt, tokens).entries if tokens else ()
         entries = [entry for entry, key in zip(found, load.keys, strict=False) if entry.key == key]
         session = self._store.sessions.arena_user(load.session_id)
         if entries:
             load.lease_id = self._store.sessions.lease(session, entries).lease_id
-            load.cached = len(entries)
+            load.done = len(entries)
 
     # -- one batch -------------------------------------------------------------------------------
 
     async def _load_batch(self, load: Load, source: ChunkSource) -> bool:
         """Load the next chunks. Return False if there are none, or the source lost one."""
-        keys = load.keys[load.cached : load.cached + self._batch_size(load.tier)]
-        held = await source.held(keys) if keys else 0
-        if not held:
+        keys = load.keys[load.done : load.done + self._batch_size(load.tier)]
+        if keys and load.is_sequence:
+            keys = keys[: leading(await source.has(keys))]
+        if not keys:
             return False
-        keys = keys[:held]
         granted = await self._reserve(load, len(keys))
         keys = keys[: len(granted)]
         try:
@@ -246,10 +305,11 @@ class ChunkLoader:
                 if damaged:
                     await source.drop(damaged)
             if load.tier is not None:
-                self._tiers.writers[load.tier].forget(keys[len(intact) :])
+                self._tiers.writers[load.tier].forget(set(keys).difference(intact))
             if intact:
-                self._seal(load, intact)
-            return len(intact) == len(keys)
+                self._seal(load, list(intact.values()))
+            load.done += len(intact) if load.is_sequence else len(keys)
+            return len(intact) == len(keys) or not load.is_sequence
         finally:
             self._store.sessions.give_up_writing(load.session_id, granted)
 
@@ -301,21 +361,25 @@ class ChunkLoader:
         keys: Sequence[bytes],
         granted: Sequence[tuple[int, int]],
         checksums: Sequence[int | None],
-    ) -> tuple[list[WrittenChunk], list[bytes]]:
-        """Return the leading chunks that came and have their checksum, and the damaged keys."""
-        chunk_tokens = self._store.arena.layout.chunk_tokens
-        written = []
-        for number, ((slot, generation), checksum) in enumerate(
-            zip(granted, checksums, strict=True), load.cached
+    ) -> tuple[dict[bytes, WrittenChunk], list[bytes]]:
+        """Return the chunks that came and have their checksum, by key, and the damaged keys.
+
+        Of a sequence only those before the first that did not.
+        """
+        written: dict[bytes, WrittenChunk] = {}
+        for number, (key, (slot, generation), checksum) in enumerate(
+            zip(keys, granted, checksums, strict=True), load.done
         ):
-            if checksum is None:
+            if checksum is not None:
+                row, parent = load.rows[number], load.parents[number]
+                written[key] = WrittenChunk(slot, generation, parent, row, checksum)
+            elif load.is_sequence:
                 break
-            tokens = load.token_ids[number * chunk_tokens : (number + 1) * chunk_tokens]
-            parent = load.keys[number - 1] if number else b""
-            written.append(WrittenChunk(slot, generation, parent, tuple(tokens), checksum))
-        damages = await self._sealer.read_back(written)
-        damaged = [key for key, damage in zip(keys, damages, strict=False) if damage is not None]
-        return (written[: keys.index(damaged[0])] if damaged else written), damaged
+        damages = await self._sealer.read_back(list(written.values()))
+        damaged = [key for key, damage in zip(written, damages, strict=True) if damage is not None]
+        if damaged and load.is_sequence:
+            return dict(islice(written.items(), keys.index(damaged[0]))), damaged
+        return {key: chunk for key, chunk in written.items() if key not in damaged}, damaged
 
     def _seal(self, load: Load, chunks: Sequence[WrittenChunk]) -> None:
         """Seal and lease verified chunks. Another call may have sealed some meanwhile."""
@@ -328,7 +392,6 @@ class ChunkLoader:
             keep_leased=True,
         )
         load.lease_id = outcome.lease_id
-        load.cached += len(chunks)
         load.loaded_bytes += len(chunks) * self._store.arena.layout.chunk_bytes
         if load.tier is not None:
             self._tiers.writers[load.tier].know([chunk.entry.key for chunk in outcome.chunks])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvstore_service.pool.chunk_pool import ChunkPool
 from kvstore_service.pool.prefix_index import Entry
-from kvstore_service.tiers.tier import ChunkTier
+from kvstore_service.tiers.tier import ChunkTier, leading
 from kvstore_service.tiers.writer import TierWriter
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.tiers import Tier
@@ -249,7 +249,7 @@ class TierManager:
         if not keys or not self.tiers:
             return {}
         asked = {
-            asyncio.create_task(tier.held(keys)): name
+            asyncio.create_task(tier.has(keys)): name
             for name, tier in self.tiers.items()
             if tier.stats.is_up
         }
@@ -262,7 +262,7 @@ class TierManager:
         for task in done:
             error = task.exception()
             if error is None:
-                name, count = asked[task], task.result()
+                name, count = asked[task], leading(task.result())
                 found[name] = count
                 self.writers[name].forget(keys[count:])
             elif not isinstance(error, SplitpointError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 from kvstore_service.pool.prefix_index import Entry
@@ -37,6 +38,11 @@ class TierStats:
     evicted_chunk_count: int = 0
 
 
+def leading(flags: Iterable[bool]) -> int:
+    """Count the flags before the first that is not set."""
+    return sum(1 for _ in takewhile(bool, flags))
+
+
 class ChunkSource(Protocol):
     """A place that chunks come from: a tier, or another store's arena.
 
@@ -45,8 +51,8 @@ class ChunkSource(Protocol):
     ended. A method raises Unavailable while the source is away.
     """
 
-    async def held(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading keys the source holds. A hint: nothing protects them."""
+    async def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether the source holds it. A hint: nothing protects it."""
 
     async def read(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[int | None]:
         """Read the payload of each chunk into a slot.

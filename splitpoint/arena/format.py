@@ -15,7 +15,7 @@ from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, Plane, align
 
 MAGIC = b"SPLARENA"
-VERSION = 1
+VERSION = 2
 ENDIAN_TAG = 0x01020304
 SUPERBLOCK_BYTES = 4096
 RECORDS_OFFSET = 2 * SUPERBLOCK_BYTES
@@ -27,8 +27,8 @@ FINGERPRINT_LIMIT = 64
 
 # magic, version, endian tag, size | layout hash | seven layout fields,
 # slot_count, record size, fingerprint length | fingerprint | instance, boot |
-# epoch, sequence, condition, process id, encoding
-_SUPERBLOCK = struct.Struct("<8sIIQ16s10I64s16s16sQQIII")
+# epoch, sequence, condition, process id, encoding, zero, page bytes
+_SUPERBLOCK = struct.Struct("<8sIIQ16s10I64s16s16sQQIII4xQ")
 _CRC_OFFSET = SUPERBLOCK_BYTES - 4
 _DATA_TYPES = tuple(DataType)
 _ENCODINGS = tuple(Encoding)
@@ -130,10 +130,12 @@ class Geometry:
     def fitting(cls, layout: ArenaLayout, size_bytes: int) -> Geometry:
         """Return the largest arena of at most `size_bytes`. Raises InvalidArgument if none fits."""
         if cls(layout, 1).size_bytes > size_bytes:
+            what, size = "chunk", f"{layout.chunk_tokens} tokens"
+            if layout.page_bytes:
+                what, size = "page", format_size(layout.page_bytes)
             raise InvalidArgument(
-                f"{format_size(size_bytes)} of host memory hold no chunk: one of "
-                f"{layout.chunk_tokens} tokens makes a file of "
-                f"{format_size(cls(layout, 1).size_bytes)}",
+                f"{format_size(size_bytes)} of host memory hold no {what}: "
+                f"one of {size} makes a file of {format_size(cls(layout, 1).size_bytes)}",
                 field="host_memory",
             )
         slot_bytes = RECORD_BYTES + layout.chunk_tokens * TOKEN_BYTES + layout.chunk_bytes
@@ -208,6 +210,7 @@ class Superblock:
             self.condition,
             self.process_id,
             _ENCODINGS.index(self.layout.encoding),
+            self.layout.page_bytes,
         ).ljust(_CRC_OFFSET, b"\0")
         return body + zlib.crc32(body).to_bytes(4, "little")
 
@@ -229,8 +232,8 @@ class Superblock:
         ):
             raise BadSuperblockChecksum("the superblock's bytes differ from their CRC")
         slot_count, record_bytes, fingerprint_length, fingerprint = fields[12:16]
-        instance_id, boot_id, epoch, sequence, condition, process_id, encoding = fields[16:]
-        layout = _decode_layout(fields[5:12], fingerprint, fingerprint_length, encoding)
+        instance_id, boot_id, epoch, sequence, condition, process_id = fields[16:22]
+        layout = _decode_layout(fields[5:12], fingerprint, fingerprint_length, *fields[22:])
         if layout.layout_hash != layout_hash:
             raise LayoutHashMismatch("the layout hash is not that of the layout fields")
         if record_bytes != RECORD_BYTES:
@@ -278,16 +281,21 @@ def choose_superblock(first: bytes, second: bytes) -> Superblock:
 
 
 def _decode_layout(
-    fields: tuple[int, ...], fingerprint: bytes, fingerprint_length: int, encoding: int
+    fields: tuple[int, ...],
+    fingerprint: bytes,
+    fingerprint_length: int,
+    encoding: int,
+    page_bytes: int,
 ) -> ArenaLayout:
     chunk_tokens, layers, kv_heads, head_dim, hidden, data_type, activations = fields
+    least = 0 if page_bytes else 1  # `ArenaLayout` refuses tensors beside pages
     for name, value, limit in (
         ("layer_count", layers, _LAYER_LIMIT),
         ("kv_head_count", kv_heads, _DIMENSION_LIMIT),
         ("head_dim", head_dim, _DIMENSION_LIMIT),
         ("hidden_size", hidden, _DIMENSION_LIMIT),
     ):
-        if not 1 <= value <= limit:
+        if not least <= value <= limit:
             raise BadLayout(f"{name} is {value}")
     if data_type >= len(_DATA_TYPES):
         raise BadLayout(f"data type {data_type}")
@@ -308,6 +316,7 @@ def _decode_layout(
             has_activations=bool(activations),
             model_fingerprint=fingerprint[:fingerprint_length],
             encoding=_ENCODINGS[encoding],
+            page_bytes=page_bytes,
         )
     except InvalidArgument as error:
         raise BadLayout(error.message) from error

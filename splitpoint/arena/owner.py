@@ -51,7 +51,7 @@ from splitpoint.shapes import ArenaLayout
 
 _log = logging.getLogger(__name__)
 
-_ADVICE = "remove it with `splitpoint arena rm`, or start the store as it was started before"
+ADVICE = "remove it with `splitpoint arena rm`, or start the store as it was started before"
 # Why an empty folder may stay: it is a mount point, as in containers, whose root may be read-only
 # besides; or the folder above it belongs to another user.
 _FOLDER_STAYS = (
@@ -204,7 +204,7 @@ class ArenaOwner:
             try:
                 superblock = read_superblock(fd)
             except (UnsupportedVersion, ForeignByteOrder) as error:
-                raise ArenaDiffers(f"{self.path}: {error.message}; {_ADVICE}") from error
+                raise ArenaDiffers(f"{self.path}: {error.message}; {ADVICE}") from error
             except ArenaFormatError as error:
                 self._check_ours(fd, error, Geometry(layout, slot_count).size_bytes)
                 _log.error("%s is damaged and is not served: %s", self.path, error.message)
@@ -370,12 +370,12 @@ def _check_same(path: Path, found: Superblock, layout: ArenaLayout, slot_count: 
             if getattr(layout, field.name) != getattr(found.layout, field.name)
         )
         raise ArenaDiffers(
-            f"{path} was made for another model or layout ({differing} differ); {_ADVICE}",
+            f"{path} was made for another model or layout ({differing} differ); {ADVICE}",
             path=path,
         )
     if found.slot_count != slot_count:
         raise ArenaDiffers(
             f"{path} has {format_size(found.geometry.size_bytes)} and {found.slot_count} slots; "
-            f"{slot_count} slots were asked for; {_ADVICE}",
+            f"{slot_count} slots were asked for; {ADVICE}",
             path=path,
         )

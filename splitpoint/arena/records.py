@@ -57,7 +57,7 @@ class ForeignLayout(ArenaFormatError):
 
 
 class BadTokenCount(ArenaFormatError):
-    """A chunk holds no token, or more than chunk_tokens."""
+    """A chunk holds no token, or more than chunk_tokens; a page's row is not full."""
 
 
 class BadTokenRow(ArenaFormatError):
@@ -69,7 +69,7 @@ class FingerprintMismatch(ArenaFormatError):
 
 
 class BadParent(ArenaFormatError):
-    """A first chunk with a parent key, or a later one without."""
+    """A first chunk with a parent key, a later one without, or a page with one."""
 
 
 class PayloadMismatch(ArenaFormatError):
@@ -222,27 +222,30 @@ def encode_token_row(packed_tokens: bytes, chunk_tokens: int) -> bytes:
     return packed_tokens.ljust(4 * chunk_tokens, b"\0")
 
 
-def decode_token_row(token_row: bytes, token_count: int) -> tuple[int, ...]:
-    """Return the token ids. Raises BadTokenRow."""
-    token_ids = struct.unpack_from(f"<{token_count}i", token_row)
-    if min(token_ids) < 0 or token_row[4 * token_count :].strip(b"\0"):
-        raise BadTokenRow("a negative token, or tokens past the token count")
-    return token_ids
-
-
 def _check_chunk(chunk: ChunkBlock, token_row: bytes, layout: ArenaLayout) -> None:
     if chunk.layout_hash != layout.layout_hash:
         raise ForeignLayout("the chunk was written for another layout")
-    if not 1 <= chunk.token_count <= layout.chunk_tokens:
+    # A page's row is its key: any bytes, and all of them.
+    least = layout.chunk_tokens if layout.page_bytes else 1
+    if not least <= chunk.token_count <= layout.chunk_tokens:
         raise BadTokenCount(f"{chunk.token_count} tokens in a chunk of {layout.chunk_tokens}")
     if len(token_row) < 4 * layout.chunk_tokens:
         raise Truncated(f"a token row of {len(token_row)} bytes")
-    decode_token_row(token_row, chunk.token_count)
+    if not layout.page_bytes:
+        _check_tokens(token_row, chunk.token_count)
     tokens = token_row[: 4 * chunk.token_count]
     if xxhash.xxh3_64_intdigest(tokens) != chunk.fingerprint:
         raise FingerprintMismatch("the tokens differ from their fingerprint")
     if (chunk.parent_key == NO_PARENT) != (chunk.chunk_index == 0):
         raise BadParent(f"chunk {chunk.chunk_index} with the wrong kind of parent")
+    if layout.page_bytes and chunk.chunk_index:
+        raise BadParent("a page follows no other")
+
+
+def _check_tokens(token_row: bytes, token_count: int) -> None:
+    token_ids = struct.unpack_from(f"<{token_count}i", token_row)
+    if min(token_ids) < 0 or token_row[4 * token_count :].strip(b"\0"):
+        raise BadTokenRow("a negative token, or tokens past the token count")
 
 
 def _checked(record: bytes, offset: int, size: int, error: type[ArenaFormatError]) -> bytes:

@@ -159,10 +159,13 @@ MODEL_INFO = _serving.gauge(
 
 STORE_INFO = _store.gauge(
     "store_info",
-    "Always 1; the store's encoding, eviction policy, chunk size and kind of memory.",
+    "Always 1; the store's encoding, eviction policy, chunk size (0: pages) and kind of memory.",
     "encoding eviction_policy chunk_tokens activations memory",
 )
 STORE_ARENA_BYTES = _store.gauge("store_arena_bytes", "Size of the arena file.")
+STORE_SLOT_BYTES = _store.gauge(
+    "store_slot_bytes", "Payload bytes of a slot: of a chunk, or of the largest page."
+)
 STORE_EPOCH = _store.gauge("store_epoch", "Number of store starts on this arena.")
 STORE_SLOTS = _store.gauge(
     "store_slots",
@@ -173,11 +176,20 @@ STORE_LEASED_SLOTS = _store.gauge(
     "store_leased_slots", "Sealed slots that at least one lease protects from eviction."
 )
 STORE_LEASES = _store.gauge("store_leases", "Open leases.")
-STORE_SESSIONS = _store.gauge("store_sessions", "Attached workers.")
+STORE_SESSIONS = _store.gauge("store_sessions", "Attached workers and engines.")
+STORE_OUTCOMES = _store.counter(
+    "store_outcomes_total",
+    "What engines that store pages counted, by their own names (docs/vllm.md).",
+    "outcome",
+)
 STORE_MATCHES = _store.counter("store_matches_total", "Prefix look-ups that asked for a lease.")
 STORE_MATCH_HITS = _store.counter("store_match_hits_total", "Prefix look-ups that found a prefix.")
-STORE_QUERY_TOKENS = _store.counter("store_query_tokens_total", "Tokens looked up.")
-STORE_HIT_TOKENS = _store.counter("store_hit_tokens_total", "Tokens found, of those looked up.")
+STORE_QUERY_TOKENS = _store.counter(
+    "store_query_tokens_total", "Tokens looked up; pages in a store of pages."
+)
+STORE_HIT_TOKENS = _store.counter(
+    "store_hit_tokens_total", "Tokens found, of those looked up; pages in a store of pages."
+)
 STORE_SEALED_CHUNKS = _store.counter(
     "store_sealed_chunks_total", "Chunks sealed, and so published."
 )

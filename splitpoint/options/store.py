@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from splitpoint.host.huge_pages import WISHES
+from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.options.option import RATE, SIZE, Option, Section
 from splitpoint.options.service import ADVERTISE, COMMON
 from splitpoint.shapes import DataType, Encoding, WeightFormat
@@ -19,6 +20,14 @@ LAYOUT: Option[str | None] = Option(
 )
 MODEL: Option[Path | None] = Option(
     "model", Path, None, "Checkpoint folder that decides the layout of the arena.", unit="DIR"
+)
+PAGE_SIZE: Option[str | None] = Option(
+    "page-size",
+    str,
+    None,
+    "Keep pages of another engine of at most this many bytes, in place of --model; auto: as large "
+    "as the first engine asks for (docs/vllm.md).",
+    unit=f"{AUTO}|{SIZE}",
 )
 DTYPE: Option[str] = Option(
     "dtype",
@@ -256,6 +265,7 @@ SECTIONS = (
         (
             LAYOUT,
             MODEL,
+            PAGE_SIZE,
             DTYPE,
             WEIGHTS,
             ACTIVATIONS,

@@ -80,24 +80,32 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
     boot = "" if report["of_this_boot"] else " (before the last reboot)"
     yield f"instance    {report['instance_id']}, epoch {report['epoch']}"
     yield f"store       process {report['owner_process_id']}, {alive}{boot}"
-    layout = report["layout"]
-    activations = "with" if layout["has_activations"] else "without"
-    yield (
-        f"layout      {layout['layer_count']} layers, {layout['kv_head_count']} heads of "
-        f"{layout['head_dim']}, hidden {layout['hidden_size']}, {layout['data_type']} "
-        f"kept as {layout['encoding']}, {counted(layout['chunk_tokens'], 'token')} a chunk, "
-        f"{activations} activations"
-    )
+    yield f"layout      {_layout_text(report['layout'])}"
     slots = ", ".join(f"{count:,} {state}" for state, count in report["slots"].items() if count)
     yield f"slots       {report['slot_count']:,}: {slots}"
+    has_pages = "page_bytes" in report["layout"]
+    # A page has its key in place of tokens.
+    tokens = "" if has_pages else f"{counted(report['token_count'], 'token')}, "
     yield (
-        f"chunks      {report['chunk_count']:,} of {format_size(report['chunk_bytes'])}, "
-        f"{counted(report['token_count'], 'token')}, "
+        f"{'pages' if has_pages else 'chunks':11} {report['chunk_count']:,} of "
+        f"{format_size(report['chunk_bytes'])}, {tokens}"
         f"{counted(report['salt_count'], 'salt')}"
         f"{', each compared with its checksum' if report['payload_compared'] else ''}"
     )
     for damage in report["damages"]:
         yield f"{damage['place']}: {damage['invariant']}: {damage['message']}"
+
+
+def _layout_text(layout: Mapping[str, Any]) -> str:
+    if "page_bytes" in layout:
+        return f"pages of at most {format_size(layout['page_bytes'])}"
+    activations = "with" if layout["has_activations"] else "without"
+    return (
+        f"{layout['layer_count']} layers, {layout['kv_head_count']} heads of "
+        f"{layout['head_dim']}, hidden {layout['hidden_size']}, {layout['data_type']} "
+        f"kept as {layout['encoding']}, {counted(layout['chunk_tokens'], 'token')} a chunk, "
+        f"{activations} activations"
+    )
 
 
 def _superblock_text(found: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ class Service:
         """Reserve and write consecutive chunks."""
         granted = await self.granted(len(pieces))
         chunks = write_chunks(self.bench.arena, granted, pieces, parent=parent)
-        return [to_message(pb.SealChunk, each) for each in chunks]
+        return [to_message(pb.SealChunk, each, page_key=b"") for each in chunks]
 
     def seal_request(self, chunks: list[pb.SealChunk], **changes: Any) -> pb.SealRequest:
         request = pb.SealRequest(

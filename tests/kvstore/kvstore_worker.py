@@ -53,7 +53,7 @@ def main() -> None:
         pb.ReserveRequest(session_id=session.session_id, request_id=b"1", slot_count=len(pieces))
     )
     written = write_chunks(arena, granted_slots(granted.runs), pieces)
-    chunks = [to_message(pb.SealChunk, each) for each in written]
+    chunks = [to_message(pb.SealChunk, each, page_key=b"") for each in written]
     seal = pb.SealRequest(
         session_id=session.session_id, request_id=b"2", chunks=chunks, keep_leased=True
     )

@@ -62,6 +62,12 @@ class Fuzzer:
             if self.random.random() < 0.2:
                 continue
             count = self.random.randrange(4) if field.is_repeated else 1
+            if field.message_type is not None and field.message_type.GetOptions().map_entry:
+                key, value = field.message_type.fields
+                found = getattr(message, field.name)
+                for _ in range(count):
+                    found[self._value(key)] = self._value(value)
+                continue
             values = [self._value(field) for _ in range(count)]
             if field.message_type is not None:
                 target = getattr(message, field.name)

@@ -126,7 +126,7 @@ class Writer:
         request = pb.SealRequest(
             session_id=self._session,
             request_id=self._id(),
-            chunks=[to_message(pb.SealChunk, each) for each in written],
+            chunks=[to_message(pb.SealChunk, each, page_key=b"") for each in written],
             keep_leased=True,
         )
         lease_id = stub.Seal(request, timeout=10).lease_id

@@ -192,15 +192,10 @@ class SegmentLog:
         with self._lock:
             return list(self._index.keys())
 
-    def leading(self, keys: Iterable[bytes]) -> int:
-        """Return how many leading keys are held."""
-        count = 0
+    def has(self, keys: Iterable[bytes]) -> list[bool]:
+        """Return for each key whether it is held."""
         with self._lock:
-            for key in keys:
-                if key not in self._index:
-                    break
-                count += 1
-        return count
+            return [key in self._index for key in keys]
 
     @property
     def chunk_count(self) -> int:

@@ -188,8 +188,8 @@ class DiskTier:
 
     # -- asking ---------------------------------------------------------------------------
 
-    async def held(self, keys: Sequence[bytes]) -> int:
-        return self._opened().leading(keys)
+    async def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._opened().has(keys)
 
     def holds(self, key: bytes) -> bool | None:
         return self._log is not None and key in self._log

@@ -78,8 +78,8 @@ async def test_chunks_come_back_into_other_slots(shm_folder: Path, master: Maste
         assert await tier.write(chunks) == 3
         assert await tier.write(chunks) == 3  # they are there
         keys = [chunk.key for chunk in chunks]
-        assert await tier.held([*keys, os.urandom(32)]) == 3
-        assert await tier.held([os.urandom(32), *keys]) == 0
+        assert await tier.has([*keys, os.urandom(32)]) == [True, True, True, False]
+        assert await tier.has([os.urandom(32), *keys]) == [False, True, True, True]
         found = await tier.read([keys[0], os.urandom(32), keys[2]], [20, 21, 22])
         assert found == [chunks[0].checksum, None, chunks[2].checksum]
         assert (arena.checksum(20), arena.checksum(22)) == (found[0], found[2])
@@ -105,7 +105,7 @@ async def test_an_object_of_another_size_is_none(shm_folder: Path, master: Maste
         assert await tier.write([larger]) == 1
         assert await wrong.read([larger.key], [5]) == [None]
         assert wrong.stats.damaged_chunk_count == 1
-        assert await tier.held([larger.key]) == 0  # it is removed
+        assert await tier.has([larger.key]) == [False]  # it is removed
 
 
 # Another program's client: puts bytes under a name.
@@ -129,9 +129,9 @@ async def test_garbage_under_a_chunks_name_is_removed(shm_folder: Path, master: 
             stderr=asyncio.subprocess.DEVNULL,
         )
         assert await stranger.wait() == 0
-        assert await tier.held([chunk.key]) == 1
+        assert await tier.has([chunk.key]) == [True]
         assert await tier.read([chunk.key], [2]) == [None]
-        assert (tier.stats.damaged_chunk_count, await tier.held([chunk.key])) == (1, 0)
+        assert (tier.stats.damaged_chunk_count, await tier.has([chunk.key])) == (1, [False])
         assert await tier.write([chunk]) == 1
         assert await tier.read([chunk.key], [2]) == [chunk.checksum]
 
@@ -182,7 +182,7 @@ async def test_without_a_master_calls_fail_at_once(shm_folder: Path, master: Mas
         master.kill()
         await until(lambda: not tier.stats.is_up)
         for call in (
-            tier.held([chunks[0].key]),
+            tier.has([chunks[0].key]),
             tier.read([chunks[0].key], [2]),
             tier.write(chunks),
         ):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_service.pool.prefix_index import Entry, PrefixIndex, common_tokens, sortable, unpack
+from kvstore_service.pool.prefix_index import Entry, PrefixIndex, common_tokens, sortable
 from splitpoint.arena.records import salt_tag
 from splitpoint.keys import chunk_key, fingerprint, pack_tokens
 
@@ -18,6 +20,10 @@ tokens = st.lists(st.integers(0, 2), min_size=1, max_size=11)
 
 def packed(token_ids: list[int]) -> bytes:
     return sortable(pack_tokens(token_ids))
+
+
+def unpack(packed: bytes) -> list[int]:
+    return list(struct.unpack(f">{len(packed) // 4}i", packed))
 
 
 def entry_of(salt: bytes, parent: Entry | None, piece: list[int], slot: int = 0) -> Entry:

@@ -53,7 +53,7 @@ async def test_chunks_come_back_as_they_were_stored(bench: TierBench) -> None:
     tier.on_change = told.extend
     assert await bench.write(1, 2, 3) == 3
     assert told == bench.keys(1, 2, 3) == list(tier.keys())
-    assert await tier.held(bench.keys(1, 3, 4, 2)) == 2
+    assert await tier.has(bench.keys(1, 3, 4, 2)) == [True, True, False, True]
     assert [tier.holds(key) for key in bench.keys(2, 4)] == [True, False]
     assert await bench.check_read(3, 4, 1, 2) == [True, False, True, True]
     assert (
@@ -88,7 +88,7 @@ async def test_a_restart_finds_finished_and_unfinished_segments(bench: TierBench
     await bench.close()
     assert len(bench.segments()) == 3
     tier = await bench.start()
-    assert await tier.held(bench.keys(*numbers)) == len(numbers)
+    assert await tier.has(bench.keys(*numbers)) == [True] * len(numbers)
     assert all(await bench.check_read(*numbers))
     # The last segment is continued.
     await bench.write(1000)
@@ -321,7 +321,7 @@ async def test_a_removed_segment_is_a_miss(bench: TierBench) -> None:
     bench.segments()[0].unlink()
     assert await bench.check_read(0, RECORDS) == [False, True]
     assert set(told) == set(bench.keys(*range(RECORDS)))
-    assert await tier.held(bench.keys(1)) == 0
+    assert await tier.has(bench.keys(1)) == [False]
     bench.segments()[-1].unlink()  # the one that is written to
     assert await bench.write(1000) == 1
     assert await bench.check_read(1000, 2 * RECORDS) == [True, False]
@@ -382,7 +382,7 @@ async def test_a_removed_folder_costs_the_chunks_and_comes_back(
     assert "removed" in tier.stats.message
     assert not tier.holds(bench.key(1))
     assert sorted(told) == sorted(bench.keys(1, 2))
-    await unavailable(tier.held(bench.keys(1)))
+    await unavailable(tier.has(bench.keys(1)))
     await until(lambda: tier.stats.is_up)
     assert await bench.write(3) == 1
     assert await bench.check_read(1, 3) == [False, True]
@@ -418,7 +418,7 @@ async def test_a_disk_that_does_not_answer_reads_is_left_alone(bench: TierBench)
     assert "does not answer" in tier.stats.message
     assert +bench.holds.slots == {3: 1, 4: 1}
     # Nothing waits for it any more.
-    await unavailable(tier.held(bench.keys(1)))
+    await unavailable(tier.has(bench.keys(1)))
     await unavailable(bench.write(3))
     await tier.drop(bench.keys(1))
     bench.files.answers.set()

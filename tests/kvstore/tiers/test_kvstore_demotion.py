@@ -339,7 +339,7 @@ async def test_a_pool_gets_again_what_it_may_lack(
 ) -> None:
     async with serving(tmp_path, tier_name=Tier.POOL) as service:
         await fill_and_evict(service)
-        held = service.tier.held
+        has = service.tier.has
         service.tier.chunks.clear()
         if loss == "peek":
             await service.peek()
@@ -355,13 +355,13 @@ async def test_a_pool_gets_again_what_it_may_lack(
             service.give_back(slots)
         else:
 
-            async def stale(keys: Sequence[bytes]) -> int:
-                return len(keys)
+            async def stale(keys: Sequence[bytes]) -> list[bool]:
+                return [True] * len(keys)
 
-            service.tier.held = stale  # type: ignore[method-assign]
+            service.tier.has = stale  # type: ignore[method-assign]
             [loaded] = await service.loaded(tier=types_pb2.TIER_POOL)
             assert loaded.cached_tokens == 0
-            service.tier.held = held  # type: ignore[method-assign]
+            service.tier.has = has  # type: ignore[method-assign]
         await fill_and_evict(service)
         assert service.tier.chunks.keys() == set(KEYS)
 

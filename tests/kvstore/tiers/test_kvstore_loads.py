@@ -227,14 +227,14 @@ async def test_a_slot_is_not_reused_while_a_tier_reads_into_it(tmp_path: Path, e
     async with serving(tmp_path) as service:
         await fill_and_evict(service)
         store = service.bench.store
-        held = service.tier.held
+        has = service.tier.has
 
-        async def held_then_closed(keys: Any) -> int:
-            count = await held(keys)
+        async def has_then_closed(keys: Any) -> list[bool]:
+            flags = await has(keys)
             service.tier.gate.clear()
-            return count
+            return flags
 
-        service.tier.held = held_then_closed  # type: ignore[method-assign]
+        service.tier.has = has_then_closed  # type: ignore[method-assign]
         call = service.load()
         await until(lambda: store.pool.grants.copied)
         if ending == "cancel":

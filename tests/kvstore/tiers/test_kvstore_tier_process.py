@@ -78,7 +78,7 @@ class Client:
             pb.ReserveRequest(slot_count=CHUNKS, **self._ids()), timeout=10
         )
         written = write_chunks(self.arena, granted_slots(reserved.runs), pieces_of(tokens, SIZE))
-        chunks = [to_message(pb.SealChunk, each) for each in written]
+        chunks = [to_message(pb.SealChunk, each, page_key=b"") for each in written]
         request = pb.SealRequest(chunks=chunks, **self._ids())
         await self.stub.Seal(request, timeout=10)
 

@@ -49,9 +49,9 @@ class MemoryTier:
     def keys(self) -> Iterable[bytes]:
         return list(self.chunks) if self._tier is Tier.DISK else ()
 
-    async def held(self, keys: Sequence[bytes]) -> int:
+    async def has(self, keys: Sequence[bytes]) -> list[bool]:
         await self._wait()
-        return next((n for n, key in enumerate(keys) if key not in self.chunks), len(keys))
+        return [key in self.chunks for key in keys]
 
     async def read(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[int | None]:
         await self._wait()

@@ -107,7 +107,7 @@ def test_the_offsets_of_the_document() -> None:
     block = SUPERBLOCK.encode()
     assert len(block) == SUPERBLOCK_BYTES
     assert block[:8].hex(" ").upper() == "53 50 4C 41 52 45 4E 41"
-    assert struct.unpack_from("<IIQ", block, 8) == (1, 0x01020304, SUPERBLOCK.geometry.size_bytes)
+    assert struct.unpack_from("<IIQ", block, 8) == (2, 0x01020304, SUPERBLOCK.geometry.size_bytes)
     assert block[24:40] == LAYOUT.layout_hash
     assert struct.unpack_from("<10I", block, 40) == (4, 2, 2, 4, 8, 0, 1, 7, 256, 10)
     assert block[80:144] == b"test model".ljust(64, b"\0")
@@ -178,7 +178,7 @@ SUPERBLOCK_ATTACKS: list[tuple[str, Callable[[], bytes], type[ArenaFormatError]]
     ("cut", lambda: SUPERBLOCK.encode()[:-1], arena_format.Truncated),
     ("zeros", lambda: bytes(SUPERBLOCK_BYTES), arena_format.BadMagic),
     ("another file", lambda: b"\x7fELF".ljust(4096, b"x"), arena_format.BadMagic),
-    ("other version", lambda: forged(8, "<I", 2), arena_format.UnsupportedVersion),
+    ("other version", lambda: forged(8, "<I", 1), arena_format.UnsupportedVersion),
     ("big endian", lambda: forged(12, ">I", 0x01020304), arena_format.ForeignByteOrder),
     ("bad crc", lambda: SUPERBLOCK.encode()[:-4] + bytes(4), arena_format.BadSuperblockChecksum),
     ("no chunk tokens", lambda: forged(40, "<I", 0), arena_format.BadLayout),
