@@ -20,7 +20,7 @@ from worker_service.startup.model_source import source_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 
-PLAIN = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma")
+PLAIN = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma", "phi3")
 # A factor of residuals; one of queries from some position on; norms behind attention and MLP;
 # attention beside the MLP.
 OTHERS: dict[str, dict[str, Any]] = {

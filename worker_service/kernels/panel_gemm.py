@@ -259,6 +259,18 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return panels
 
 
+def part_of(panels: torch.Tensor, out_features: int, first: int, count: int) -> torch.Tensor | None:
+    """Return the panels of `count` outputs from `first` on, over the memory of `packed` ones.
+
+    None unless they are whole panels.
+    """
+    columns, _ = _panel(panels.dtype)
+    if first % columns or (count % columns and first + count != out_features):
+        return None
+    depth = len(panels) // _padded(out_features, 1, 1)[0]
+    return panels[first * depth : (first + _padded(count, 1, 1)[0]) * depth]
+
+
 def packed_int8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the panels of `codes * scales`, for rows of this type: int8, flat.
 

@@ -46,6 +46,14 @@ class Product(nn.Module):
         held = self.matrix.weight
         return held if held.dtype == self._dtype else held.new_empty(0, dtype=self._dtype)
 
+    def part(self, first: int, count: int) -> Product | None:
+        """Return the product of `count` outputs from `first` on; None if there is none alone."""
+        matrix = self.matrix.part(first, count)
+        if matrix is None:
+            return None
+        bias = None if self.bias is None else self.bias[first : first + count]
+        return Product(matrix, bias, self._dtype)
+
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Map `[..., in]` to `[..., out]`."""
         shape = (*rows.shape[:-1], self.matrix.out_features)
@@ -134,13 +142,14 @@ _ACTIVATIONS = {
 def _own_gated(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return `down(activation(gate(rows)) * up(rows))` with fused operations.
 
-    None if the module computes anything else of random rows. The module is told its `own_parts`:
-    gate, up, down and the activation.
+    None if the module computes anything else of random rows. Gate and up may be one product. The
+    module is told its `own_parts`: gate, up, down and the activation.
     """
     parts = [each for each in module.children() if not isinstance(each, nn.Dropout | nn.Identity)]
-    products = [each for each in parts if isinstance(each, Product)]
+    plain = [each for each in parts if isinstance(each, Product)]
     activated = [each for each in parts if isinstance(each, Activated)]
-    if len(parts) != 4 or len(products) != 3 or len(activated) != 1:
+    products = _apart(plain) if len(plain) == 2 else plain
+    if len(parts) != len(plain) + 1 or len(products) != 3 or len(activated) != 1:
         return None
     weight = products[0].weight
     generator = torch.Generator().manual_seed(_SEED)
@@ -160,6 +169,16 @@ def _own_gated(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
             module.own_parts = (gate, up, down, activated[0].activation)
             return _at_once(gate, up, down, activated[0].activation) or forward
     return None
+
+
+def _apart(products: list[Product]) -> list[Product]:
+    """Return gate, up and down of the two products of which one is gate and up; else none."""
+    down, both = sorted(products, key=lambda each: each.matrix.out_features)
+    inner = down.matrix.in_features
+    if both.matrix.out_features != 2 * inner:
+        return []
+    halves = [both.part(0, inner), both.part(inner, inner)]
+    return [*(each for each in halves if each is not None), down]
 
 
 def _gated(

@@ -39,6 +39,13 @@ def plain_layer(layer: Any, head_dim: int, dtype: torch.dtype) -> PlainLayer | N
     products: dict[str, Any] = {
         role: getattr(attention, name, None) for role, name in names.items()
     }
+    joined = getattr(attention, "qkv_proj", None)
+    if isinstance(joined, Product) and isinstance(products["output"], Product):
+        width = products["output"].matrix.in_features
+        kv_width = (joined.matrix.out_features - width) // 2
+        products["query"] = joined.part(0, width)
+        products["key"] = joined.part(width, kv_width)
+        products["value"] = joined.part(width + kv_width, kv_width)
     norms: dict[str, Any] = {
         "attention_norm": getattr(layer, "input_layernorm", None),
         "mlp_norm": getattr(layer, "post_attention_layernorm", None),

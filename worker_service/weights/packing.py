@@ -149,6 +149,21 @@ class Matrix:
         made.size_bytes = made.weight.nbytes
         return made
 
+    def part(self, first: int, count: int) -> Matrix | None:
+        """Return the matrix of `count` outputs from `first` on, over the same memory.
+
+        None unless these are whole panels, without codes.
+        """
+        if self.layout is not Layout.PANELS or panel_gemm.kind_of(self.weight) is not Kind.SAME:
+            return None
+        weight = panel_gemm.part_of(self.weight, self.out_features, first, count)
+        if weight is None:
+            return None
+        made = Matrix.__new__(Matrix)
+        made.layout, made.weight, made.size_bytes = self.layout, weight, weight.nbytes
+        made.out_features, made.in_features = count, self.in_features
+        return made
+
     def raw(self) -> torch.Tensor:
         """Return the matrix's memory as uint8 `[size_bytes]`.
 

@@ -130,3 +130,19 @@ def test_another_matrix_may_be_copied_over() -> None:
     slot.raw().copy_(Matrix(second).raw())
     rows = drawn(2, 12, dtype=torch.float32, seed=2)
     assert torch.equal(Linear(slot)(rows), Linear(Matrix(second))(rows))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_part_of_a_matrix_has_the_bits_of_its_outputs(dtype: torch.dtype) -> None:
+    matrix, rows = Matrix(drawn(276, 12, dtype=dtype)), drawn(5, 12, dtype=dtype, seed=1)
+    whole = Linear(matrix)(rows)
+    for first, count in ((0, 64), (64, 128), (192, 84), (0, 276)):
+        part = matrix.part(first, count)
+        assert part is not None
+        assert torch.equal(Linear(part)(rows), whole[:, first : first + count])
+        assert (
+            part.weight.untyped_storage().data_ptr() == matrix.weight.untyped_storage().data_ptr()
+        )
+    # Not whole panels.
+    assert matrix.part(0, 20) is None
+    assert matrix.part(3, 64) is None
