@@ -14,6 +14,7 @@ from splitpoint.shapes import ModelShape
 from splitpoint_cli.options import arguments_of, values_of
 from splitpoint_cli.stack.api_key import ApiKey
 from splitpoint_cli.stack.child import ServiceCommand
+from splitpoint_cli.stack.devices import alone_visible
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.places import Places, socket_path, trace_path
 
@@ -105,7 +106,7 @@ def worker_commands(
                 *("--worker-id", str(i)),
                 *model.arguments,
                 *("--kvstore", places.store),
-                *("--device", device),
+                *("--device", own_device),
                 *_given("--device-memory", memory_shares[i]),
                 *_given("--threads", threads),
                 *_given("--trace", trace_path(options.trace, i)),
@@ -116,10 +117,10 @@ def worker_commands(
             ],
             ready_seconds=_LOAD_SECONDS,
             stop_seconds=_WORKER_STOP_SECONDS,
-            environment=spinning,
+            environment={**spinning, **visible},
             socket=socket_path(places.workers[i]),
         )
-        for i, device in enumerate(devices)
+        for i, (own_device, visible) in enumerate(map(alone_visible, devices))
     )
 
 

@@ -15,6 +15,7 @@ from splitpoint_cli.checks.gpu import Driver, FreeMemory, ask_free_memory, read_
 
 # The driver's own memory for each process on a GPU.
 _CONTEXT_BYTES = 512 << 20
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def choose_devices(device: str, workers: int | None) -> tuple[str, ...]:
@@ -87,11 +88,31 @@ def visible_gpu_count(
 
     WSL2 has one device file for all GPUs of any vendor; there the driver is asked.
     """
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = _chosen_gpus()
     if chosen is not None:
-        return len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
+        return len(chosen)
     count = len(list(folder.glob("nvidia[0-9]*")))
     return count or (len(driver().gpus) if (folder / "dxg").exists() else 0)
+
+
+def _chosen_gpus() -> list[str] | None:
+    """Return the names in CUDA_VISIBLE_DEVICES. None if it is not set: all GPUs are visible."""
+    chosen = os.environ.get(_VISIBLE)
+    if chosen is None:
+        return None
+    return [name for part in chosen.split(",") if (name := part.strip()) not in ("", "-1")]
+
+
+def alone_visible(device: str) -> tuple[str, dict[str, str]]:
+    """Return a device's name in a process that sees no other GPU, and its environment.
+
+    CUDA makes a context of some 0.5 GB on the first GPU for each process that sees it, also if it
+    computes on another one.
+    """
+    if device == "cpu":
+        return device, {}
+    index, chosen = int(device.removeprefix("cuda:")), _chosen_gpus()
+    return "cuda:0", {_VISIBLE: str(index) if chosen is None else chosen[index]}
 
 
 def _torch_has_cuda() -> bool:

@@ -167,7 +167,7 @@ LOG_LEVEL: Option[str | None] = Option(
 _DECIDED = frozenset(
     {
         *("listen", "parent_fd", "advertise", "tls_server_name", "token_file", "metrics_open"),
-        *("layout", "chunk_tokens", "page_reason", "arena", "replace_arena"),
+        *("layout", "page_size", "chunk_tokens", "page_reason", "arena", "replace_arena"),
         *("worker_id", "kvstore", "worker", "progress_lines"),
         *("scheduler", "ca", "scheduler_cert", "drain_seconds"),
     }

@@ -272,6 +272,10 @@ def test_workers_that_share_a_gpu_divide_its_memory(monkeypatch: pytest.MonkeyPa
     # Two contexts of 0.5 GiB: one is there while torch is asked. The third has a GPU for itself.
     half = int(0.9 * ((80 << 30) - (512 << 20))) // 2
     assert sizes == [str(half), None, str(half)]
+    # Each sees its own GPU only: else all of them would have a context on the first one.
+    seen = [each.environment["CUDA_VISIBLE_DEVICES"] for each in stack.workers]
+    assert seen == ["2", "5", "2"]
+    assert {parse_worker([*each.arguments[2:]]).device for each in stack.workers} == {"cuda:0"}
     given = StackOptions(device="cuda", workers=3, device_memory="8GiB")
     for each in plan_stack(given, nothing_is_asked).workers:
         assert parse_worker([*each.arguments[2:]]).device_memory == "8GiB"
