@@ -23,13 +23,14 @@ from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.config import remove_tree
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
+from splitpoint.transport.store_session import process_start_ticks
 from splitpoint_cli.bench.ending import bench_arena_path
 from worker_service.device.cache import DeviceCache
 from worker_service.device.pinning import CudaRegistrar, LockedRanges, pieces_of
 from worker_service.engine.messages import Command, StepOutput
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.client import Match
-from worker_service.store.session import Connection, process_start_ticks
+from worker_service.store.session import Connection
 from worker_service.store.write_back import (
     BATCH_CHUNKS,
     ChunksStored,

@@ -25,11 +25,11 @@ from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
 from splitpoint.tasks import NamedTurns
 from splitpoint.tiers import ChunkSource, Transfer
+from splitpoint.transport.cleanups import Cleanups
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from worker_service.fetching.results import FetchResult, FetchSource, FetchTotals
 from worker_service.fetching.stream import StreamFetcher
-from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import StoreClient
 
 # Time limit between two messages: each batch is at most 64 MiB.

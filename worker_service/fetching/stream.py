@@ -18,6 +18,7 @@ from splitpoint.observe import tracing
 from splitpoint.observe.tracing import NO_SPAN
 from splitpoint.shapes import ArenaLayout
 from splitpoint.tiers import Transfer
+from splitpoint.transport.cleanups import Cleanups
 from splitpoint.transport.statuses import error_of
 from splitpoint.transport.store_session import RemoteSession, remote_session
 from splitpoint.v1 import kvstore_pb2 as pb
@@ -26,7 +27,6 @@ from worker_service.fetching.results import BATCH_BYTES, FetchResult, FetchSourc
 from worker_service.lanes.cpu import passed
 from worker_service.lanes.spans import TRACED_BATCHES
 from worker_service.store.arena_tensors import ArenaTensors
-from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import Match, StoreClient, written_chunks
 from worker_service.store.session import Connection
 

@@ -22,9 +22,9 @@ from splitpoint.planning.bidirectional import BidirectionalQueue, PieceSize, pie
 from splitpoint.shapes import ArenaLayout, chunks_of
 from splitpoint.tasks import NamedTurns
 from splitpoint.tiers import ChunkSource
+from splitpoint.transport.cleanups import Cleanups
 from worker_service.fetching.results import FetchResult, FetchSource
 from worker_service.pipeline.two_ends import TwoEnds
-from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import Match, StoreClient, WrittenChunk
 from worker_service.store.session import Connection
 from worker_service.store.write_back import BATCH_CHUNKS, SequenceKey

@@ -16,16 +16,21 @@ from splitpoint.keys import chunk_key
 from splitpoint.observe import tracing
 from splitpoint.shapes import ArenaLayout
 from splitpoint.tiers import ChunkSource, Tier
+from splitpoint.transport.cleanups import Cleanups
 from splitpoint.transport.convert import tier_to_proto
-from splitpoint.transport.store_session import GOODBYE_SECONDS, call_once
+from splitpoint.transport.store_session import (
+    GOODBYE_SECONDS,
+    StoreSession,
+    call_once,
+    granted_slots,
+)
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 from worker_service.device.pinning import Pinning
 from worker_service.device.populating import Populator
 from worker_service.store.arena_tensors import StoredChunk
-from worker_service.store.cleanups import Cleanups
-from worker_service.store.session import Connection, MappedArena, StoreSession
+from worker_service.store.session import Connection, MappedArena
 
 # Chunks of one ReportChunks call: a few GiB, which a store reads back within a second.
 REPORT_CHUNKS = 256
@@ -230,10 +235,10 @@ class StoreClient:
         )
         answer = await self._cleanups.obtain(
             self._session.call(connection, self._session.stub.Reserve, request),
-            lambda answer: self.release(connection, slots=_granted(answer)),
+            lambda answer: self.release(connection, slots=granted_slots(answer)),
             within=None if is_patient else ANSWER_SECONDS,
         )
-        return _granted(answer)
+        return granted_slots(answer)
 
     async def seal(
         self, connection: Connection, salt: bytes, chunks: Sequence[WrittenChunk], lease_id: int
@@ -339,14 +344,6 @@ def written_chunks(
         chunks.append(WrittenChunk(slot, generation, parent_key, tokens, checksum))
         parent_key = chunk_key(layout_hash, salt, parent_key, tokens)
     return chunks, parent_key
-
-
-def _granted(answer: pb.ReserveResponse) -> list[tuple[int, int]]:
-    return [
-        (run.first_slot + index, generation)
-        for run in answer.runs
-        for index, generation in enumerate(run.generations)
-    ]
 
 
 async def _nothing_to_give_back(_: object) -> None:

@@ -26,6 +26,7 @@ from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.arena.records import SlotState
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import DeadlineExceeded, Unavailable
+from splitpoint.transport.cleanups import Cleanups
 from splitpoint.transport.servers import create_server, listen
 from splitpoint.v1 import kvstore_pb2_grpc
 from worker_service.engine.messages import Call
@@ -34,7 +35,6 @@ from worker_service.lanes.lanes import SerialLanes
 from worker_service.lanes.work import Work
 from worker_service.runtime import Runtime
 from worker_service.store.arena_tensors import ArenaTensors
-from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import StoreClient, WrittenChunk
 from worker_service.store.pool_rows import row_numbers
 from worker_service.store.write_back import (
