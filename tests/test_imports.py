@@ -51,6 +51,8 @@ TORCH_FILES = (
     "splitpoint_cli/bench/restore_runs.py",
     "splitpoint_cli/bench/stored_prefixes.py",
     "splitpoint_cli/eval/runs.py",
+    "splitpoint_vllm/copies.py",
+    "splitpoint_vllm/spec.py",
 )
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "joblib.load", "numpy.load", "np.load"}
@@ -328,6 +330,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "upstream",
         "batch",
         "endpoints",
+    ),
+    "splitpoint_vllm": (
+        *("plan", "namespace", "copies", "store", "worker"),
+        *("pages", "manager", "spec", "connector"),
     ),
     "splitpoint_cli": (
         *(
