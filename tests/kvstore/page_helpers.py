@@ -56,15 +56,22 @@ def write_pages(
     return chunks
 
 
+def written_chunks(
+    arena: Arena, granted: Iterable[tuple[int, int]], keys: Sequence[bytes], salt: bytes = b""
+) -> list[WrittenChunk]:
+    """Write pages into granted slots. Return what seals them in the store itself."""
+    return [
+        WrittenChunk(each.slot, each.generation, b"", page_words(each.page_key), each.checksum)
+        for each in write_pages(arena, granted, keys, salt)
+    ]
+
+
 def store_pages(
     store: KvStore, session_id: bytes, keys: Sequence[bytes], salt: bytes = b""
 ) -> list[int]:
     """Reserve, write and seal pages, in the store itself. Return their slots."""
     granted = granted_slots(store.reserve(session_id, len(keys), salt))
-    chunks = [
-        WrittenChunk(each.slot, each.generation, b"", page_words(each.page_key), each.checksum)
-        for each in write_pages(store.arena, granted, keys, salt)
-    ]
+    chunks = written_chunks(store.arena, granted, keys, salt)
     outcome = store.seal(session_id, salt, chunks, store.verify(chunks))
     return [chunk.entry.slot for chunk in outcome.chunks]
 
