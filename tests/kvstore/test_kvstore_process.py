@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,25 @@ LEASE_SECONDS = 2.0
 DISK = ("--tier-disk", "/nowhere/tier", "--tier-disk-size", "1GiB")
 
 
-def store_arguments(arena: Path, address: str) -> tuple[str, ...]:
+OF_TOKENS = ("--layout", LAYOUT.to_json())
+
+
+def store_arguments(arena: Path, address: str, what: Sequence[str] = OF_TOKENS) -> tuple[str, ...]:
     return (
-        *("--listen", address, "--layout", LAYOUT.to_json(), "--host-memory", "4MiB"),
+        *("--listen", address, *what, "--host-memory", "4MiB"),
         *("--arena", str(arena), "--lease-seconds", str(LEASE_SECONDS)),
     )
 
 
 class StoreProcess:
-    """A forked `kvstore_service` with a READY line. Its address is None if it ended without."""
+    """A forked `kvstore_service` with a READY line. Its address is None if it ended without.
 
-    def __init__(self, arena: Path, address: str, *more: str) -> None:
+    `what`: what the arena is for.
+    """
+
+    def __init__(
+        self, arena: Path, address: str, *more: str, what: Sequence[str] = OF_TOKENS
+    ) -> None:
         self.arena = arena
         self._parent = parent_of("kvstore_service")
         self._folder = Path(tempfile.mkdtemp(prefix="store-"))
@@ -60,7 +68,10 @@ class StoreProcess:
         printed.touch()
         self._told.touch()
         self._child = self._parent.fork(
-            "kvstore_service", (*store_arguments(arena, address), *more), printed, errors=self._told
+            "kvstore_service",
+            (*store_arguments(arena, address, what), *more),
+            printed,
+            errors=self._told,
         )
         self.pid = self._child.process_id
         line = self._child.first_line()

@@ -104,6 +104,28 @@ def test_layout_hash_differs_with_every_field() -> None:
         assert ArenaLayout.from_json(layout.to_json()) == layout
 
 
+def test_pages_have_one_plane_of_opaque_slots() -> None:
+    layout = ArenaLayout.of_pages(1001)
+    assert layout.chunk_bytes == layout.page_bytes == 1001
+    [plane] = layout.planes(1 << 21, slot_count=3)
+    assert (plane.layer, plane.tensor, plane.offset, plane.slot_bytes) == (0, "P", 1 << 21, 1001)
+    assert layout.tensors == ("P",)
+    assert ArenaLayout.from_json(layout.to_json()) == layout
+    hashes = {ArenaLayout.of_pages(size).layout_hash for size in (1, 1000, 1001, 1 << 30)}
+    assert len(hashes) == 4
+    for size in (-1, 0, (1 << 30) + 1):
+        with pytest.raises(InvalidArgument, match="page"):
+            ArenaLayout.of_pages(size)
+    with pytest.raises(InvalidArgument, match="no tensors"):
+        ArenaLayout(64, 2, 2, 8, 16, DataType.FLOAT32, False, b"weights", page_bytes=1001)
+
+
+def test_layouts_of_tokens_are_those_from_before_pages() -> None:
+    """A disk tier's folder stays readable in both directions."""
+    base = ArenaLayout(64, 2, 2, 8, 16, DataType.FLOAT32, False, b"weights")
+    assert "page_bytes" not in base.to_json()
+
+
 def test_native_layouts_are_those_from_before_encodings() -> None:
     base = ArenaLayout(64, 2, 2, 8, 16, DataType.FLOAT32, False, b"weights")
     assert base.layout_hash.hex() == "1426b299a0076bc176ee142b8aa0e495"

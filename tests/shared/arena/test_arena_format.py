@@ -57,7 +57,9 @@ SUPERBLOCK = Superblock(
     process_id=4242,
 )
 
-layouts = st.builds(
+PAGES = ArenaLayout.of_pages(1001)
+
+layouts = st.builds(ArenaLayout.of_pages, st.integers(1, 1 << 30)) | st.builds(
     ArenaLayout,
     chunk_tokens=st.integers(1, 4096),
     layer_count=st.integers(1, 80),
@@ -95,7 +97,7 @@ def test_regions_follow_each_other(layout: ArenaLayout, slot_count: int) -> None
 @given(layouts, st.integers(0, 1 << 40))
 def test_the_largest_arena_that_fits(layout: ArenaLayout, size_bytes: int) -> None:
     if Geometry(layout, 1).size_bytes > size_bytes:
-        with pytest.raises(InvalidArgument, match="hold no chunk"):
+        with pytest.raises(InvalidArgument, match=r"hold no (chunk|page)"):
             Geometry.fitting(layout, size_bytes)
         return
     geometry = Geometry.fitting(layout, size_bytes)
@@ -120,6 +122,10 @@ def test_the_offsets_of_the_document() -> None:
         block = dataclasses.replace(SUPERBLOCK, layout=layout).encode()
         assert struct.unpack_from("<I", block, 200) == (number,)
         assert not any(block[204:4092])
+    block = dataclasses.replace(SUPERBLOCK, layout=PAGES).encode()
+    assert struct.unpack_from("<10I", block, 40) == (8, 0, 0, 0, 0, 0, 0, 7, 256, 0)
+    assert struct.unpack_from("<IIQ", block, 200) == (0, 0, 1001)
+    assert not any(block[216:4092])
 
 
 # -- superblocks --------------------------------------------------------------------
@@ -192,6 +198,9 @@ SUPERBLOCK_ATTACKS: list[tuple[str, Callable[[], bytes], type[ArenaFormatError]]
     ("activations 2", lambda: forged(64, "<I", 2), arena_format.BadLayout),
     ("long fingerprint", lambda: forged(76, "<I", 65), arena_format.BadLayout),
     ("unknown encoding", lambda: forged(200, "<I", 3), arena_format.BadLayout),
+    ("tensors and pages", lambda: forged(208, "<Q", 1001), arena_format.BadLayout),
+    ("no tensors", lambda: forged(44, "<4I", 0, 0, 0, 0), arena_format.BadLayout),
+    ("huge pages", lambda: forged(208, "<Q", (1 << 30) + 1), arena_format.BadLayout),
     ("other encoding", lambda: forged(200, "<I", 1), arena_format.LayoutHashMismatch),
     ("other layout hash", lambda: forged(24, "<B", 0), arena_format.LayoutHashMismatch),
     ("other fingerprint", lambda: forged(80, "<B", 0), arena_format.LayoutHashMismatch),
@@ -219,6 +228,29 @@ def test_superblock_attacks(make: Callable[[], bytes], error: type[ArenaFormatEr
     # The other copy still counts.
     assert choose_superblock(make(), SUPERBLOCK.encode()) == SUPERBLOCK
     assert choose_superblock(SUPERBLOCK.encode(), make()) == SUPERBLOCK
+
+
+@pytest.mark.parametrize(
+    ("offset", "form", "value", "error"),
+    [
+        (40, "<I", 16, arena_format.BadLayout),
+        (44, "<I", 1, arena_format.BadLayout),
+        (60, "<I", 1, arena_format.BadLayout),
+        (64, "<I", 1, arena_format.BadLayout),
+        (200, "<I", 1, arena_format.BadLayout),
+        (208, "<Q", 0, arena_format.BadLayout),
+        (208, "<Q", 1000, arena_format.LayoutHashMismatch),
+    ],
+)
+def test_attacks_on_a_superblock_of_pages(
+    offset: int, form: str, value: int, error: type[ArenaFormatError]
+) -> None:
+    block = bytearray(dataclasses.replace(SUPERBLOCK, layout=PAGES).encode())
+    struct.pack_into(form, block, offset, value)
+    block[4092:] = struct.pack("<I", zlib.crc32(block[:4092]))
+    with pytest.raises(error) as caught:
+        Superblock.decode(bytes(block))
+    assert type(caught.value) is error
 
 
 def test_the_higher_sequence_counts() -> None:
