@@ -183,7 +183,7 @@ async def test_bad_pages_are_not_sealed(pages: Service, changes: dict[str, Any])
 
 
 async def test_calls_by_tokens_are_refused(pages: Service) -> None:
-    ids = {"session_id": pages.session, "request_id": b"r"}
+    ids: Any = {"session_id": pages.session, "request_id": b"r"}
     stub, reason = pages.stub, "OTHER_ARENA_KIND"
     await refused(stub.Match(pb.MatchRequest(token_ids=[1], **ids)), reason)
     await refused(stub.Match(pb.MatchRequest(token_ids=[1])), reason)

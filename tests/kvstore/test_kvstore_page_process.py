@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,7 @@ def test_before_its_first_engine_a_store_says_so(
             assert isinstance(refused(call), NotFound)
         for size in (-1, 1 << 31, 8 << 20):
             request = pb.AttachRequest(client_name="engine", process_id=1, page_bytes=size)
-            assert isinstance(
-                refused(lambda request=request: stub.Attach(request)), InvalidArgument
-            )
+            assert isinstance(refused(partial(stub.Attach, request)), InvalidArgument)
     assert list(shm_folder.iterdir()) == []
 
 

@@ -149,9 +149,11 @@ async def test_a_page_that_vanished_from_a_tier_is_a_miss(tmp_path: Path) -> Non
         await service.evict(keys)
         has = service.tier.has
 
-        async def has_then_lost(asked: Sequence[bytes]) -> list[bool]:
-            flags = await has(asked)
-            del service.tier.chunks[service.names(keys)[0]]
+        first = service.names(keys)[0]
+
+        async def has_then_lost(keys: Sequence[bytes]) -> list[bool]:
+            flags = await has(keys)
+            del service.tier.chunks[first]
             return flags
 
         service.tier.has = has_then_lost  # type: ignore[method-assign]
