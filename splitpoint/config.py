@@ -12,6 +12,8 @@ from pathlib import Path
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
+# Of a store alone.
+DEFAULT_STORE_ADDRESS = "127.0.0.1:50051"
 SHARED_MEMORY = Path("/dev/shm")
 # The kernel's sun_path is 108 bytes with its final zero.
 SOCKET_PATH_LIMIT = 107

@@ -19,6 +19,8 @@ from splitpoint_cli.output import EXIT_HELP, print_error
 COMMANDS = {
     "up": "splitpoint_cli.stack.up:up",
     "down": "splitpoint_cli.stack.down:down",
+    "store": "splitpoint_cli.stack.store:store",
+    "vllm-config": "splitpoint_cli.vllm_config:vllm_config",
     "generate": "splitpoint_cli.request.generate:generate",
     "chat": "splitpoint_cli.chat.command:chat",
     "batch": "splitpoint_cli.batch:batch",

@@ -349,7 +349,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "traces",
         *("checks", "stack"),
         *("request", "chat", "batch", "top"),
-        *("arena", "security", "compose", "planning", "doctor"),
+        *("arena", "security", "compose", "planning", "doctor", "vllm_config"),
         *("bench", "simulate", "calibrate", "eval"),
     ),
 }

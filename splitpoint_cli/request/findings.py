@@ -15,7 +15,7 @@ from splitpoint.transport.statuses import NO_ANSWER
 from splitpoint.v1 import kvstore_pb2
 from splitpoint_cli.output import duration_text, plain_reason
 from splitpoint_cli.request import tiers
-from splitpoint_cli.request.observed import Gateway, Status, Store
+from splitpoint_cli.request.observed import NO_ARENA_YET, Gateway, Status, Store
 from splitpoint_cli.stack.notes import GivenUpWorker
 
 # Refusals and losses longer ago are not reported.
@@ -52,6 +52,11 @@ class Finding:
     do: str
 
 
+def store_findings(store: Store) -> list[Finding]:
+    """Return all findings about a store alone, the worst first."""
+    return _worst_first([] if store.reason == NO_ARENA_YET else _store(store, ()))
+
+
 def findings_of(status: Status) -> list[Finding]:
     """Return all findings, the worst first."""
     found = [*_away(status), *_scheduler(status), *_redis(status)]
@@ -64,6 +69,10 @@ def findings_of(status: Status) -> list[Finding]:
         found += _store(store, _attached(store, status.workers))
     for gateway in status.gateways:
         found += _gateway(gateway, status.serving)
+    return _worst_first(found)
+
+
+def _worst_first(found: Iterable[Finding]) -> list[Finding]:
     order = list(Severity)
     return sorted(found, key=lambda finding: order.index(finding.severity))
 

@@ -153,16 +153,24 @@ def _message(status: int, body: bytes) -> str:
 
 
 _STORE_SECONDS = 5.0
+# A store of pages before the first engine.
+NO_ARENA_YET = "NO_ARENA_YET"
 _AWAY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """One KV store's statistics; `message` says why there are none."""
+    """One KV store's statistics; `message` says why there are none, `reason` in one word."""
 
     address: str
     stats: kvstore_pb2.GetStatsResponse | None
     message: str = ""
+    reason: str = ""
+
+    @property
+    def is_serving(self) -> bool:
+        """True if it answers; a store of pages has statistics once an engine has attached."""
+        return self.stats is not None or self.reason == NO_ARENA_YET
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,5 +255,6 @@ def read_store(address: str, identity: Identity = PLAIN) -> Store:
                 address, stub.GetStats(kvstore_pb2.GetStatsRequest(), timeout=_STORE_SECONDS)
             )
         except grpc.RpcError as error:
-            reason = statuses.error_of(error, address)
-            return Store(address, None, f"{code_name(reason)}: {reason.message}")
+            found = statuses.error_of(error, address)
+            message = f"{code_name(found)}: {found.message}"
+            return Store(address, None, message, found.reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,17 +14,15 @@ from rich.table import Table
 
 from splitpoint.client import Client
 from splitpoint.client.answers import TenantStatus, Worker
-from splitpoint.config import DEFAULT_ADDRESS, counted, format_size
+from splitpoint.config import DEFAULT_ADDRESS, check_address, counted, format_size
 from splitpoint.costs.fetching import known_rates
 from splitpoint.errors import DeadlineExceeded, Unavailable
-from splitpoint.transport import convert
-from splitpoint.transport.tls import client_identity
-from splitpoint.v1 import kvstore_pb2
+from splitpoint.transport.tls import Identity, client_identity
 from splitpoint_cli.options import Address, CaFile, TokenFile
 from splitpoint_cli.output import AsJson, OutputFile, hand_over, out, plain_reason, print_table
-from splitpoint_cli.request.findings import Finding, Severity, findings_of
-from splitpoint_cli.request.observed import Gateway, Status, Store, read_status
-from splitpoint_cli.request.tiers import tier_lines, tiers_json
+from splitpoint_cli.request.findings import Finding, Severity, findings_of, store_findings
+from splitpoint_cli.request.observed import Gateway, Status, read_status, read_store
+from splitpoint_cli.request.stores import engine_lines, store_json, store_lines
 
 _POLL_SECONDS = 0.2
 # Waiting requests that are listed in text.
@@ -47,6 +46,14 @@ def status(
     wide: Annotated[
         bool, typer.Option("--wide", help="Show the workers' kernels and threads, too.")
     ] = False,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Show this store alone and the engines that use it, such as a `splitpoint store`; "
+            "absent: the stack at --address.",
+            metavar="ADDRESS",
+        ),
+    ] = None,
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:
@@ -54,10 +61,15 @@ def status(
 
     A stack serves while one worker is ready, and is complete when all of them and the gateway are.
 
-    Exit codes: 0 it serves, whatever else is found; 1 it does not serve; 3 no scheduler answers;
-    4 it serves, and --wait ended before it was complete; 6 it serves, and `up` gave a worker up.
+    Exit codes: 0 it serves, whatever else is found; 1 it does not serve; 3 no scheduler answers (or
+    not the --store); 4 it serves, and --wait ended before it was complete; 6 it serves, and `up`
+    gave a worker up.
     """
-    with Client(address, identity=client_identity(ca=ca, token_file=token_file)) as client:
+    identity = client_identity(ca=ca, token_file=token_file)
+    if store is not None:
+        _show_store(store, identity, wait, as_json=as_json, output=output)
+        return
+    with Client(address, identity=identity) as client:
         found = _wait_complete(client, wait)
     hand_over(
         status_json(found), lambda: _print_tables(found, wide), as_json=as_json, output=output
@@ -65,6 +77,32 @@ def status(
     code = status_exit_code(found, has_waited=wait > 0)
     if code:
         raise typer.Exit(code)
+
+
+def _show_store(
+    address: str, identity: Identity, seconds: float, *, as_json: bool, output: Path | None
+) -> None:
+    """Show a store alone. Raises typer.Exit with 3 if it does not answer."""
+    check_address(address, field="store")
+    deadline = time.monotonic() + seconds
+    while not (found := read_store(address, identity)).is_serving and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    findings = store_findings(found)
+    report = {
+        "serves": found.is_serving,
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+        **store_json(found),
+    }
+
+    def show() -> None:
+        for finding in findings:
+            _print_finding(finding)
+        for line in (*store_lines(found), *engine_lines(found)):
+            _print_text(line)
+
+    hand_over(report, show, as_json=as_json, output=output)
+    if not found.is_serving:
+        raise typer.Exit(Unavailable.exit_code)
 
 
 def status_exit_code(found: Status, *, has_waited: bool) -> int:
@@ -126,54 +164,8 @@ def status_json(found: Status) -> dict[str, object]:
             for worker in found.workers
         ],
         "queue": dataclasses.asdict(found.queue),
-        "stores": [_store_json(store) for store in found.stores],
+        "stores": [store_json(store) for store in found.stores],
         "gateways": [dataclasses.asdict(gateway) for gateway in found.gateways],
-    }
-
-
-_STORE_FIELDS = (
-    "slot_count",
-    "free_slot_count",
-    "writing_slot_count",
-    "sealed_slot_count",
-    "quarantined_slot_count",
-    "session_count",
-    "lease_count",
-    "leased_slot_count",
-    "match_count",
-    "match_hit_count",
-    "query_token_count",
-    "hit_token_count",
-    "sealed_chunk_count",
-    "duplicate_chunk_count",
-    "evicted_chunk_count",
-    "eviction_policy",
-    "unadmitted_chunk_count",
-    "watermark_evicted_chunk_count",
-    "evicted_age_seconds_sum",
-    "memory_description",
-    "page_reason",
-    "checksum_failure_count",
-    "refused_reservation_count",
-    "former_arena_loss",
-    "arena_path",
-    "arena_size_bytes",
-)
-
-
-def _store_json(store: Store) -> dict[str, object]:
-    if store.stats is None:
-        return {"address": store.address, "message": store.message}
-    return {
-        "address": store.address,
-        "data_type": convert.data_type_from_proto(store.stats.layout.data_type).value,
-        "chunk_tokens": store.stats.layout.chunk_tokens,
-        "has_activations": store.stats.layout.has_activations,
-        "kv_encoding": convert.encoding_from_proto(store.stats.layout.encoding).value,
-        **{name: getattr(store.stats, name) for name in _STORE_FIELDS},
-        "evicted_by_use_count": list(store.stats.evicted_by_use_count),
-        "integrity_violations": list(store.stats.integrity_violations),
-        **tiers_json(store.stats),
     }
 
 
@@ -203,11 +195,8 @@ def _print_tables(found: Status, wide: bool) -> None:
     for line, ids in same.items():
         _print_text(f"worker{'s' if len(ids) > 1 else ''} {', '.join(ids)}: {line}")
     for store in found.stores:
-        _print_text(_store_line(store))
-        if store.stats is not None:
-            _print_text(memory_line(store.stats))
-            for line in tier_lines(store.stats):
-                _print_text(line)
+        for line in store_lines(store):
+            _print_text(line)
     for gateway in found.gateways:
         _print_text(gateway_line(gateway))
     for line in tenant_lines(found.scheduler.tenants):
@@ -359,42 +348,3 @@ def _print_finding(finding: Finding) -> None:
     why = f" ({finding.why})" if finding.why else ""
     out.print(f"[{colour}]{finding.severity.value}[/{colour}]: {escape(finding.what + why)}")
     out.print(f"  do: {escape(finding.do)}")
-
-
-def _store_line(store: Store) -> str:
-    stats = store.stats
-    if stats is None:
-        return f"store {store.address}: {plain_reason(store.message)}"
-    hits = f"{stats.hit_token_count:,} of {counted(stats.query_token_count, 'token')} found"
-    return (
-        f"store {store.address}\n  {stats.sealed_slot_count:,} of "
-        f"{counted(stats.slot_count, 'slot')} sealed, "
-        f"{stats.leased_slot_count:,} leased, {hits}, arena {format_size(stats.arena_size_bytes)}"
-        f"{_lossy_note(stats)}"
-    )
-
-
-def _lossy_note(stats: kvstore_pb2.GetStatsResponse) -> str:
-    """Return a note for a store with a lossy encoding; empty for others."""
-    encoding = convert.encoding_from_proto(stats.layout.encoding)
-    return f" in {encoding.value}: what is reused is approximate" if encoding.is_lossy else ""
-
-
-def memory_line(stats: kvstore_pb2.GetStatsResponse) -> str:
-    """Return the store's policy, its evictions, and the chunks that it did not admit."""
-    parts = [f"  eviction {stats.eviction_policy or 'unknown'}"]
-    if stats.evicted_chunk_count:
-        unused = stats.evicted_by_use_count[0] if stats.evicted_by_use_count else 0
-        age = stats.evicted_age_seconds_sum / stats.evicted_chunk_count
-        parts.append(
-            f"{counted(stats.evicted_chunk_count, 'chunk')} evicted, {unused:,} of them never used "
-            f"again, after {age:,.0f} s on average"
-        )
-    if stats.unadmitted_chunk_count:
-        parts.append(f"{stats.unadmitted_chunk_count:,} kept out")
-    if stats.memory_description:
-        parts.append(stats.memory_description)
-    if stats.page_reason:
-        tokens = counted(stats.layout.chunk_tokens, "token")
-        parts.append(f"chunks of {tokens} ({stats.page_reason})")
-    return ", ".join(parts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitpoint import config
+from splitpoint.host.memory import default_host_memory
 from splitpoint_cli.checks.ports import (
     check_http_address,
     metrics_addresses,
@@ -105,6 +106,16 @@ def arena_bytes(arena: Path) -> int:
         return arena.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def host_memory_bytes(given: str | None, arena: Path) -> int:
+    """Return the bytes of the arena: as `--host-memory` says, else those of one that is there.
+
+    An arena that exists is adopted with its size, whatever memory is free now.
+    """
+    if given is not None:
+        return config.parse_size(given, field="host_memory")
+    return arena_bytes(arena) or default_host_memory()
 
 
 def trace_path(trace: str | None, worker: int) -> Path | None:

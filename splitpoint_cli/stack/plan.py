@@ -14,7 +14,6 @@ from splitpoint.costs.page_choice import PageChoice
 from splitpoint.discovery.redis_options import read_redis_options
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need, need_all
-from splitpoint.host.memory import default_host_memory
 from splitpoint.host.processor import compiler, spin_environment
 from splitpoint.observe.logs import LogFormat
 from splitpoint.observe.tracing import collector_url
@@ -47,7 +46,13 @@ from splitpoint_cli.stack.devices import (
     worker_spin_count,
 )
 from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.places import arena_bytes, instance_of, places_of, trace_path
+from splitpoint_cli.stack.places import (
+    arena_bytes,
+    host_memory_bytes,
+    instance_of,
+    places_of,
+    trace_path,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,7 @@ def plan_stack(
     instance = instance_of(options.listen, options.instance)
     api_key = api_key_of(options, config.runtime_path(instance))
     places = places_of(options, len(devices), has_api_key=api_key is not None)
-    host_memory = _host_memory(options, places.arena)
+    host_memory = host_memory_bytes(options.host_memory, places.arena)
     new_arena_bytes = max(0, host_memory - arena_bytes(places.arena))
     shares = _memory_shares(options, model, devices, new_arena_bytes, free_memory)
     threads = options.threads or default_threads(devices, devices[0])
@@ -181,13 +186,6 @@ def plan_stack(
         log_format=LogFormat(options.log_format),
         weights=WeightFormat(options.weights),
     )
-
-
-def _host_memory(options: StackOptions, arena: Path) -> int:
-    if options.host_memory is not None:
-        return config.parse_size(options.host_memory, field="host_memory")
-    # An arena that exists is adopted with its size, whatever memory is free now.
-    return arena_bytes(arena) or default_host_memory()
 
 
 def _spinning(devices: tuple[str, ...], threads: int | None) -> Mapping[str, str]:

@@ -43,26 +43,26 @@ def check_machine(stack: Stack, say: Say) -> None:
     from splitpoint_cli.checks import model  # loads what extras of the installation bring
 
     if stack.metrics:
-        _judge(ports.check_metrics(stack.metrics), Unavailable, say, reason="METRICS_PORT")
+        judge(ports.check_metrics(stack.metrics), Unavailable, say, reason="METRICS_PORT")
     has_tls = stack.identity.serves_tls
     for address in stack.listens:
         listen = ports.check_listen(address, has_tls=has_tls, has_tokens=stack.has_tokens)
-        _judge(listen, Unavailable, say)
+        judge(listen, Unavailable, say)
     if stack.http is not None:
-        _judge(ports.check_free("http", stack.http, "--http"), Unavailable, say)
+        judge(ports.check_free("http", stack.http, "--http"), Unavailable, say)
     if stack.tier_disk is not None:
         folder, size = stack.tier_disk
-        _judge(disk.check_tier_disk(folder, str(size), Places()), InvalidArgument, say)
+        judge(disk.check_tier_disk(folder, str(size), Places()), InvalidArgument, say)
     for finding in _memory(stack):
-        _judge(finding, ResourceExhausted, say)
-    _judge(model.check_weights(stack.model), InvalidArgument, say)
+        judge(finding, ResourceExhausted, say)
+    judge(model.check_weights(stack.model), InvalidArgument, say)
     if stack.draft is not None:
-        _judge(model.check_weights(stack.draft[0]), InvalidArgument, say)
+        judge(model.check_weights(stack.draft[0]), InvalidArgument, say)
     tokenizer = model.check_tokenizer(stack.model, stack.shape.vocabulary_size)
     if tokenizer.verdict == "problem":  # a model without one is served by token ids
-        _judge(tokenizer, InvalidArgument, say)
+        judge(tokenizer, InvalidArgument, say)
     if stack.chat_template is not None:  # of the model's own the scheduler warns
-        _judge(model.check_chat_template(stack.model, stack.chat_template), InvalidArgument, say)
+        judge(model.check_chat_template(stack.model, stack.chat_template), InvalidArgument, say)
 
 
 def check_secret(stack: Stack, say: Say) -> None:
@@ -94,9 +94,10 @@ def _memory(stack: Stack) -> Iterator[Finding]:
     yield memory.check_memory(memory_facts(), needed, weights)
 
 
-def _judge(
+def judge(
     finding: Finding, kind: type[SplitpointError], say: Say, *, reason: str = "NOT_FIT"
 ) -> None:
+    """Raise a problem as an error of this kind; give a warning to `say`."""
     advice = f" ({finding.advice})" if finding.advice else ""
     if finding.verdict == "problem":
         raise kind(f"{finding.found}{advice}", reason=reason)

@@ -24,7 +24,11 @@ from splitpoint_cli.main import app
 from splitpoint_cli.stack.child import child_environment
 
 # What reports nothing: it runs a stack, stops one, asks for health, or makes files.
-SILENT = {"up", "down", "probe", "certs", "token", "compose", "arena rm"}
+# `vllm-config` prints the object that vLLM takes, whatever it is asked.
+SILENT = {
+    *("up", "down", "store", "vllm-config"),
+    *("probe", "certs", "token", "compose", "arena rm"),
+}
 ROOT = Path(__file__).resolve().parents[2]
 # Programs that benchmarks start: they have the options of a worker and report nothing.
 STARTED = {"double_worker"}

@@ -21,7 +21,8 @@ from splitpoint.transport.statuses import NO_ANSWER
 from splitpoint.v1 import kvstore_pb2, types_pb2
 from splitpoint_cli.request.findings import Finding, Severity, findings_of
 from splitpoint_cli.request.observed import Status, Store
-from splitpoint_cli.request.status import memory_line, status_exit_code
+from splitpoint_cli.request.status import status_exit_code
+from splitpoint_cli.request.stores import memory_line
 from splitpoint_cli.stack.notes import GivenUpWorker, read_given_up, write_given_up
 
 TELEMETRY = Telemetry(
