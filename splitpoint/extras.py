@@ -31,6 +31,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "plots": ("matplotlib",),
     "structured": ("llguidance",),
     "tracing": ("opentelemetry",),
+    "vllm": ("numpy", "xxhash"),
 }
 SERVICES = ("scheduler", "store", "worker")
 

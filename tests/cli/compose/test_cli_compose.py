@@ -414,3 +414,32 @@ def test_compose_down_with_volumes_forgets_what_was_fetched_from_them(
     command = ("make", "-n", "compose-down", "COMPOSE=docker-compose", f"ARGS={arguments}")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert ("rm -rf access" in done.stdout) is forgets
+
+
+# -- the profile vllm -------------------------------------------------------------------
+
+
+def test_the_profile_vllm_is_a_store_of_pages_that_engines_can_map() -> None:
+    content = base(SPLITPOINT_HOST_MEMORY="512m")
+    services = content["services"]
+    started = {name for name, each in services.items() if "vllm" in each["profiles"]}
+    assert started == {"setup", "page-store"}
+    service = services["page-store"]
+    store = parsed(service["command"])
+    assert (store.page_size, store.model, store.layout) == ("auto", None, None)
+    assert parse_size(store.host_memory) == 512 << 20
+    assert store.keep_arena
+    # What an engine mounts at the same paths, as docs/deployment.md says.
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    section = page.partition("\n## A store for vLLM\n")[2].partition("\n## ")[0]
+    socket = store.listen.removeprefix("unix:")
+    assert f"--store {store.listen}" in section
+    assert f"--user {service['user']}" in section
+    for volume, path in (("sockets", Path(socket).parent), ("arena", store.arena.parent)):
+        assert f"{volume}:{path}" in service["volumes"]
+        assert f"-v splitpoint_{volume}:{path}" in section
+    *_, address, flag, name = service["healthcheck"]["test"]
+    assert (address, flag, name) == (store.listen, "--service", "splitpoint.v1.KvStoreService")
+    # Prometheus finds it where it finds the store of other profiles.
+    assert services["page-store"]["networks"] == {"metrics": {"aliases": ["kvstore"]}}
+    assert store.metrics_open
