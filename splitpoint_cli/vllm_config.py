@@ -46,6 +46,14 @@ def vllm_config(
             metavar="PATH",
         ),
     ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Token (of a worker) that the engine shows to a store with --tokens, a file of "
+            "mode 0600; absent: none.",
+            metavar="PATH",
+        ),
+    ] = None,
     lookup_seconds: Annotated[
         float | None,
         typer.Option(
@@ -74,6 +82,7 @@ def vllm_config(
                 tls_ca=tls_ca,
                 tls_cert=tls_cert,
                 tls_key=tls_key,
+                token_file=token_file,
                 lookup_seconds=lookup_seconds,
                 link_rate=link_rate,
             ),
@@ -89,6 +98,7 @@ def transfer_config(
     tls_ca: Path | None = None,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
+    token_file: Path | None = None,
     lookup_seconds: float | None = None,
     link_rate: str | None = None,
 ) -> dict[str, Any]:
@@ -98,7 +108,7 @@ def transfer_config(
             "--tls-cert needs --tls-ca: without it the engine uses no TLS", field="tls-ca"
         )
     # That they can be used, not what is in them: vLLM's processes read the files.
-    read_identity(certificate=tls_cert, key=tls_key, authorities=tls_ca)
+    read_identity(certificate=tls_cert, key=tls_key, authorities=tls_ca, token_file=token_file)
     if lookup_seconds is not None and not 0 < lookup_seconds <= 60:
         raise InvalidArgument(
             f"--lookup-seconds is above 0 and at most 60, not {lookup_seconds:g}",
@@ -109,6 +119,7 @@ def transfer_config(
         "tls_ca": _absolute(tls_ca),
         "tls_certificate": _absolute(tls_cert),
         "tls_key": _absolute(tls_key),
+        "token_file": _absolute(token_file),
         "lookup_seconds": lookup_seconds,
         "link_rate": None if link_rate is None else parse_rate(link_rate, field="link-rate"),
     }

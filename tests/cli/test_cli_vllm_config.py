@@ -41,6 +41,8 @@ def test_every_option_reaches_the_connector(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_certificates(tmp_path)
+    (tmp_path / "engine.token").touch(0o600)
+    (tmp_path / "engine.token").write_text("a token")
     monkeypatch.chdir(tmp_path)  # vLLM may be started in another folder
     found = extra(
         transfer_config(
@@ -48,6 +50,7 @@ def test_every_option_reaches_the_connector(
             tls_ca=Path("ca.pem"),
             tls_cert=Path("client.pem"),
             tls_key=Path("client-key.pem"),
+            token_file=Path("engine.token"),
             lookup_seconds=0.5,
             link_rate="184MB",
         )
@@ -57,6 +60,7 @@ def test_every_option_reaches_the_connector(
         "tls_ca": str(tmp_path / "ca.pem"),
         "tls_certificate": str(tmp_path / "client.pem"),
         "tls_key": str(tmp_path / "client-key.pem"),
+        "token_file": str(tmp_path / "engine.token"),
         "lookup_seconds": 0.5,
         "link_rate": 184_000_000,
     }
