@@ -51,7 +51,7 @@ class Parts:
         return self._groups[0][0].rows.device
 
     def pieces(
-        self, groups: Numbers, block_ids: Numbers, slot_addresses: Numbers
+        self, groups: Numbers, block_ids: npt.NDArray[Any], slot_addresses: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
         """Return the address of each part in vLLM's cache, in the arena, and its size in bytes.
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from splitpoint.arena.mapping import Arena
 from splitpoint.errors import ResourceExhausted, SplitpointError
@@ -67,7 +68,7 @@ class Job:
 
     job_id: int
     group_sizes: Sequence[int]
-    block_ids: Numbers
+    block_ids: npt.NDArray[Any]
     after: Any
     submitted: float = field(default_factory=time.monotonic)
     state: State = State.QUEUED
@@ -223,7 +224,7 @@ class Transfers:
         self,
         job_id: int,
         group_sizes: Sequence[int],
-        block_ids: Numbers,
+        block_ids: npt.NDArray[Any],
         pages: Sequence[Page],
         arena_name: ArenaName | None,
     ) -> None:
@@ -238,7 +239,7 @@ class Transfers:
         self,
         job_id: int,
         group_sizes: Sequence[int],
-        block_ids: Numbers,
+        block_ids: npt.NDArray[Any],
         namespace: bytes,
         block_keys: Sequence[bytes],
     ) -> None:
