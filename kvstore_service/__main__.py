@@ -26,7 +26,7 @@ from kvstore_service.serving import FirstAttach, StoreServer
 from kvstore_service.stats import StoreInfo
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.disk.format import Division
-from splitpoint.arena.files import ArenaLost
+from splitpoint.arena.files import ArenaLost, check_room
 from splitpoint.arena.format import (
     ArenaFormatError,
     ForeignByteOrder,
@@ -172,7 +172,10 @@ class StoreSettings:
 
 
 def check_arguments(arguments: argparse.Namespace) -> StoreSettings:
-    """Check the arguments before anything is created. Raises InvalidArgument."""
+    """Check the arguments before anything is created.
+
+    Raises InvalidArgument, ArenaDiffers, and ResourceExhausted for an arena that cannot fit.
+    """
     watermarks, scrubbing = watermarks_of(arguments), scrubbing_of(arguments)
     tiers = tier_settings(arguments)
     choose_node(arguments.numa_node)
@@ -180,6 +183,9 @@ def check_arguments(arguments: argparse.Namespace) -> StoreSettings:
     settings = StoreSettings(wanted_layout(arguments), size, watermarks, scrubbing, tiers)
     if settings.layout is not None:
         settings.geometry_of(settings.layout)  # before minutes of allocating an arena
+    else:  # before the first engine attaches
+        parents = arguments.arena.absolute().parents
+        check_room(next(parent for parent in parents if parent.is_dir()), size)
     return settings
 
 
@@ -339,8 +345,10 @@ async def _serve_store(
         maintenance.add(asyncio.create_task(servicer.info.evictor.run()))
     stopping = asyncio.create_task(setup.stop.wait())
 
-    # Schedulers look for chunks of a prompt; they cannot know the keys of pages.
-    redis = None if opened.arena.layout.page_bytes else setup.redis
+    redis = setup.redis
+    if redis is not None and opened.arena.layout.page_bytes:
+        redis = None
+        log.info("not announced in Redis: schedulers cannot derive the keys of pages")
 
     def publisher(link: RedisLink) -> Announcer:
         from kvstore_service.catalog import CatalogPublisher

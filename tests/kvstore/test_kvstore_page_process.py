@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvstore_helpers import LAYOUT, granted_slots, mapped_arena
 from page_helpers import assert_pages, keys_of, write_pages
+from redis_server import RedisServer
 from test_kvstore_process import StoreProcess
 from waiting import wait_until
 
@@ -207,6 +208,28 @@ def test_a_size_makes_the_arena_at_once(start: Start, socket_address: str) -> No
     with store.stub() as stub:
         stats = stub.GetStats(pb.GetStatsRequest())
     assert (stats.layout.page_bytes, stats.slot_count) == (PAGE_BYTES, SLOTS)
+
+
+def test_an_arena_that_cannot_fit_is_refused_before_an_engine_comes(
+    start: Start, shm_folder: Path, socket_address: str
+) -> None:
+    store = start(socket_address, "--host-memory", "9000TiB")
+    status, errors = store.end()
+    assert (store.address, status) == (None, 5)
+    assert "does not fit" in errors
+    assert list(shm_folder.iterdir()) == []
+
+
+def test_pages_are_not_announced_in_redis(
+    start: Start, socket_address: str, redis_server: RedisServer
+) -> None:
+    start(socket_address, "--redis", redis_server.url)
+    engine = Engine(socket_address)
+    engine.write(keys_of(1, 2))
+    assert not engine.stats().HasField("redis")
+    with redis_server.client() as client:
+        assert client.keys() == []
+    engine.close()
 
 
 # -- starts on what is there ----------------------------------------------------------------

@@ -72,8 +72,11 @@ def entries(arena: Arena, slots: list[int]) -> list[Entry]:
     ]
 
 
-async def test_chunks_come_back_into_other_slots(shm_folder: Path, master: Master) -> None:
-    async with pool(shm_folder / "a", master) as (arena, tier):
+@pytest.mark.parametrize("layout", [LAYOUT, ArenaLayout.of_pages(300_001)], ids=["chunks", "pages"])
+async def test_chunks_come_back_into_other_slots(
+    shm_folder: Path, master: Master, layout: ArenaLayout
+) -> None:
+    async with pool(shm_folder / "a", master, layout=layout) as (arena, tier):
         chunks = entries(arena, [3, 4, 9])
         assert await tier.write(chunks) == 3
         assert await tier.write(chunks) == 3  # they are there
