@@ -322,7 +322,8 @@ class KvStore:
         """Publish written chunks in order; see the contract of Seal in kvstore.proto.
 
         `damages` is the result of `verify`. Raises FailedPrecondition or DataLoss at the first
-        chunk that cannot be sealed. Chunks before it stay sealed, those after it granted.
+        chunk that cannot be sealed. Chunks before it stay sealed, those after it granted; of pages,
+        which are sealed from the last to the first, the other way round.
         """
         session = self.sessions.live(session_id)
         while unverified := self.recovered.in_seal(salt, chunks):
@@ -335,8 +336,10 @@ class KvStore:
         if is_new_lease:
             lease = self.sessions.lease(session, ())
         sealed: list[Sealed] = []
+        # A sequence's last page first, so that it is evicted first. Chunks need their parents.
+        step = -1 if self.arena.layout.page_bytes else 1
         try:
-            for chunk, damage in zip(chunks, damages, strict=True):
+            for chunk, damage in list(zip(chunks, damages, strict=True))[::step]:
                 sealed.append(self._seal(session, salt, chunk, damage))
                 if lease is not None:
                     self.pool.leases.extend(lease, [sealed[-1].entry.slot])
@@ -345,7 +348,7 @@ class KvStore:
             if is_new_lease and lease is not None:
                 self.sessions.release_lease(session, lease.lease_id)
             raise
-        return SealOutcome(tuple(sealed), lease.lease_id if lease is not None else 0)
+        return SealOutcome(tuple(sealed[::step]), lease.lease_id if lease is not None else 0)
 
     def _seal(
         self, session: Session, salt: bytes, chunk: WrittenChunk, damage: ArenaFormatError | None

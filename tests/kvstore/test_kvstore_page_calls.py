@@ -27,7 +27,7 @@ from page_helpers import (
 from kvstore_service.metrics import readings
 from kvstore_service.session_manager import OTHER_OUTCOME, OUTCOME_NAMES
 from kvstore_service.validation import OUTCOME_LIMIT, PAGE_LIMIT
-from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
+from splitpoint.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.observe import metrics as m
 from splitpoint.transport.convert import layout_to_proto
 from splitpoint.transport.statuses import error_of
@@ -93,6 +93,18 @@ async def test_a_repeated_seal_has_one_effect(pages: Service) -> None:
     first = await call(pages.stub.Seal(request))
     assert await call(pages.stub.Seal(request)) == first
     assert (await pages.stats()).sealed_chunk_count == 2
+
+
+async def test_pages_are_sealed_from_the_last_to_the_first(pages: Service) -> None:
+    chunks = write_pages(pages.bench.arena, await pages.granted(3), keys_of(1, 2, 3))
+    pages.bench.arena.plane(0, "P")[chunks[1].slot, 0] ^= 1
+    with pytest.raises(DataLoss):
+        await pages.seal(chunks, keep_leased=True)
+    answer = await match_pages(pages, keys_of(1, 2, 3))
+    found = assert_pages(pages.bench.arena, answer.pages, keys_of(1, 2, 3))
+    assert found == [False, False, True]
+    assert pages.bench.states() == (SLOTS - 2, 1, 1, 0)
+    await pages.seal(chunks[:1])
 
 
 async def test_a_namespace_sees_its_own_pages_only(pages: Service) -> None:
