@@ -50,20 +50,19 @@ static inline void hide(float* scores, int low, int high, int first, int last) {
 
 // Turns the scores of `count` rows, a multiple of LANES, to weights; hidden rows weigh 0.
 static inline void weigh(float* scores, int count, float& peak, float& total) {
-  Floats most = load(scores);
-  for (int i = LANES; i < count; i += LANES) {
-    const Floats next = load(scores + i);
-    most = next > most ? next : most;
-  }
+  Vector most = vector_of(scores);
+  for (int i = LANES; i < count; i += LANES) most = larger(vector_of(scores + i), most);
+  const Floats lanes = floats_of(most);
   peak = LEAST;
-  for (int i = 0; i < LANES; i++) peak = std::max(peak, (float)most[i]);
-  Floats totals = {};
+  for (int i = 0; i < LANES; i++) peak = std::max(peak, (float)lanes[i]);
+  const Vector below = vector_of(all(-peak));
+  Vector totals = {};
   for (int i = 0; i < count; i += LANES) {
-    const Floats weights = exponential(load(scores + i) - peak);
+    const Vector weights = exponential(plus(vector_of(scores + i), below));
     store(scores + i, weights);
-    totals += weights;
+    totals = plus(totals, weights);
   }
-  total = sum(totals);
+  total = sum(floats_of(totals));
 }
 
 // Peak and total of a query's state, and what its sums and those of a part are multiplied by.
@@ -422,6 +421,19 @@ struct Block {
 
   // Keys as [d, LINE]; rows behind the last one are 0.
   void transpose(const Element* from, int low, int high) {
+#if NARROW
+    for (int row = low; row < (high + LANES - 1) / LANES * LANES; row += 8)
+      for (int i = 0; i < VECTORS; i++) {
+        Vector lines[8];
+        for (int lane = 0; lane < 8; lane++)
+          lines[lane] = row + lane < high ? part_of(from + (int64_t)(row + lane) * HEAD_DIM, i) : Vector{};
+        float* to = keys + i * LANES * LINE + row;
+        turn(to, {lines[0].low, lines[1].low, lines[2].low, lines[3].low, lines[4].low, lines[5].low, lines[6].low,
+                  lines[7].low});
+        turn(to + 8 * LINE, {lines[0].high, lines[1].high, lines[2].high, lines[3].high, lines[4].high,
+                             lines[5].high, lines[6].high, lines[7].high});
+      }
+#else
     for (int row = low; row < high; row += LANES)
       for (int i = 0; i < VECTORS; i++) {
         Floats lines[LANES], next[LANES];
@@ -441,12 +453,32 @@ struct Block {
         for (int lane = 0; lane < LANES; lane++)
           store(keys + (i * LANES + lane) * LINE + row, lines[lane]);
       }
+#endif
   }
+
+#if NARROW
+  // Writes 8 rows of 8 floats as lines that are LINE apart.
+  static inline void turn(float* to, const __m256 (&rows)[8]) {
+    __m256 pairs[8], fours[8];
+    for (int i = 0; i < 4; i++) {
+      pairs[2 * i] = _mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
+      pairs[2 * i + 1] = _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
+    }
+    for (int i = 0; i < 8; i++) {
+      const __m256 a = pairs[i / 4 * 4 + i % 4 / 2], b = pairs[i / 4 * 4 + i % 4 / 2 + 2];
+      fours[i] = i % 2 ? _mm256_shuffle_ps(a, b, 0xee) : _mm256_shuffle_ps(a, b, 0x44);
+    }
+    for (int i = 0; i < 4; i++) {
+      _mm256_storeu_ps(to + i * LINE, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20));
+      _mm256_storeu_ps(to + (i + 4) * LINE, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31));
+    }
+  }
+#endif
 
   void widen(const Element* from, int low, int high) {
     for (int row = low; row < high; row++)
       for (int i = 0; i < VECTORS; i++)
-        store(values + row * WIDTH + i * LANES, load_part(from + (int64_t)row * HEAD_DIM, i));
+        store(values + row * WIDTH + i * LANES, part_of(from + (int64_t)row * HEAD_DIM, i));
   }
 
   void attend_bunch(int row, int64_t unit, int rows) {
@@ -492,7 +524,7 @@ struct Block {
   // products is one chain, and the tree adds chains 8, 4, 2 and 1 apart.
   template <int P>
   inline void score_bunch(int row, int key) {
-    Floats total[BUNCH][P];
+    Vector total[BUNCH][P];
     tree<P, LANES>(queries + row * WIDTH, keys + key, total);
     for (int j = 0; j < BUNCH; j++)
       for (int p = 0; p < P; p++) store(scores + j * ROWS + key + p * LANES, total[j][p]);
@@ -500,51 +532,50 @@ struct Block {
 
   // Sums the chains l, l + STEP, l + 2 STEP ... of `query` and `key`, which begin at chain l.
   template <int P, int COUNT>
-  static inline void tree(const float* query, const float* key, Floats (&total)[BUNCH][P]) {
+  static inline void tree(const float* query, const float* key, Vector (&total)[BUNCH][P]) {
     if constexpr (COUNT == 1) {
+      for (int j = 0; j < BUNCH; j++)
+        for (int p = 0; p < P; p++) total[j][p] = Vector{};
       for (int i = 0; i < VECTORS; i++) {
-        Floats k[P];
-        for (int p = 0; p < P; p++) k[p] = load(key + i * LANES * LINE + p * LANES);
-        for (int j = 0; j < BUNCH; j++) {
-          const Floats q = all(query[j * WIDTH + i * LANES]);
-          for (int p = 0; p < P; p++)
-            total[j][p] = multiply_add(k[p], q, i ? total[j][p] : Floats{});
-        }
+        Vector k[P];
+        for (int p = 0; p < P; p++) k[p] = vector_of(key + i * LANES * LINE + p * LANES);
+        for (int j = 0; j < BUNCH; j++)
+          for (int p = 0; p < P; p++) total[j][p] = add_to(total[j][p], query[j * WIDTH + i * LANES], k[p]);
       }
     } else {
-      Floats other[BUNCH][P];
+      Vector other[BUNCH][P];
       const int step = LANES / COUNT;
       tree<P, COUNT / 2>(query, key, total);
       tree<P, COUNT / 2>(query + step, key + step * LINE, other);
       for (int j = 0; j < BUNCH; j++)
-        for (int p = 0; p < P; p++) total[j][p] += other[j][p];
+        for (int p = 0; p < P; p++) total[j][p] = plus(total[j][p], other[j][p]);
     }
   }
 
   // Adds to N vectors of the sums of BUNCH rows those of their part.
   template <int N>
   inline void add_bunch(const Bunch& bunch, int vector) {
-    Floats added[BUNCH][N] = {};
+    Vector added[BUNCH][N] = {};
     add_values<false>({bunch.any.low, bunch.every.low}, bunch, vector, added);
     add_values<true>(bunch.every, bunch, vector, added);
     add_values<false>({bunch.every.high, bunch.any.high}, bunch, vector, added);
     for (int j = 0; j < BUNCH; j++)
       for (int i = 0; i < N; i++) {
         float* own = sums + (bunch.row + j) * WIDTH + (vector + i) * LANES;
-        store(own, multiply_add(added[j][i], all(bunch.theirs[j]), rounded(load(own) * bunch.mine[j])));
+        store(own, add_to(times(vector_of(own), bunch.mine[j]), bunch.theirs[j], added[j][i]));
       }
   }
 
   // A row that is not seen may be infinite or NaN: its weight, which is 0, would not hide it.
   template <bool EVERY, int N>
-  inline void add_values(Span span, const Bunch& bunch, int vector, Floats (&added)[BUNCH][N]) {
+  inline void add_values(Span span, const Bunch& bunch, int vector, Vector (&added)[BUNCH][N]) {
     const float* value = values + span.low * WIDTH + vector * LANES;
     for (int k = span.low; k < span.high; k++, value += WIDTH)
       for (int i = 0; i < N; i++) {
-        const Floats element = load(value + i * LANES);
+        const Vector element = vector_of(value + i * LANES);
         for (int j = 0; j < BUNCH; j++)
           if (EVERY || (bunch.own[j].low <= k && k < bunch.own[j].high))
-            added[j][i] = multiply_add(element, all(scores[j * ROWS + k]), added[j][i]);
+            added[j][i] = add_to(added[j][i], scores[j * ROWS + k], element);
       }
   }
 };

@@ -155,6 +155,13 @@ static inline Vector add_to(Vector sum, float input, Vector column) {
 static inline Vector add_to(Vector sum, Vector a, Vector b) {
   return {_mm256_fmadd_ps(a.low, b.low, sum.low), _mm256_fmadd_ps(a.high, b.high, sum.high)};
 }
+static inline Vector plus(Vector a, Vector b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+static inline Vector times(Vector a, float factor) {
+  const __m256 all = _mm256_set1_ps(factor);
+  return {_mm256_mul_ps(a.low, all), _mm256_mul_ps(a.high, all)};
+}
+// `a` where it is larger; NaN is not.
+static inline Vector larger(Vector a, Vector b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
 static inline void store(float* to, Vector values) {
   // Or GCC keeps the first of them in memory while int8 is read, which could be anything's bytes.
   asm("" : "+x"(values.low), "+x"(values.high));
@@ -169,7 +176,15 @@ static inline Vector vector_of(const W* from) { return load(from); }
 static inline Vector vector_of(Floats values) { return values; }
 static inline Vector add_to(Vector sum, float input, Vector column) { return multiply_add(all(input), column, sum); }
 static inline Vector add_to(Vector sum, Vector a, Vector b) { return multiply_add(a, b, sum); }
+static inline Vector plus(Vector a, Vector b) { return a + b; }
+static inline Vector times(Vector a, float factor) { return rounded(a * factor); }
+static inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 #endif
+static inline Floats floats_of(Vector values) {
+  Floats floats;
+  memcpy(&floats, &values, sizeof floats);
+  return floats;
+}
 
 // e^x for x <= 0, as Cephes' expf: within 2 units in the last place. 0 below -87; NaN stays NaN.
 template <class F, class I>
@@ -188,19 +203,17 @@ static inline F exponential_of(F x) {
   y = y * (F)((__builtin_convertvector(whole, I) + 127) << 23);
   return under ? F{} : y;
 }
-static inline Floats exponential(Floats x) {
 #if NARROW
+static inline Vector exponential(Vector x) {
   typedef float Half __attribute__((vector_size(32)));
   typedef int32_t HalfIntegers __attribute__((vector_size(32)));
-  const Vector parts = vector_of(x);
-  const Half low = exponential_of<Half, HalfIntegers>((Half)parts.low);
-  const Half high = exponential_of<Half, HalfIntegers>((Half)parts.high);
-  store((float*)&x, Vector{(__m256)low, (__m256)high});
-  return x;
-#else
-  return exponential_of<Floats, Integers>(x);
-#endif
+  return {(__m256)exponential_of<Half, HalfIntegers>((Half)x.low),
+          (__m256)exponential_of<Half, HalfIntegers>((Half)x.high)};
 }
+static inline Floats exponential(Floats x) { return floats_of(exponential(vector_of(x))); }
+#else
+static inline Floats exponential(Floats x) { return exponential_of<Floats, Integers>(x); }
+#endif
 
 // The first `count` elements, or a whole vector of them; 0 behind them.
 template <class T>

@@ -119,8 +119,8 @@ def prefers_one_order(wish: str) -> bool:
 def _wins_by_flags() -> bool:
     """Return True if C++ kernels are faster than torch's on this processor, whatever is measured.
 
-    They were with vectors of 512 bits. torch's may have tiles to multiply with, and the C++
-    ones are slow at many rows with shorter vectors: products of 512 rows took 10 times as long.
+    They were with vectors of 512 bits. torch's may have tiles to multiply with, and with shorter
+    vectors oneDNN's products of many rows are about as fast.
     """
     flags = instruction_sets()
     return AVX512 in flags and AMX_BF16 not in flags
