@@ -114,6 +114,10 @@ class Campaign:
         """Wait until this many answers have come, or a client failed."""
         wait_until(lambda: len(self.answers) >= count or self.errors)
 
+    def wait_for_engine(self, store: Store) -> None:
+        """Wait until the engine has attached to the store again, or a client failed."""
+        wait_until(lambda: is_used(store) or self.errors)
+
     def finish(self) -> None:
         self._is_over.set()
         for client in self._clients:
@@ -302,7 +306,7 @@ def test_faults_cost_no_text_no_engine_and_no_page(tmp_path: Path) -> None:
             faulted = len(campaign.answers)
             if fault == "store":
                 store = kill(store, processes, rng)
-                wait_until(lambda found=store: is_used(found) or campaign.errors)
+                campaign.wait_for_engine(store)
             elif fault == "engine":
                 until = time.monotonic() + STORING_SECONDS
                 while not (is_storing := writes(store)) and time.monotonic() < until:
@@ -314,7 +318,7 @@ def test_faults_cost_no_text_no_engine_and_no_page(tmp_path: Path) -> None:
             elif fault == "frozen":
                 with frozen(store):
                     time.sleep(FROZEN_SECONDS)
-                wait_until(lambda found=store: is_used(found) or campaign.errors)
+                campaign.wait_for_engine(store)
             else:
                 with filled(store) as held:
                     done["slots held by another writer"] = held
