@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -347,6 +349,44 @@ def test_bad_options(
     assert text in errors
     assert "Traceback" not in errors
     assert list(shm_folder.iterdir()) == []
+
+
+# An engine that dies between its copies and their seal.
+DYING = """
+import sys, time
+from kvstore_helpers import granted_slots
+from page_helpers import keys_of, write_pages
+from test_kvstore_page_process import Engine, pb
+engine = Engine(sys.argv[1])
+reserved = engine.stub.Reserve(pb.ReserveRequest(slot_count=5, **engine.ids()))
+write_pages(engine.arena, granted_slots(reserved.runs), keys_of(1, 2, 3, 4, 5))
+answer = engine.stub.MatchPages(pb.MatchPagesRequest(page_keys=keys_of(0), **engine.ids()))
+print(answer.lease_id, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_engine_held_is_free_again(start: Start, socket_address: str) -> None:
+    start(socket_address)
+    engine = Engine(socket_address)
+    engine.write(keys_of(0))
+    dying = subprocess.Popen(
+        [sys.executable, "-c", DYING, socket_address],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert dying.stdout is not None
+    assert int(dying.stdout.readline()) > 0
+    stats = engine.stats()
+    assert (stats.writing_slot_count, stats.leased_slot_count) == (5, 1)
+    dying.kill()
+    dying.communicate()
+    wait_until(lambda: engine.stats().free_slot_count == SLOTS - 1)
+    stats = engine.stats()
+    assert (stats.lease_count, stats.quarantined_slot_count, stats.session_count) == (0, 0, 1)
+    assert engine.found(keys_of(0, 1, 2, 3, 4, 5)) == [True] + [False] * 5
+    engine.close()
 
 
 # -- a disk behind it -----------------------------------------------------------------------
