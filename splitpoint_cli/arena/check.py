@@ -88,7 +88,7 @@ class Contents:
 
     Attributes:
         states: slots by state; damaged and changing ones are in none of them.
-        chunk_count, token_count: of sealed slots.
+        chunk_count, token_count: of sealed slots; pages have no tokens.
         salt_count: distinct salts among the sealed chunks: one for each tenant, cache salt and
             digest of a worker's numerics.
         changing_count: slots that the store never left alone.
@@ -129,7 +129,7 @@ def read_contents(
     return Contents(
         states={state: states[state] for state in SlotState},
         chunk_count=chunk_count,
-        token_count=token_count,
+        token_count=0 if arena.layout.page_bytes else token_count,
         salt_count=len(salts),
         changing_count=changing_count,
         damages=tuple(damages),

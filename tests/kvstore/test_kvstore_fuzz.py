@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 
 import grpc
 import pytest
 from fuzzing import stream_status
-from kvstore_client import Service
+from kvstore_client import Service, serve
+from kvstore_helpers import SLOTS, Bench
 from long_runs import scaled
+from page_helpers import PAGES
 
 from kvstore_service.server import SERVICE_NAME
 from splitpoint.v1 import kvstore_pb2 as pb
@@ -24,6 +27,7 @@ UNARY = {
     "Seal": pb.SealRequest,
     "Release": pb.ReleaseRequest,
     "ReportChunks": pb.ReportChunksRequest,
+    "MatchPages": pb.MatchPagesRequest,
     "GetStats": pb.GetStatsRequest,
 }
 # INTERNAL and UNKNOWN would be bugs of ours.
@@ -106,6 +110,18 @@ async def status_of(call: grpc.aio.UnaryUnaryCall[bytes, bytes]) -> grpc.StatusC
 
 @pytest.mark.parametrize("method", UNARY)
 async def test_random_bytes(service: Service, method: str) -> None:
+    await check_random_bytes(service, method)
+
+
+@pytest.mark.parametrize("method", ["Attach", "MatchPages", "Reserve", "Seal", "ReportChunks"])
+async def test_random_bytes_to_a_store_of_pages(
+    shm_folder: Path, socket_address: str, method: str
+) -> None:
+    async with serve(Bench(shm_folder, SLOTS, layout=PAGES), socket_address) as service:
+        await check_random_bytes(service, method)
+
+
+async def check_random_bytes(service: Service, method: str) -> None:
     session_id = service.bench.attach()
     service.bench.store.reserve(session_id, 4)
     fuzzer = Fuzzer(session_id)

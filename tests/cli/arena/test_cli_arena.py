@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvstore_helpers import LAYOUT
+from kvstore_helpers import LAYOUT, Bench
 from own_names import instance_name
+from page_helpers import PAGES, keys_of, store_pages
 from typer.testing import CliRunner
 
 from splitpoint.arena.files import NotOurArena
@@ -123,6 +124,21 @@ def run_json(*arguments: str) -> tuple[int, dict[str, Any]]:
     code, printed = run(*arguments, "--json")
     answer: dict[str, Any] = json.loads(printed)
     return code, answer
+
+
+def test_an_arena_of_pages(shm_folder: Path) -> None:
+    bench = Bench(shm_folder, SLOTS, layout=PAGES)
+    slots = store_pages(bench.store, bench.attach(), keys_of(1, 2, 3), b"one")
+    path = str(bench.arena.path)
+    code, printed = run("verify", path)
+    assert code == 0
+    assert "layout      pages of at most 0.98 KiB" in printed
+    assert "pages       3 of 0.98 KiB, 1 salt, each compared with its checksum" in printed
+    bench.arena.plane(0, "P")[slots[1], 1000] ^= 1
+    code, found = run_json("verify", path)
+    assert (code, found["slots"]["damaged"], found["token_count"]) == (1, 1, 0)
+    assert found["layout"]["page_bytes"] == PAGES.page_bytes
+    bench.close()
 
 
 def test_inspect_counts_what_is_there(writer: Writer) -> None:
