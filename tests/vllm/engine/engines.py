@@ -131,8 +131,8 @@ class _Child:
         line = self._answers.readline()
         assert line, "the child ended"
         found = json.loads(line)
-        if isinstance(found, dict) and "failed" in found:
-            raise AssertionError(found["failed"])
+        if isinstance(found, dict) and "child failed" in found:
+            raise AssertionError(found["child failed"])
         return found
 
     def ask(self, request: object) -> Any:
@@ -160,7 +160,7 @@ def _forked(work: Callable[[Any, Any], None]) -> Iterator[_Child]:
                     work(requests, answers)
                     code = 0
                 except BaseException:
-                    answers.write(json.dumps({"failed": traceback.format_exc()}) + "\n")
+                    answers.write(json.dumps({"child failed": traceback.format_exc()}) + "\n")
         finally:
             os._exit(code)
     os.close(request_read)

@@ -49,3 +49,17 @@ def test_a_prefix_that_another_engine_computed_is_loaded(
     stats = store.stats()
     assert stats["integrity_violations"] == []
     assert stats["writing_slot_count"] == stats["leased_slot_count"] == 0
+
+
+def test_latent_attention_has_the_same_tokens(models: Path, store: Store) -> None:
+    """vLLM has no prefix cache there on CPUs, and computes what follows a hit by another kernel."""
+    short = FIRST[-700:]
+    with engine(models / "mla", None) as plain:
+        expected = plain.generate(short)
+    with engine(models / "mla", store.address) as first:
+        check_equal(first.generate(short), expected)
+    with engine(models / "mla", store.address) as second:
+        (warm,) = second.generate(short)
+    assert warm.tokens == expected[0].tokens
+    assert warm.reason == "loaded"
+    assert warm.cached >= 600
