@@ -253,4 +253,4 @@ def _use_handlers_of_vllm() -> None:
     ours, theirs = logging.getLogger("splitpoint"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), False
-        ours.setLevel(logging.INFO)
+        ours.setLevel(logging.WARNING)  # each attempt to attach is INFO

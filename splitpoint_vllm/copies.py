@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,8 @@ Numbers = npt.NDArray[np.int64]
 # Limits of one call (Linux: IOV_MAX, MAX_RW_COUNT).
 _CALL_PARTS = 1024
 _CALL_BYTES = 1 << 30
+# What is page-locked at once.
+_PIN_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,9 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """Return what a copy that is submitted now has to wait for. Called on vLLM's thread."""
 
+    def pin(self, payload: npt.NDArray[np.uint8]) -> None:
+        """Prepare the memory of an arena that was mapped just now, in place of the one before."""
+
     def copy(self, to: Numbers, source: Numbers, sizes: Numbers, after: Any) -> None:
         """Copy `sizes[i]` bytes from address `source[i]` to `to[i]`, and return when it is done.
 
@@ -95,6 +101,9 @@ class HostCopier:
     """
 
     def mark(self) -> None:
+        return None
+
+    def pin(self, payload: npt.NDArray[np.uint8]) -> None:
         return None
 
     def copy(self, to: Numbers, source: Numbers, sizes: Numbers, after: None) -> None:
@@ -133,6 +142,9 @@ class MoveCopier:
     def mark(self) -> None:
         return None
 
+    def pin(self, payload: npt.NDArray[np.uint8]) -> None:
+        return None
+
     def copy(self, to: Numbers, source: Numbers, sizes: Numbers, after: None) -> None:
         for destination, address, size in zip(
             to.tolist(), source.tolist(), sizes.tolist(), strict=True
@@ -149,10 +161,37 @@ class StreamCopier:
     def __init__(self) -> None:
         from vllm._custom_ops import swap_blocks_batch
         from vllm.platforms import current_platform
+        from vllm.v1.kv_offload.cpu import host_register
 
         self._platform: Any = current_platform
         self._copy_batch: Any = swap_blocks_batch
+        self._register: Any = host_register
         self._stream: Any = current_platform.Stream()
+        self._copying = threading.Lock()
+        self._pinned: list[int] = []  # addresses
+        self._payload: npt.NDArray[np.uint8] | None = None  # stays mapped while it is pinned
+
+    def pin(self, payload: npt.NDArray[np.uint8]) -> None:
+        """Page-lock an arena, and unlock the one before. Copies work meanwhile, more slowly.
+
+        Takes seconds for many GiB. Called by one thread at a time.
+        """
+        with self._copying:
+            self._unpin()
+        self._payload = payload
+        for start in range(0, payload.nbytes, _PIN_BYTES):
+            address = payload.ctypes.data + start
+            size = min(_PIN_BYTES, payload.nbytes - start)
+            if not self._register.host_register(address, size):  # vLLM has logged why
+                with self._copying:
+                    self._unpin()
+                return
+            self._pinned.append(address)
+
+    def _unpin(self) -> None:
+        for address in self._pinned:
+            self._register.host_unregister(address)
+        self._pinned, self._payload = [], None
 
     def mark(self) -> Any:
         """Return an event of the model's stream: blocks are written, or zeroed, before it."""
@@ -162,11 +201,11 @@ class StreamCopier:
 
     def copy(self, to: Numbers, source: Numbers, sizes: Numbers, after: Any) -> None:
         done = torch.Event()
-        with self._platform.stream(self._stream):
+        with self._copying, self._platform.stream(self._stream):
             self._stream.wait_event(after)
             self._copy_batch(*(torch.from_numpy(each) for each in (source, to, sizes)))
             done.record(self._stream)
-        done.synchronize()
+            done.synchronize()
 
 
 def copier_for(device: torch.device) -> Copier:

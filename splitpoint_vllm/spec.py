@@ -104,7 +104,9 @@ class SplitpointSpec(OffloadingSpec):
             authorities=extra.get("tls_ca"),
             token_file=extra.get("token_file"),
         )
-        name = f"vllm-{role}-{self.config.engine_id[:16]}"
+        # A UUID, and the rank of data parallelism.
+        engine = self.config.engine_id[:8] + self.config.engine_id[36:]
+        name = f"vllm-{role}-{engine[:32]}"
         return StoreSettings(str(extra["store"]), name, page_bytes, identity)
 
 
@@ -131,9 +133,9 @@ class SplitpointWorker(OffloadingWorker):
         link_rate = float(spec.extra_config.get("link_rate", 0.0))
         self.ended: list[Ended] = []
         self._rank = rank
-        self._transfers = Transfers(
-            PageWriter(settings), parts, copier_for(parts.device), rank, link_rate
-        )
+        copier = copier_for(parts.device)
+        writer = PageWriter(settings, copier.pin)
+        self._transfers = Transfers(writer, parts, copier, rank, link_rate)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         assert isinstance(src_spec, LoadedPages)

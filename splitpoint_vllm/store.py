@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from splitpoint.arena.mapping import Arena
+from splitpoint.arena.mapping import Arena, Bytes
 from splitpoint.errors import SplitpointError, Unavailable
 from splitpoint.transport.cleanups import Cleanups
 from splitpoint.transport.convert import layout_from_proto
@@ -129,6 +129,7 @@ class StoreClient(Generic[Connected]):
         self._cleanups = Cleanups()
         self._request_numbers = itertools.count(1)
         self._count_lock = threading.Lock()
+        self._names = settings.client_name, settings.address
         self._refusal = ""  # reason of the last attempt that failed, as it was logged
         self._session = self._submit(self._open(attachment)).result(GOODBYE_SECONDS)
 
@@ -155,6 +156,7 @@ class StoreClient(Generic[Connected]):
     def _attached(self) -> None:
         """Note that a session began."""
         self._refusal = ""
+        log.info("Splitpoint: %s uses the KV store at %s", *self._names)
 
     async def _quiesce(self) -> None:
         """Return when nothing writes into slots of the lost session."""
@@ -434,9 +436,18 @@ class PageWriter(StoreClient[MappedConnection]):
         writing: held while slots are written. A lost session is confirmed only when it is free.
     """
 
-    def __init__(self, settings: StoreSettings) -> None:
+    def __init__(
+        self, settings: StoreSettings, pin: Callable[[Bytes], None] = lambda _: None
+    ) -> None:
+        """`pin`: called with the payload of each arena that is mapped, in a thread of its own."""
         self.writing = threading.Lock()
+        self._pin = pin
         super().__init__(settings, _Mapped(settings.page_bytes))
+
+    def _attached(self) -> None:
+        super()._attached()
+        if self.connection is not None:
+            free_thread(self._pin, "splitpoint-pin", self.connection.arena.payload)
 
     async def _quiesce(self) -> None:
         # Who takes the lock looks at the connection first, which is none by now.
