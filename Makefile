@@ -21,6 +21,8 @@ export SPLITPOINT_REVISION ?= $(shell git rev-parse HEAD 2>/dev/null)
 VLLM_VENV := .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 VLLM_LOCK := requirements/vllm.lock
+# `make test` leaves them out (tests/conftest.py).
+VLLM_TESTS := tests/vllm/engine
 PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
 LOCKS  := requirements/control.lock requirements/worker.lock requirements/dev.lock
 # A GPU node often has torch already, and may have no network: run from the
@@ -74,11 +76,9 @@ demo: proto  ## Two CPU workers on one store: cold and warm, then everything sto
 # What is beside the services: `.ci/run` tests it. Run it after a change there.
 SHIPPED_TESTS := tests/deploy tests/monitoring tests/packaging tests/benchmarks tests/cli/bench tests/cli/compose \
 	$(wildcard tests/gateway/test_page*.py tests/tools/test_tools_train*.py)
-# Real engines of vLLM, which run in its environment.
-VLLM_TESTS := tests/vllm/engine
 
 test: proto  ## Run the tests of the services; `make test-shipped` has the rest
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(SHIPPED_TESTS) $(VLLM_TESTS)) $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(SHIPPED_TESTS)) $(ARGS)
 
 test-shipped: proto  ## Test chart, Compose files, packages, dashboards, the page in a browser, benchmarks, training
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(SHIPPED_TESTS) $(ARGS)

@@ -28,6 +28,8 @@ from redis_server import RedisServer  # noqa: E402
 
 from splitpoint.config import SHARED_MEMORY, runtime_path  # noqa: E402
 
+# Real engines of vLLM, in its own environment: `make vllm-test`.
+collect_ignore = ["vllm/engine"]
 # The choices of a process that outlive whatever made them; both need torch, which many tests
 # do without.
 KERNEL_MODULES = ("worker_service.kernels.choice", "worker_service.kernels.row_counts")
