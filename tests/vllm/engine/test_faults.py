@@ -23,8 +23,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
+import engines
 import grpc
 import pytest
 from flipped_bits import ArenaFile
@@ -362,6 +364,45 @@ def added_delay(engine: Engine, store: Store, rng: random.Random) -> float:
     assert {answer.told["reason"] for answer in answers} <= {"late", "away"}
     assert "late" in {answer.told["reason"] for answer in answers}
     return max(answer.seconds for answer in answers) - usual
+
+
+def dying_load(during_copy: bool) -> Callable[[], None]:
+    """Let the thread of the first load die: before its copy, or with garbage in half of it."""
+
+    def prepare() -> None:
+        from splitpoint_vllm.worker import LoadJob, Transfers
+
+        load, numbers = Transfers._copy_load, count(1)
+
+        def die(self: Transfers, job: LoadJob) -> tuple[int, str]:
+            if next(numbers) > 1:
+                return load(self, job)
+            if during_copy:
+                assert self._claim(job)
+                for group in self._parts._groups:
+                    for part in group:
+                        part.rows[job.block_ids.tolist()[::2]] = 7
+            raise SystemExit
+
+        Transfers._copy_load = die  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.mark.parametrize("during_copy", [False, True])
+def test_a_copy_thread_that_dies_costs_its_own_load(
+    models: Path, store: engines.Store, during_copy: bool
+) -> None:
+    first, second = engines.prompt(1, 700), engines.prompt(2, 700)
+    with engines.engine(models / "llama", None) as plain:
+        expected = plain.generate(first, second)
+    with engines.engine(models / "llama", store.address) as computes:
+        computes.generate(first, second)
+    prepare = dying_load(during_copy)
+    with engines.engine(models / "llama", store.address, prepare=prepare) as broken:
+        answers = [*broken.generate(first), *broken.generate(second)]
+    assert [each.reason for each in answers] == ["failed", "loaded"]
+    assert [each.tokens for each in answers] == [each.tokens for each in expected]
 
 
 def test_an_engine_whose_pages_do_not_fit_goes_on_without_the_store(tmp_path: Path) -> None:
