@@ -472,10 +472,15 @@ class PageWriter(StoreClient[MappedConnection]):
             tenant_salt=namespace,
         )
 
+        async def reserve() -> pb.ReserveResponse:
+            self._check_answers()
+            found: pb.ReserveResponse = await self._call(connection, "Reserve", request)
+            return found
+
         async def give_back(answer: pb.ReserveResponse) -> None:
             await self._release(connection, granted_slots(answer))
 
-        return granted_slots(self._obtain(connection, "Reserve", request, give_back, seconds))
+        return granted_slots(self._obtain(reserve(), give_back, seconds))
 
     def seal(
         self,
@@ -500,31 +505,40 @@ class PageWriter(StoreClient[MappedConnection]):
             ],
         )
 
-        async def give_back(_: object) -> None:
+        slots = [(page.slot, page.generation) for page in pages]
+
+        async def seal() -> None:
+            try:
+                self._check_answers()
+                await self._call(connection, "Seal", request)
+            except SplitpointError:
+                # Of several pages a part may be sealed; the others would stay granted.
+                self._cleanups.start(self._release(connection, slots))
+                raise
+
+        async def keep(_: None) -> None:
             """Keep what was sealed late."""
 
-        self._obtain(connection, "Seal", request, give_back, seconds)
+        self._obtain(seal(), keep, seconds)
 
     def release_slots(self, connection: MappedConnection, slots: list[tuple[int, int]]) -> None:
         """Give granted slots up that were not written, soon; the caller does not wait."""
         if slots:
             self._submit(self._release(connection, slots))
 
+    def _check_answers(self) -> None:
+        """Raise Unavailable while an answer is late: another one would be, too."""
+        if self._cleanups.has_late:
+            raise Unavailable("an answer of the KV store is late", reason="STORE_SILENT")
+
     def _obtain(
         self,
-        connection: MappedConnection,
-        method: str,
-        request: Any,
-        give_back: Any,
+        call: Coroutine[Any, Any, Result],
+        give_back: Callable[[Result], Coroutine[Any, Any, None]],
         seconds: float,
-    ) -> Any:
-        async def obtain() -> Any:
-            if self._cleanups.has_late:
-                raise Unavailable("an answer of the KV store is late", reason="STORE_SILENT")
-            call = self._call(connection, method, request)
-            return await self._cleanups.obtain(call, give_back, within=seconds)
-
-        return self._submit(obtain()).result(seconds + GOODBYE_SECONDS)
+    ) -> Result:
+        work = self._cleanups.obtain(call, give_back, within=seconds)
+        return self._submit(work).result(seconds + GOODBYE_SECONDS)
 
     async def _release(
         self, connection: MappedConnection, slots: Sequence[tuple[int, int]]

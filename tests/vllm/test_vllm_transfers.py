@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from forked_service import ForkedService, start_forked
 from own_names import free_ports, shared_memory_folder
 from waiting import wait_until
 
+from splitpoint.arena.mapping import Arena
 from splitpoint.config import remove_tree
 from splitpoint_vllm import worker as worker_module
 from splitpoint_vllm.copies import HostCopier, Part, Parts
@@ -387,3 +389,23 @@ def test_a_lease_that_is_answered_late_is_released(
     processes.signal(signal.SIGCONT)
     # All pages were leased by that look-up: while they are, there is no room.
     wait_until(lambda: rank.store(keys_from(3), FROM).problem == "")
+
+
+def test_a_seal_that_fails_leaves_no_slot_granted(
+    processes: Processes, rank_of: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes.start(memory="4MiB")
+    rank = rank_of(1)
+    rank.wait_connected()
+    checksum, numbers = Arena.checksum, count()
+    monkeypatch.setattr(
+        Arena, "checksum", lambda arena, slot: checksum(arena, slot) + (next(numbers) == 3)
+    )
+    ended = rank.store(keys_from(1), FROM)
+    assert ended.problem == "away"
+    monkeypatch.undo()
+    # 13 slots in all: those of the failed call are needed again.
+    wait_until(lambda: rank.store(keys_from(2), FROM).unstored == frozenset())
+    answer = rank.look_up(keys_from(2))
+    assert rank.store(keys_from(3), FROM).problem == ""
+    assert len(answer.pages) == len(rank.look_up(keys_from(3)).pages) == 6

@@ -191,5 +191,15 @@ ENGINE_QUESTIONS |= {"metrics": _metrics, "preemptions": _preemptions, "forget":
 
 
 def test_another_dtype_shares_no_pages(models: Path, filled: Store) -> None:
+    def outcomes() -> dict[str, str]:
+        """What the engine's scheduler told the store."""
+        (found,) = (
+            each["outcomes"]
+            for each in filled.stats()["sessions"]
+            if each["client_name"].startswith("vllm-scheduler-") and not each["is_orphaned"]
+        )
+        return dict(found)
+
     with engine(models / "llama", filled.address, dtype="bfloat16") as other:
         assert other.generate(PROMPTS[0])[0].reason == "miss"
+        wait_until(lambda: outcomes() == {"miss": "1"})
