@@ -113,6 +113,7 @@ def _check_page_options(arguments: argparse.Namespace) -> None:
 def kept_pages(arguments: argparse.Namespace) -> ArenaLayout | None:
     """Return the layout of an arena of pages that an earlier store left. None if there is none.
 
+    None also if it may be replaced: the first engine's pages decide whether it is.
     Raises ArenaDiffers if an arena of another kind or version is there and may not be replaced.
     """
     path = arguments.arena.absolute()
@@ -123,7 +124,7 @@ def kept_pages(arguments: argparse.Namespace) -> ArenaLayout | None:
     except (NotFound, ArenaFormatError):
         return None  # `ArenaOwner.adopt` sets a damaged one aside
     else:
-        if layout.page_bytes:
+        if layout.page_bytes and not arguments.replace_arena:
             return layout
         found = "an arena of chunks of tokens"
     if not arguments.replace_arena:

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -21,12 +21,12 @@ from kvstore_service.idempotency import Call, IdempotentCalls, Response
 from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.maintenance import Maintenance
 from kvstore_service.pool.chunk_pool import WrittenChunk
-from kvstore_service.pool.prefix_index import Entry
+from kvstore_service.pool.prefix_index import Entry, PageNames
 from kvstore_service.pool.slot_grants import GrantedRun
 from kvstore_service.reader import ChunkReader
 from kvstore_service.slots import READ_AT_ONCE_BYTES, Reserver, Sealer
 from kvstore_service.stats import StoreInfo, endpoint_message, stats_response
-from kvstore_service.store import KvStore, Matched
+from kvstore_service.store import KvStore, Matched, MatchedPages
 from kvstore_service.tiers.loader import ChunkLoader, SlotFiller
 from kvstore_service.tiers.manager import TierManager
 from kvstore_service.tiers.tier import ChunkTransfer
@@ -40,9 +40,12 @@ from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 _THREADS = 2
+# Pages that are named or answered for without a pause for other calls: a few milliseconds.
+_PORTION = 1024
 
 _log = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
 _Context = Any  # grpc.aio.ServicerContext; the generated base class is untyped
 
 
@@ -264,29 +267,42 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self.maintenance.called()
         call = self._call(request, pb.MatchPagesResponse)
         session_id = request.session_id
-        names = self.store.pool.name_pages(request.tenant_salt, request.page_keys)
+        names = await self._named(request)
 
-        def leased() -> pb.MatchPagesResponse:
+        def lease() -> MatchedPages:
             found = self.store.match_pages(session_id, names)
             self.tiers.used([entry for entry in found.entries if entry is not None])
-            handles = dict(zip(names.page_keys, map(_page_handle, found.entries), strict=True))
-            return pb.MatchPagesResponse(
-                pages=[handles[key] for key in request.page_keys],
-                lease_id=found.lease_id,
-                epoch=self.store.epoch,
-            )
+            return found
 
-        async def loaded() -> pb.MatchPagesResponse:
-            await self.maintenance.verify(lambda: self.store.recovered.in_pages(names))
-            async with self._loader.pages(session_id, names):
-                return leased()
-
-        def work() -> pb.MatchPagesResponse | Coroutine[Any, Any, pb.MatchPagesResponse]:
+        async def work() -> pb.MatchPagesResponse:
             self.store.sessions.arena_user(session_id)
             must_load = self.tiers.tiers and None in self.store.pool.index.pages(names)
-            return loaded() if must_load or self.store.recovered.in_pages(names) else leased()
+            if not must_load and not self.store.recovered.in_pages(names):
+                return await self._pages(request, names, lease())
+            await self.maintenance.verify(lambda: self.store.recovered.in_pages(names))
+            async with self._loader.pages(session_id, names):
+                found = lease()
+            return await self._pages(request, names, found)
 
         return await self._calls.answer(call, work)
+
+    async def _named(self, request: pb.MatchPagesRequest) -> PageNames:
+        """Return the names of the distinct pages that are asked for."""
+        names = PageNames(request.tenant_salt, (), ())
+        async for keys in _in_portions(list(dict.fromkeys(request.page_keys))):
+            names += self.store.pool.name_pages(request.tenant_salt, keys)
+        return names
+
+    async def _pages(
+        self, request: pb.MatchPagesRequest, names: PageNames, found: MatchedPages
+    ) -> pb.MatchPagesResponse:
+        handles: dict[bytes, types_pb2.SlotHandle] = {}
+        async for part in _in_portions(list(zip(names.page_keys, found.entries, strict=True))):
+            handles.update((key, _page_handle(entry)) for key, entry in part)
+        answer = pb.MatchPagesResponse(lease_id=found.lease_id, epoch=self.store.epoch)
+        async for keys in _in_portions(request.page_keys):
+            answer.pages.extend(handles[key] for key in keys)
+        return answer
 
     async def ReadChunks(self, request: pb.ReadChunksRequest, context: _Context) -> None:
         self.maintenance.called()
@@ -426,6 +442,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         return stats_response(
             self.store, self.maintenance, self.info, uptime, self.tiers, self.transfer
         )
+
+
+async def _in_portions(items: Sequence[Item]) -> AsyncIterator[Sequence[Item]]:
+    """Yield a portion of the items at a time. Other calls run in between."""
+    for first in range(0, len(items), _PORTION):
+        if first:
+            await asyncio.sleep(0)
+        yield items[first : first + _PORTION]
 
 
 def _page_handle(entry: Entry | None) -> types_pb2.SlotHandle:

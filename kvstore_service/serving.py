@@ -27,6 +27,9 @@ from splitpoint.v1 import kvstore_pb2_grpc
 
 MOST_CONCURRENT_CALLS = 1024
 STOP_SECONDS = 5.0
+# Smallest slots of an arena that the first Attach decides: pages of one byte would make tables of
+# many millions of slots.
+LEAST_SLOT_BYTES = 64 << 10
 
 _Context = Any  # grpc.aio.ServicerContext; the generated base class is untyped
 
@@ -140,7 +143,7 @@ class FirstAttach:
         if not request.page_bytes:
             raise _no_arena()
         if not self._layout.done():
-            layout = ArenaLayout.of_pages(request.page_bytes)
+            layout = ArenaLayout.of_pages(max(request.page_bytes, LEAST_SLOT_BYTES))
             self._check(layout)
             self._layout.set_result(layout)
         servicer = await asyncio.shield(self._servicer)

@@ -87,6 +87,10 @@ class PageNames:
         keys = (packed_chunk_key(layout_hash, salt, b"", page_key) for page_key in page_keys)
         return cls(salt, tuple(page_keys), tuple(keys))
 
+    def __add__(self, behind: PageNames) -> PageNames:
+        """Return these names and those behind them, of the same salt."""
+        return PageNames(self.salt, self.page_keys + behind.page_keys, self.keys + behind.keys)
+
     def only(self, flags: Iterable[bool]) -> PageNames:
         """Return the names whose flag is set; there is one for each."""
         chosen = list(flags)

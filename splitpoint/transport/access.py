@@ -83,7 +83,7 @@ ROLES: dict[str, frozenset[Role]] = {
     **_allow(_OBSERVERS, _WORKER, "GetInfo", "Profile", "Drain"),
     **_allow(_SERVICES, _WORKER, "Run"),
     **_allow(_SERVICES, _STORE, "Attach", "KeepAlive", "Match", "Reserve", "Seal", "Release"),
-    **_allow(_SERVICES, _STORE, "ReadChunks", "ReportChunks"),
+    **_allow(_SERVICES, _STORE, "MatchPages", "ReadChunks", "ReportChunks"),
     **_allow(_SERVICES, _STORE, "LoadChunks", "FillSlots"),
     **_allow(_ADMINS, _STORE, "Evict"),
     **_allow(_OBSERVERS, _STORE, "GetStats"),

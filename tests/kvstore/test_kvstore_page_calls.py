@@ -77,6 +77,18 @@ async def test_sealed_pages_are_found_in_the_order_of_the_keys(pages: Service) -
     assert (nothing.lease_id, [page.generation for page in nothing.pages]) == (0, [0, 0])
 
 
+async def test_other_calls_run_during_a_look_up_of_many_pages(pages: Service) -> None:
+    await seal_pages(pages, keys_of(1, 2, 3))
+    keys = [*keys_of(2), *keys_of(*range(100, 20_100)), *keys_of(3, 2)]
+    looking = asyncio.ensure_future(match_pages(pages, keys))
+    await pages.stats()
+    assert not looking.done()
+    answer = await looking
+    found = assert_pages(pages.bench.arena, answer.pages, keys)
+    assert found == [True, *[False] * 20_000, True, True]
+    assert (await pages.stats()).leased_slot_count == 2
+
+
 async def test_a_repeated_look_up_has_one_effect(pages: Service) -> None:
     await seal_pages(pages, keys_of(1, 2))
     first = await match_pages(pages, keys_of(1, 2, 3), request_id=b"same")

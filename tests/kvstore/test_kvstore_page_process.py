@@ -205,6 +205,13 @@ def test_of_two_first_engines_one_decides(start: Start, socket_address: str) -> 
     small.close()
 
 
+def test_tiny_pages_make_no_table_of_millions_of_slots(start: Start, socket_address: str) -> None:
+    start(socket_address)
+    tiny = Engine(socket_address, 1)
+    assert (tiny.attached.layout.page_bytes, tiny.attached.slot_count) == (64 << 10, SLOTS)
+    tiny.close()
+
+
 def test_a_size_makes_the_arena_at_once(start: Start, socket_address: str) -> None:
     store = start(socket_address, what=SIZED)
     with store.stub() as stub:
@@ -297,6 +304,22 @@ def test_a_kept_arena_of_pages(start: Start, socket_address: str) -> None:
     replaced = start(socket_address, "--replace-arena", what=("--page-size", "32KiB"))
     with replaced.stub() as stub:
         assert stub.GetStats(pb.GetStatsRequest()).layout.page_bytes == 32 << 10
+
+
+@pytest.mark.parametrize("size", [PAGE_BYTES, 2 * PAGE_BYTES])
+def test_the_first_engine_decides_whether_a_kept_arena_is_replaced(
+    start: Start, socket_address: str, size: int
+) -> None:
+    store = start(socket_address, "--keep-arena")
+    engine = Engine(socket_address)
+    engine.write(keys_of(1))
+    engine.close()
+    assert store.end()[0] == 0
+    start(socket_address, "--replace-arena")
+    engine = Engine(socket_address, size)
+    assert engine.attached.layout.page_bytes == size
+    assert engine.found(keys_of(1)) == [size == PAGE_BYTES]
+    engine.close()
 
 
 @pytest.mark.parametrize("kind", ["tokens", "version 1"])
@@ -426,7 +449,7 @@ def test_pages_of_two_sizes_share_a_folder(
 ) -> None:
     disk = ("--tier-disk", str(shm_folder / "tier"), "--tier-disk-size", "32MiB")
     hashes = set()
-    for number, size in enumerate((PAGE_BYTES, PAGE_BYTES // 2)):
+    for number, size in enumerate((2 * PAGE_BYTES, PAGE_BYTES)):
         store = start(f"{socket_address}{number}", *disk, arena=str(number))
         engine = Engine(f"{socket_address}{number}", size)
         assert engine.found(keys_of(1)) == [False]
