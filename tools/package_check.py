@@ -70,6 +70,7 @@ def build(folder: Path) -> Path:
     for wanted in (
         "splitpoint/bundled/stdlib-llama/model.safetensors",
         "splitpoint/py.typed",
+        "splitpoint_vllm/connector.py",
         "gateway_service/endpoints/page_files/index.html",
     ):
         expect(wanted in names, f"{wanted} is missing from the wheel")
