@@ -289,11 +289,12 @@ def _llm(model: Path, store: str | None, extra: dict[str, Any], options: dict[st
 def _wait_connected(llm: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    if has_kv_transfer_group():
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    if connector is not None:
+        assert connector._manager._finder.wait_connected(SECONDS)
+    if has_kv_transfer_group():  # else workers are other processes
         worker = get_kv_transfer_group().connector_worker.worker
         assert worker._transfers._store.wait_connected(SECONDS)
-        assert scheduler.connector._manager._finder.wait_connected(SECONDS)
 
 
 def _generate(llm: Any, request: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from engines import Answer, Store, engine, prompt
 
+pytestmark = pytest.mark.timeout(600)
+
 SHARED = prompt(1, 1920)
 FIRST, SECOND = prompt(2, 40, after=SHARED), prompt(3, 40, after=SHARED)
 # Windows and recurrent states hit a prefix that ends elsewhere only if they are retained there.
@@ -63,3 +65,13 @@ def test_latent_attention_has_the_same_tokens(models: Path, store: Store) -> Non
     assert warm.tokens == expected[0].tokens
     assert warm.reason == "loaded"
     assert warm.cached >= 600
+
+
+def test_each_rank_loads_its_own_pages(models: Path, store: Store) -> None:
+    options: dict[str, Any] = {"tensor_parallel_size": 2}
+    with engine(models / "opt", store.address, **options) as first:
+        expected = [*first.generate(FIRST), *first.generate(SECOND)]
+    with engine(models / "opt", store.address, **options) as second:
+        warm = second.generate(SECOND)
+    check_equal(warm, expected[1:])
+    assert (warm[0].reason, warm[0].cached) == ("loaded", 1920)

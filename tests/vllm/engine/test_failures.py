@@ -14,6 +14,8 @@ from engines import ENGINE_QUESTIONS, Answer, Store, engine, prompt
 from test_answers import check_equal
 from waiting import wait_until
 
+pytestmark = pytest.mark.timeout(600)
+
 SHARED = prompt(1, 640)
 PROMPTS = [prompt(10 + number, 100, after=SHARED) for number in range(6)]
 
