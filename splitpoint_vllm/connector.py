@@ -42,6 +42,10 @@ log = logging.getLogger("vllm.splitpoint.connector")
 
 # How long an engine's start waits for the store.
 START_SECONDS = 2.0
+# A request that arrives during a step is looked up right before the next one, which it would miss
+# if its answer were not waited for: by this share of a step's time in all, and at most so long.
+PATIENCE_SHARE = 0.03
+PATIENCE_SECONDS = 0.01
 
 
 class ConnectorWorker(OffloadingConnectorWorker):
@@ -98,6 +102,8 @@ class SplitpointConnector(OffloadingConnector):
         # Steps under way: when each began, and the tokens that it computes.
         self._steps: deque[tuple[float, int]] = deque()
         self._step_ended = 0.0
+        self._patience = PATIENCE_SECONDS  # left for the step that is scheduled now
+        self._step_seconds = PATIENCE_SECONDS / PATIENCE_SHARE
         if self.connector_worker is not None:
             spec = self.connector_worker.spec
             assert isinstance(spec, SplitpointSpec)
@@ -151,9 +157,17 @@ class SplitpointConnector(OffloadingConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._manager.look_up_again(request.request_id, lambda: self._block_keys(request))
-        if self._manager.is_waiting(request.request_id):
+        if self._is_waiting(request.request_id):
             return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def _is_waiting(self, request_id: str) -> bool:
+        """Return True if a request has no answer yet, although it was waited for a little."""
+        if self._manager.is_waiting(request_id) and self._patience > 0:
+            started = time.monotonic()
+            self._manager.wait_for_answer(request_id, self._patience)
+            self._patience -= time.monotonic() - started
+        return self._manager.is_waiting(request_id)
 
     def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return the most tokens to load, by the plan. None: no limit."""
@@ -192,6 +206,7 @@ class SplitpointConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         tokens = scheduler_output.total_num_scheduled_tokens
+        self._patience = min(PATIENCE_SECONDS, PATIENCE_SHARE * self._step_seconds)
         if tokens:
             # A step without prompts says little about computing them.
             is_prefill = tokens > len(scheduler_output.num_scheduled_tokens)
@@ -223,7 +238,8 @@ class SplitpointConnector(OffloadingConnector):
         if self._steps:
             begun, tokens = self._steps.popleft()
             # With asynchronous scheduling a step begins before the one before it has ended.
-            self._manager.planner.measured_step(tokens, now - max(begun, self._step_ended))
+            self._step_seconds = now - max(begun, self._step_ended)
+            self._manager.planner.measured_step(tokens, self._step_seconds)
         self._step_ended = now
 
     def request_finished_all_groups(

@@ -182,6 +182,12 @@ class SplitpointManager(OffloadingManager):
             self._note_evicted(request.block_keys, answer)
         return False
 
+    def wait_for_answer(self, request_id: str, seconds: float) -> None:
+        """Return when a request has its answer, at most so much later."""
+        lookup = self._requests[request_id].lookup
+        if lookup is not None:
+            lookup.wait(seconds)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if self.is_waiting(req_context.req_id):
             return LookupResult.RETRY
@@ -225,7 +231,9 @@ class SplitpointManager(OffloadingManager):
             return Reason.DISABLED
         if request.answer is not None and request.answer.reason is not None:
             return request.answer.reason
-        return Reason.MISS if request.plan is None else request.plan[1].reason
+        if request.plan is None or request.plan[1].reason is Reason.LOADED:
+            return Reason.MISS  # or vLLM found as much in its own cache in the end
+        return Reason.SLOWER
 
     # -- loads -----------------------------------------------------------------------------
 

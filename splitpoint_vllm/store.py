@@ -241,6 +241,7 @@ class Lookup:
         self._deadline = deadline
         self._answer: Answer | None = None
         self._lock = threading.Lock()
+        self._settled = threading.Event()
 
     def settle(self, answer: Answer) -> bool:
         """Set the answer. Return False if another one stands."""
@@ -248,7 +249,12 @@ class Lookup:
             if self._answer is not None:
                 return False
             self._answer = answer
+            self._settled.set()
             return True
+
+    def wait(self, seconds: float) -> None:
+        """Return when there is an answer, at most so much later."""
+        self._settled.wait(seconds)
 
     def answer(self) -> Answer | None:
         """Return the answer. None until it is there or the deadline has passed."""

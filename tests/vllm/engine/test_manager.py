@@ -104,6 +104,30 @@ def test_vllm_waits_for_the_answer_and_loads_what_was_found(
     assert finder.released == [7]
 
 
+def test_an_answer_is_waited_for_no_longer_than_it_takes(
+    manager: SplitpointManager, finder: Finder
+) -> None:
+    begin(manager, "a")
+    started = time.monotonic()
+    manager.wait_for_answer("a", 0.05)
+    assert time.monotonic() - started >= 0.05
+    assert manager.is_waiting("a")
+    finder.answer(*KEYS)
+    manager.wait_for_answer("a", 60.0)
+    assert time.monotonic() - started < 30.0
+    assert not manager.is_waiting("a")
+
+
+def test_nothing_loaded_is_never_called_loaded(manager: SplitpointManager, finder: Finder) -> None:
+    context = begin(manager, "a")
+    finder.answer(*KEYS)
+    found(manager, context)
+    assert manager.plan("a", 768, 128, 6000).reason is Reason.LOADED
+    manager.allocated("a", 0)  # vLLM's own cache had as much
+    assert manager.outcome("a")["reason"] == "miss"
+    assert finder.released == [7]
+
+
 def test_a_late_answer_is_a_miss_and_its_lease_is_not_kept(
     manager: SplitpointManager, finder: Finder
 ) -> None:
