@@ -13,7 +13,6 @@ import argparse
 import inspect
 import os
 import random
-import re
 import signal
 import statistics
 import sys
@@ -44,7 +43,7 @@ from benchmarks.vllm_connector import (
     stop,
 )
 from splitpoint.arena.mapping import Arena
-from splitpoint.config import arena_path
+from splitpoint.config import SHARED_MEMORY, arena_path
 from splitpoint.errors import Unavailable
 from splitpoint.transport.channels import open_sync_channel
 from splitpoint.transport.convert import layout_from_proto
@@ -154,15 +153,17 @@ class Campaign:
 def shared_files(group: int) -> set[Path]:
     """Return what a group of processes has in shared memory besides the arena.
 
-    vLLM and multiprocessing leave it there if all of them are killed.
+    vLLM and multiprocessing leave it there if all of them are killed. A semaphore is mapped by
+    another name than the one it has then, so files are compared by their numbers.
     """
-    found: set[Path] = set()
+    mapped: set[int] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile
             if os.getpgid(int(folder.name)) == group:
-                names = re.findall(r"/dev/shm/(?:psm|sem)\S+$", (folder / "maps").read_text(), re.M)
-                found |= {Path(name) for name in names}
-    return found
+                lines = (folder / "maps").read_text().splitlines()
+                mapped |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    files = [*SHARED_MEMORY.glob("psm_*"), *SHARED_MEMORY.glob("sem.*")]
+    return {path for path in files if path.stat().st_ino in mapped}
 
 
 def kill(store: Store, processes: Processes, rng: random.Random) -> Store:
