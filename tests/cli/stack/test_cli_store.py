@@ -23,7 +23,7 @@ from splitpoint.transport import channels, statuses
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 SECONDS = 60
-PAGE_BYTES = 4096
+PAGE_BYTES = 64 << 10
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def test_it_says_where_it_is_serves_and_leaves_nothing(number: int) -> None:
         assert f"splitpoint status --store {address}" in printed
         assert not arena.exists(), "the first engine decides the size of a page"
         answer = attach(address, PAGE_BYTES)
-        assert answer.slot_count > 1000
+        assert answer.slot_count == 224
         assert arena.exists()
         stop(process, number)
     assert not arena.parent.exists()
@@ -140,10 +140,10 @@ def test_status_shows_a_store_alone_and_its_engines() -> None:
             shown = status(address)
             told = json.loads(status(address, "--json"))
             is_over.set()
-        assert "\n  0 of 3,584 slots sealed, 0 leased, 0 of 2 pages found, arena 16 MiB" in shown
-        assert " for pages of 4 KiB\n" in shown
+        assert "\n  0 of 224 slots sealed, 0 leased, 0 of 2 pages found, arena 16 MiB" in shown
+        assert " for pages of 64 KiB\n" in shown
         assert "  a test: 0 of 2 pages found, 5 miss, 3 away, 3 loaded\n" in shown
-        assert (told["free_slot_count"], told["page_bytes"]) == (3584, PAGE_BYTES)
+        assert (told["free_slot_count"], told["page_bytes"]) == (224, PAGE_BYTES)
         [engine] = told["sessions"]
         assert engine["outcomes"] == {"loaded": 3, "miss": 5, "away": 3}
         assert (engine["query_count"], engine["hit_count"]) == (2, 0)
