@@ -130,6 +130,9 @@ class SplitpointConnector(OffloadingConnector):
         except SplitpointError as error:
             log.error("Splitpoint: serving without the KV store: %s", error.message)
             return
+        except Exception:  # of vLLM's configuration, or of a model's: no reason to end an engine
+            log.exception("Splitpoint: serving without the KV store")
+            return
         log.info("Splitpoint: namespace %s of %s", namespace.hex()[:16], facts)
         self._manager.start(finder, namespace, config.parallel_config.world_size)
         if not finder.wait_connected(START_SECONDS):

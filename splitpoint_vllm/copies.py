@@ -7,6 +7,7 @@ loop over them would take the interpreter's lock for every part while the model 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+
+log = logging.getLogger("vllm.splitpoint.copies")
 
 Numbers = npt.NDArray[np.int64]
 
@@ -216,6 +219,7 @@ def copier_for(device: torch.device) -> Copier:
     address = probe.ctypes.data
     try:
         HostCopier().copy(_numbers([address]), _numbers([address + 8]), _numbers([8]), None)
-    except (OSError, AttributeError):
+    except (OSError, AttributeError) as error:
+        log.warning("Splitpoint: pages are copied part by part: %s", error)
         return MoveCopier()
     return HostCopier()
