@@ -183,10 +183,13 @@ class SplitpointConnector(OffloadingConnector):
         found = self.scheduler._lookup(status, limit)
         if not found:
             return limit
+        groups = self.scheduler.config.kv_group_configs
+        # A part of what was found may end where windows and linear attention have no state.
+        least = math.lcm(*(group.tokens_per_chunk for group in groups))
         plan = self._manager.plan(
             request.request_id,
             found,
-            math.lcm(*(group.tokens_per_chunk for group in self.scheduler.config.kv_group_configs)),
+            found if self.scheduler._sliding_window_groups else least,
             self._load_bytes(num_computed_tokens, found),
         )
         return limit if plan.tokens >= found else plan.tokens

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -35,6 +36,8 @@ from splitpoint_vllm.store import Answer, Lookup, Page, PageFinder
 
 log = logging.getLogger("vllm.splitpoint.manager")
 
+# Blocks that are announced as stored at a time. The oldest of more are announced as removed.
+MOST_ANNOUNCED = 1 << 18
 # How long a request that waits for vLLM may keep what was found from eviction.
 HOLD_SECONDS = 10.0
 # Outcomes that a log line at INFO tells; the others are DEBUG.
@@ -121,7 +124,8 @@ class SplitpointManager(OffloadingManager):
         self._storing: set[OffloadKey] = set()
         self._unstored: set[OffloadKey] = set()
         self._announces = announces
-        self._announced: set[OffloadKey] = set()
+        # In the order in which they were stored.
+        self._announced: dict[OffloadKey, None] = {}
         self._events: list[OffloadingEvent] = []
         self._stats = OffloadingConnectorStats()
         self._next_look_at_leases = 0.0
@@ -378,10 +382,17 @@ class SplitpointManager(OffloadingManager):
     # -- vLLM's events, statistics and commands -----------------------------------------------
 
     def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
-        if self._announces:
-            change = self._announced.difference_update if removed else self._announced.update
-            change(keys)
-            self._events.append(OffloadingEvent(keys, Medium.CPU, removed, Locality.LOCAL))
+        if not self._announces:
+            return
+        for key in keys:
+            if removed:
+                self._announced.pop(key, None)
+            else:
+                self._announced[key] = None
+        self._events.append(OffloadingEvent(keys, Medium.CPU, removed, Locality.LOCAL))
+        over = len(self._announced) - MOST_ANNOUNCED
+        if over > 0:
+            self._announce(list(islice(self._announced, over)), removed=True)
 
     def _note_evicted(self, block_keys: Sequence[OffloadKey], answer: Answer) -> None:
         """Announce that blocks are gone which this engine stored and a look-up did not find."""

@@ -41,7 +41,9 @@ class EngineFacts:
         model: what vLLM makes of the checkpoint: dtype, quantisation, overridden configuration.
         device: processor with the instruction sets that choose kernels, or the accelerator.
         cache: dtype and layout of blocks.
-        ranks: sizes of tensor, pipeline, prefill context and decode context parallelism.
+        ranks: sizes of tensor, pipeline, prefill context and decode context parallelism, and how
+            tokens go to the ranks of a context.
+        stages: which layers each stage of a pipeline has, if that was chosen.
         hashes: hash algorithm of blocks, its seed, and tokens per hash.
     """
 
@@ -53,6 +55,7 @@ class EngineFacts:
     groups: tuple[PageGroup, ...]
     ranks: tuple[int, ...]
     hashes: tuple[str, ...]
+    stages: str = ""
 
 
 def namespace_of(facts: EngineFacts) -> bytes:

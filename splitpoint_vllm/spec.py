@@ -40,8 +40,13 @@ from splitpoint_vllm.pages import LoadedPages, StoredPages
 from splitpoint_vllm.store import PageWriter, StoreSettings
 from splitpoint_vllm.worker import Ended, Transfers
 
-# How long a request waits for the store's answer.
-LOOKUP_SECONDS = 0.2
+# How long a request waits for the store's answer. With the event loop's grace at most 0.2 s.
+LOOKUP_SECONDS = 0.15
+# Options of vLLM's cache that decide the bytes of a block.
+_CACHE_OPTIONS = (
+    *("cache_dtype", "kv_cache_layout", "kv_cache_dtype_skip_layers"),
+    *("mamba_cache_mode", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
+)
 # Of vLLM's versions; its interface for connectors may change with any.
 SUPPORTED_VERSIONS = ("0.32.",)
 
@@ -129,12 +134,17 @@ class SplitpointWorker(OffloadingWorker):
                 for group in kv_caches.group_data_refs
             ]
         )
-        settings = spec.store_settings(f"worker-{rank}", max(parts.page_bytes))
+        # With padding, as the scheduler counts: both must name the size of one slot.
+        padded = (
+            sum(kv_caches.tensors[ref.tensor_idx].page_size_bytes for ref in group)
+            for group in kv_caches.group_data_refs
+        )
+        page_bytes = max(*parts.page_bytes, *padded)
         link_rate = float(spec.extra_config.get("link_rate", 0.0))
         self.ended: list[Ended] = []
         self._rank = rank
         copier = copier_for(parts.device)
-        writer = PageWriter(settings, copier.pin)
+        writer = PageWriter(spec.store_settings(f"worker-{rank}", page_bytes), copier.pin)
         self._transfers = Transfers(writer, parts, copier, rank, link_rate)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
@@ -199,16 +209,22 @@ def engine_facts(
             str(model.quantization),
             str(None if speculation is None else speculation.method),
             _digest(_configuration(model.hf_config)),
+            _rotation(model),
         ),
         device=_device(),
-        cache=(str(config.cache_config.cache_dtype), str(config.cache_config.kv_cache_layout)),
+        cache=(
+            *(str(getattr(config.cache_config, name, None)) for name in _CACHE_OPTIONS),
+            str(config.attention_config.backend),
+        ),
         groups=tuple(page_groups(config, cache)),
         ranks=(
             parallel.tensor_parallel_size,
             parallel.pipeline_parallel_size,
             parallel.prefill_context_parallel_size,
             parallel.decode_context_parallel_size,
+            parallel.cp_kv_cache_interleave_size,
         ),
+        stages=environment.get("VLLM_PP_LAYER_PARTITION", ""),
         hashes=(
             algorithm,
             hash_seed(algorithm, environment),
@@ -236,9 +252,9 @@ def block_bytes(group: KVCacheGroupSpec) -> int:
 
 
 def _kind(group: KVCacheGroupSpec) -> str:
+    """Return the class of a group's layers, and a digest of what a block has of each."""
     spec = group.kv_cache_spec
-    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return f"{type(spec).__name__} {window or ''}".strip()
+    return f"{type(spec).__name__} {_digest(repr((group.layer_names, spec)))}"
 
 
 def _fingerprint(config: VllmConfig, name: str, revision: str | None) -> str:
@@ -249,7 +265,9 @@ def _fingerprint(config: VllmConfig, name: str, revision: str | None) -> str:
     if config.load_config.load_format == "dummy":
         # vLLM fills weights with numbers that depend on nothing else.
         return "dummy " + _digest(read_bytes(folder / "config.json").hex())
-    return model_fingerprint(folder).hex()
+    # In the hub's cache a file is a link to one that is named by the hash of all its bytes.
+    links = sorted(path.readlink().name for path in folder.iterdir() if path.is_symlink())
+    return " ".join((model_fingerprint(folder).hex(), *links))
 
 
 def _cached_folder(config: VllmConfig, name: str, revision: str | None) -> Path:
@@ -270,12 +288,22 @@ def _cached_folder(config: VllmConfig, name: str, revision: str | None) -> Path:
         ) from error
 
 
+def _rotation(model: Any) -> str:
+    """Return what keys are rotated by, beside the configuration.
+
+    vLLM takes LongRoPE's factors for long or for short texts by the longest one that it serves.
+    """
+    has_two = any(name in _configuration(model.hf_config) for name in ('"longrope"', '"su"'))
+    return f"texts of {model.max_model_len}" if has_two else ""
+
+
 def _configuration(hf_config: Any) -> str:
     """Return the model's configuration, overrides included, without where it came from."""
     facts = hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
         facts.pop(name, None)
-    return json.dumps(facts, sort_keys=True, default=str)
+    # A text of anything else could be of where it lies in memory.
+    return json.dumps(facts, sort_keys=True, default=lambda value: type(value).__name__)
 
 
 def _digest(text: str) -> str:

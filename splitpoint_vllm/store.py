@@ -26,6 +26,7 @@ from splitpoint.errors import SplitpointError, Unavailable
 from splitpoint.transport.cleanups import Cleanups
 from splitpoint.transport.convert import layout_from_proto
 from splitpoint.transport.store_session import (
+    CALL_SECONDS,
     GOODBYE_SECONDS,
     Attachment,
     Connection,
@@ -45,8 +46,12 @@ log = logging.getLogger("vllm.splitpoint.store")
 Result = TypeVar("Result")
 Connected = TypeVar("Connected", bound=Connection)
 
+# The event loop's thread begins within this time, also on a busy host.
+_OPEN_SECONDS = 30.0
 # What one MatchPages call may ask for.
 MOST_KEYS = 65_536
+# How long the store may load pages from its tiers for one look-up.
+MATCH_SECONDS = 120.0
 # How much later than its deadline the event loop may be with an answer.
 _GRACE_SECONDS = 0.05
 # After this many late answers in a row the store is silent: no request waits for the next one.
@@ -131,7 +136,7 @@ class StoreClient(Generic[Connected]):
         self._count_lock = threading.Lock()
         self._names = settings.client_name, settings.address
         self._refusal = ""  # reason of the last attempt that failed, as it was logged
-        self._session = self._submit(self._open(attachment)).result(GOODBYE_SECONDS)
+        self._session = self._submit(self._open(attachment)).result(_OPEN_SECONDS)
 
     async def _open(self, attachment: Attachment[Connected]) -> StoreSession[Connected]:
         settings = self.settings
@@ -202,8 +207,11 @@ class StoreClient(Generic[Connected]):
     def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _call(self, connection: Connected, method: str, request: Any) -> Any:
-        return await self._session.call(connection, getattr(self._session.stub, method), request)
+    async def _call(
+        self, connection: Connected, method: str, request: Any, seconds: float = CALL_SECONDS
+    ) -> Any:
+        stub = self._session.stub
+        return await self._session.call(connection, getattr(stub, method), request, seconds)
 
     async def _call_and_forget(self, connection: Connected, method: str, request: Any) -> None:
         """Call, unless the session is over: what it held is free then."""
@@ -335,14 +343,20 @@ class PageFinder(StoreClient[RemoteConnection]):
             page_keys=[page_key(key, rank) for key in block_keys for rank in range(ranks)],
         )
 
+        async def ask() -> pb.MatchPagesResponse:
+            try:
+                found: pb.MatchPagesResponse = await self._call(
+                    connection, "MatchPages", request, seconds=MATCH_SECONDS
+                )
+                return found
+            finally:  # late or not, the store has answered
+                self._late_count = 0
+
         async def give_back(answer: pb.MatchPagesResponse) -> None:
-            self._late_count = 0
             await self._release(connection, answer.lease_id)
 
         try:
-            found = await self._cleanups.obtain(
-                self._call(connection, "MatchPages", request), give_back, within=seconds
-            )
+            found = await self._cleanups.obtain(ask(), give_back, within=seconds)
         except SplitpointError as error:
             is_late = error.reason == "STORE_SILENT"
             self._late_count += is_late
@@ -456,7 +470,7 @@ class PageWriter(StoreClient[MappedConnection]):
             free_thread(self._pin, "splitpoint-pin", self.connection.arena.payload)
 
     async def _quiesce(self) -> None:
-        # Who takes the lock looks at the connection first, which is none by now.
+        # A thread that takes the lock looks at the connection first, which is none by now.
         await asyncio.get_running_loop().run_in_executor(None, self._wait_unwritten)
 
     def _wait_unwritten(self) -> None:
@@ -543,8 +557,12 @@ class PageWriter(StoreClient[MappedConnection]):
         give_back: Callable[[Result], Coroutine[Any, Any, None]],
         seconds: float,
     ) -> Result:
-        work = self._cleanups.obtain(call, give_back, within=seconds)
-        return self._submit(work).result(seconds + GOODBYE_SECONDS)
+        work = self._submit(self._cleanups.obtain(call, give_back, within=seconds))
+        try:
+            return work.result(seconds + GOODBYE_SECONDS)
+        except TimeoutError:
+            work.cancel()  # what is granted later is given back
+            raise
 
     async def _release(
         self, connection: MappedConnection, slots: Sequence[tuple[int, int]]

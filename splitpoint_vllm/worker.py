@@ -155,7 +155,10 @@ class Lane:
             has_work = self._current is not None or bool(self._jobs)
             is_dead = not self._thread.is_alive()
             silence = time.monotonic() - self._progress
-            if self._is_closing or not (is_dead or (has_work and silence > self._stall_seconds)):
+            # A copy takes as long as it takes: nothing could end it.
+            copies = self._current is not None and self._current.state is State.COPYING
+            hangs = has_work and not copies and silence > self._stall_seconds
+            if self._is_closing or not (is_dead or hangs):
                 return None, False
             log.error(
                 "Splitpoint: thread %s %s; another one takes over",

@@ -389,18 +389,19 @@ class StoreSession(Generic[Connected]):
         connection: Connected,
         method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
         request: Request,
+        seconds: float = CALL_SECONDS,
     ) -> Response:
-        """Make a call, and repeat it once if no answer came.
+        """Make a call, and repeat it once if no answer came within so many seconds.
 
         Every request has an id, so the store does nothing twice, and the answer tells what a
         call that timed out was granted. If there is no answer again the session ends, and
         what it holds is free when the next one begins.
         """
         try:
-            return await call_once(method, request)
+            return await call_once(method, request, seconds)
         except (DeadlineExceeded, Unavailable):
             try:
-                return await call_once(method, request)
+                return await call_once(method, request, seconds)
             except (DeadlineExceeded, Unavailable):
                 self._give_up(connection)
                 raise
@@ -410,11 +411,13 @@ class StoreSession(Generic[Connected]):
 
 
 async def call_once(
-    method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
+    method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+    request: Request,
+    seconds: float = CALL_SECONDS,
 ) -> Response:
-    """Call a store within CALL_SECONDS. Raises what it answers, as a SplitpointError."""
+    """Call a store within `seconds`. Raises what it answers, as a SplitpointError."""
     try:
-        return await method(request, timeout=CALL_SECONDS, metadata=tracing.metadata())
+        return await method(request, timeout=seconds, metadata=tracing.metadata())
     except grpc.RpcError as error:
         raise error_of(error) from error
 
