@@ -170,6 +170,38 @@ def test_a_slow_link_is_not_used(models: Path, filled: Store, expected: list[Ans
         assert far.ask("metrics") == {"miss": 2, "slower": 2}
 
 
+def _remeasure_at_once() -> None:
+    import splitpoint_vllm.plan
+
+    splitpoint_vllm.plan.REMEASURE_SECONDS = 0.0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_link_that_is_too_slow_is_measured_again(models: Path, store: Store, family: str) -> None:
+    """Of a model with windows nothing less than what was found can be loaded."""
+    retention = {"prefix_cache_retention_interval": 256}
+    options: dict[str, Any] = retention if family == "gemma3" else {}
+    with engine(models / family, None, **options) as plain:
+        expected = plain.generate(PROMPTS[0])
+    with engine(models / family, store.address, **options) as first:
+        first.generate(PROMPTS[0], PROMPTS[0][:600])
+    slow: dict[str, Any] = {"link_rate": 0.5e6}
+    with engine(
+        models / family, store.address, prepare=_remeasure_at_once, extra=slow, **options
+    ) as far:
+        for seed in (98, 99):
+            far.generate(prompt(seed, 700))
+        assert far.generate(PROMPTS[0][:600])[0].reason == "loaded"
+        assert far.ask("forget")
+        answers = far.generate(PROMPTS[0])
+        check_equal(answers, expected)
+        told = answers[0].splitpoint
+        assert told is not None
+        assert told["reason"] == "remeasured"
+        most = told["found_tokens"] if family == "gemma3" else 128
+        assert told["loaded_tokens"] == most > 0
+
+
 def _metrics(llm: Any) -> dict[str, int]:
     """Return how often each reason was counted."""
     return {
