@@ -133,7 +133,12 @@ class SplitpointConnector(OffloadingConnector):
         except Exception:  # of vLLM's configuration, or of a model's: no reason to end an engine
             log.exception("Splitpoint: serving without the KV store")
             return
-        log.info("Splitpoint: namespace %s of %s", namespace.hex()[:16], facts)
+        # Without the hashes' seed, which may be a secret.
+        log.info(
+            "Splitpoint: namespace %s: %s on %s, weights %s, %s",
+            *(namespace.hex()[:16], facts.engine, facts.device),
+            *(" and ".join(each[:16] for each in facts.weights), facts.groups),
+        )
         self._manager.start(finder, namespace, config.parallel_config.world_size)
         if not finder.wait_connected(START_SECONDS):
             log.warning("Splitpoint: the KV store is not there yet; it is used when it is")
