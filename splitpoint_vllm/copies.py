@@ -206,9 +206,11 @@ class StreamCopier:
         done = torch.Event()
         with self._copying, self._platform.stream(self._stream):
             self._stream.wait_event(after)
-            self._copy_batch(*(torch.from_numpy(each) for each in (source, to, sizes)))
-            done.record(self._stream)
-            done.synchronize()
+            try:
+                self._copy_batch(*(torch.from_numpy(each) for each in (source, to, sizes)))
+            finally:  # also of a batch of which a part was enqueued
+                done.record(self._stream)
+                done.synchronize()
 
 
 def copier_for(device: torch.device) -> Copier:

@@ -66,14 +66,12 @@ def namespace_of(facts: EngineFacts) -> bytes:
     ).digest()
 
 
-def page_key(block_key: bytes, rank: int, part: int = 0) -> bytes:
+def page_key(block_key: bytes, rank: int) -> bytes:
     """Return the key of one rank's page of a block.
 
-    Args:
-        block_key: vLLM's key: the block's hash and its group.
-        part: number of the block in a key that stands for several; 0 as this version stores them.
+    `block_key`: vLLM's key: the block's hash and its group.
     """
-    message = b"%b%b%b" % (block_key, rank.to_bytes(4, "little"), part.to_bytes(4, "little"))
+    message = b"%b%b" % (block_key, rank.to_bytes(4, "little"))
     return hashlib.blake2b(message, digest_size=PAGE_KEY_BYTES).digest()
 
 

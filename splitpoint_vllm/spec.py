@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -39,6 +40,8 @@ from splitpoint_vllm.namespace import EngineFacts, PageGroup, hash_seed
 from splitpoint_vllm.pages import LoadedPages, StoredPages
 from splitpoint_vllm.store import PageWriter, StoreSettings
 from splitpoint_vllm.worker import Ended, Transfers
+
+log = logging.getLogger("vllm.splitpoint.spec")
 
 # How long a request waits for the store's answer. With the event loop's grace at most 0.2 s.
 LOOKUP_SECONDS = 0.15
@@ -140,16 +143,25 @@ class SplitpointWorker(OffloadingWorker):
             for group in kv_caches.group_data_refs
         )
         page_bytes = max(*parts.page_bytes, *padded)
-        link_rate = float(spec.extra_config.get("link_rate", 0.0))
         self.ended: list[Ended] = []
         self._rank = rank
-        copier = copier_for(parts.device)
-        writer = PageWriter(spec.store_settings(f"worker-{rank}", page_bytes), copier.pin)
-        self._transfers = Transfers(writer, parts, copier, rank, link_rate)
+        self._transfers: Transfers | None = None
+        self._refused: list[Ended] = []  # jobs, without transfers
+        try:
+            settings = spec.store_settings(f"worker-{rank}", page_bytes)
+            link_rate = float(spec.extra_config.get("link_rate", 0.0))
+            copier = copier_for(parts.device)
+            writer = PageWriter(settings, copier.pin)
+            self._transfers = Transfers(writer, parts, copier, rank, link_rate)
+        except Exception:  # such as a certificate that cannot be read
+            log.exception("Splitpoint: rank %d serves without the KV store", rank)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         assert isinstance(src_spec, LoadedPages)
         pages = [ranks[self._rank] for ranks in src_spec.pages]
+        if self._transfers is None:
+            self._refused.append(Ended(job_id, True, "this rank has no store", 0, 0.0))
+            return True
         self._transfers.submit_load(
             job_id, dst_spec.group_sizes, dst_spec.block_ids, pages, src_spec.arena_name
         )
@@ -159,6 +171,10 @@ class SplitpointWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         assert isinstance(dst_spec, StoredPages)
+        if self._transfers is None:
+            keys = frozenset(dst_spec.block_keys)
+            self._refused.append(Ended(job_id, False, "this rank has no store", 0, 0.0, keys))
+            return True
         self._transfers.submit_store(
             job_id,
             src_spec.group_sizes,
@@ -169,7 +185,9 @@ class SplitpointWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        self.ended = self._transfers.finished()
+        self.ended, self._refused = self._refused, []
+        if self._transfers is not None:
+            self.ended += self._transfers.finished()
         return [
             TransferResult(each.job_id, True, each.byte_count, each.seconds)
             if each.byte_count
@@ -178,10 +196,12 @@ class SplitpointWorker(OffloadingWorker):
         ]
 
     def wait(self, job_ids: set[int]) -> None:
-        self._transfers.wait(job_ids)
+        if self._transfers is not None:
+            self._transfers.wait(job_ids)
 
     def shutdown(self) -> None:
-        self._transfers.close(GOODBYE_SECONDS)
+        if self._transfers is not None:
+            self._transfers.close(GOODBYE_SECONDS)
 
 
 # -- what pages depend on ----------------------------------------------------------------

@@ -215,8 +215,14 @@ class StoreClient(Generic[Connected]):
 
     async def _call_and_forget(self, connection: Connected, method: str, request: Any) -> None:
         """Call, unless the session is over: what it held is free then."""
-        if self.connection is connection:
+        if self.connection is not connection:
+            return
+        try:
             await self._call(connection, method, request)
+        except SplitpointError as error:
+            log.info("Splitpoint: %s failed: %s", method, error.message)
+        except Exception:
+            log.exception("Splitpoint: %s failed", method)
 
     def _request_id(self) -> bytes:
         return next(self._request_numbers).to_bytes(8, "little")

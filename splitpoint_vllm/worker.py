@@ -392,7 +392,8 @@ class Transfers:
         started = time.monotonic()
         problem = ""
         try:
-            for first in range(0, len(job.block_keys), BATCH_PAGES):
+            # The last ones first: what was sealed first is evicted first.
+            for first in reversed(range(0, len(job.block_keys), BATCH_PAGES)):
                 self._save_batch(job, range(first, min(first + BATCH_PAGES, len(job.block_keys))))
         except ResourceExhausted:
             problem = "full"
@@ -402,6 +403,8 @@ class Transfers:
         except Exception:
             problem = "error"
             log.exception("Splitpoint: pages were not stored")
+        if problem:
+            self._store.count(problem)
         self._end(job, problem, job.bytes, time.monotonic() - started)
 
     def _save_batch(self, job: StoreJob, numbers: range) -> None:
@@ -440,7 +443,7 @@ class Transfers:
             try:
                 self._copier.copy(in_arena, in_cache, sizes, job.after)
             finally:
-                is_last = numbers.stop == len(job.block_keys)
+                is_last = numbers.start == 0
                 self._set(job, State.READ if is_last else State.QUEUED)
             checksums = [arena.checksum(slot) for slot in slots]
         job.bytes += int(sizes.sum())

@@ -409,3 +409,18 @@ def test_a_seal_that_fails_leaves_no_slot_granted(
     answer = rank.look_up(keys_from(2))
     assert rank.store(keys_from(3), FROM).problem == ""
     assert len(answer.pages) == len(rank.look_up(keys_from(3)).pages) == 6
+
+
+def test_the_front_of_a_long_prompt_is_evicted_last(
+    processes: Processes, rank_of: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "BATCH_PAGES", 2)
+    processes.start(memory="4MiB")  # 13 slots
+    rank = rank_of(1)
+    rank.wait_connected()
+    for number in (1, 2, 3):
+        assert rank.store(keys_from(number), FROM).unstored == frozenset()
+    # Only a prompt's beginning is of use without the rest.
+    left = list(rank.look_up(keys_from(1)).pages)
+    assert left == keys_from(1)[: len(left)]
+    assert len(left) == 1

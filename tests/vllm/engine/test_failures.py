@@ -262,3 +262,13 @@ def test_another_dtype_shares_no_pages(models: Path, filled: Store) -> None:
     with engine(models / "llama", filled.address, dtype="bfloat16") as other:
         assert other.generate(PROMPTS[0])[0].reason == "miss"
         wait_until(lambda: outcomes() == {"miss": "1"})
+
+
+def test_options_that_cannot_be_used_cost_the_store_only(
+    models: Path, store: Store, expected: list[Answer]
+) -> None:
+    options = {"token_file": str(store.folder / "missing")}
+    with engine(models / "llama", store.address, waits=False, extra=options) as alone:
+        answers = alone.generate(*PROMPTS)
+    check_equal(answers, expected)
+    assert {each.reason for each in answers} == {"disabled"}
