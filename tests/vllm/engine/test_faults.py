@@ -53,8 +53,8 @@ from splitpoint_cli.request.observed import read_store
 
 pytestmark = [pytest.mark.scaled, pytest.mark.timeout(scaled(600, chaos=7200))]
 
-REQUESTS = scaled(60, chaos=500)
-STORE_KILLS = scaled(5, chaos=50)
+REQUESTS = scaled(50, chaos=500)
+STORE_KILLS = scaled(3, chaos=50)
 ENGINE_KILLS = scaled(1, chaos=10)
 FLIPPED_BITS = scaled(20, chaos=200)
 FROZEN_SECONDS = scaled(3, chaos=30)
@@ -406,13 +406,17 @@ def test_a_copy_thread_that_dies_costs_its_own_load(
     assert [each.tokens for each in answers] == [each.tokens for each in expected]
 
 
-def test_an_engine_whose_pages_do_not_fit_goes_on_without_the_store(tmp_path: Path) -> None:
-    text = inspect.getsource(argparse)[:2000]
-    with Processes(Path(sys.executable), tmp_path) as processes:
-        store = processes.store(MEMORY, "--page-size", "64KiB")
-        engine = processes.engine(BUNDLED, store, *SMALL)
-        ready(engine)
-        answers = [engine.ask(text, ANSWER_TOKENS) for _ in range(2)]
-        assert answers[0].text == answers[1].text
-        assert {answer.told["reason"] for answer in answers} == {"pages_do_not_fit"}
-        assert stats_of(store).sealed_slot_count == 0
+def test_an_engine_whose_pages_do_not_fit_goes_on_without_the_store(
+    models: Path, tmp_path: Path
+) -> None:
+    prompt = engines.prompt(1, 700)
+    with engines.engine(models / "llama", None) as plain:
+        expected = plain.generate(prompt)
+    with (
+        engines.Store(tmp_path, page_size="64KiB") as small,
+        engines.engine(models / "llama", small.address, waits=False) as misfit,
+    ):
+        answers = [*misfit.generate(prompt), *misfit.generate(prompt)]
+        assert small.stats()["sealed_slot_count"] == 0
+    assert [each.tokens for each in answers] == [expected[0].tokens] * 2
+    assert {each.reason for each in answers} == {"pages_do_not_fit"}
