@@ -42,6 +42,7 @@ from benchmarks.gpu_claims import (
     SELECT_LLAMA,
     SELECT_OPT,
     TESTS,
+    VLLM,
     Outcome,
     claims_of,
     print_claims,
@@ -114,6 +115,10 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
     select_llama = selecting("llama-3.1-8b", (4096, 8192, 32768), is_tiny=is_tiny)
     # The longest that OPT's positions allow.
     select_opt = selecting("opt-13b", (1984,), is_tiny=is_tiny)
+    # Two engines on one card, which compile first.
+    engines = os.environ.get("SPLITPOINT_VLLM_PYTHON", python)
+    vllm: tuple[str, ...] = (python, "-m", "benchmarks.vllm_connector", "--part", "first")
+    vllm += ("--python", engines, "--rounds", "1" if is_tiny else "3")
     return [
         Part(
             TESTS,
@@ -146,6 +151,7 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
         Part(LLAMA, offload("llama-3-8b", 512), 120, 60),
         Part(OPT_SHORT, offload("opt-6.7b", 128, "--sweep"), 150, 60),
         Part(RESTORE, (*cli, "restore", *restore, *here), 100, 30),
+        Part(VLLM, vllm, 240, 25),
     ]
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 TESTS, RESTORE, GRAPHS = "tests", "restore opt-6.7b", "graphs"
-NUMERICS = "numerics"
+NUMERICS, VLLM = "numerics", "vllm"
 SELECT_LLAMA, SELECT_OPT = "select llama-3.1-8b", "select opt-13b"
 OPT_LONG, OPT_SHORT, LLAMA = (
     "offload opt-6.7b 512",
@@ -92,6 +92,10 @@ def claims_of(outcomes: Mapping[str, Outcome]) -> list[Claim]:
     # Never slower, with what a measurement cannot tell apart.
     claims.append(Claim(f"{LLAMA}: planned over full load", llama, 1.03))
     claims += graph_claims(reports.get(GRAPHS)) + numerics_claims(reports.get(NUMERICS))
+    loaded = None
+    if VLLM in reports:
+        loaded = reports[VLLM]["first"]["ratio"]["other"]
+    claims.append(Claim("vllm: first token from another engine's pages over cold", loaded, 0.15))
     return claims + [
         claim for name in (SELECT_LLAMA, SELECT_OPT) for claim in select_claims(name, reports)
     ]

@@ -192,7 +192,9 @@ class Processes:
         """
         port = _free_port()
         words = ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32"]
-        words += ["--max-model-len", "4096", "--enable-prompt-tokens-details", *more]
+        words += ["--max-model-len", "4096", "--enable-prompt-tokens-details"]
+        # On a GPU two engines share it; a CPU's cache is what the environment says.
+        words += ["--gpu-memory-utilization", "0.4", *more]
         if store is not None:
             words += ["--kv-transfer-config", json.dumps(transfer_config(store.address, **options))]
         command = [*vllm_command(self._python), "serve", str(model), *words]
