@@ -22,7 +22,7 @@ from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.metrics import readings
 from kvstore_service.opening import TierSettings, tier_settings, tiers_of
 from kvstore_service.server import KvStoreServicer
-from kvstore_service.serving import FirstAttach, StoreServer
+from kvstore_service.serving import LEAST_SLOT_BYTES, FirstAttach, StoreServer
 from kvstore_service.stats import StoreInfo
 from kvstore_service.store import KvStore
 from kvstore_service.tiers.disk.format import Division
@@ -49,7 +49,7 @@ from splitpoint.options import store as options
 from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.options.values import parse_options
 from splitpoint.service import OnReady, Setup, announce_ready, run_service, set_up
-from splitpoint.shapes import ArenaLayout, DataType, Encoding, WeightFormat
+from splitpoint.shapes import PAGE_ALIGNMENT, ArenaLayout, DataType, Encoding, WeightFormat
 from splitpoint.transport.tls import Identity
 
 if TYPE_CHECKING:
@@ -135,7 +135,10 @@ def kept_pages(arguments: argparse.Namespace) -> ArenaLayout | None:
 def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
     """Return the layout given by --layout, --model or --page-size. Raises InvalidArgument."""
     if arguments.page_size is not None:
-        return ArenaLayout.of_pages(parse_size(arguments.page_size, field="page-size"))
+        layout = ArenaLayout.of_pages(parse_size(arguments.page_size, field="page-size"))
+        if layout.page_bytes < PAGE_ALIGNMENT:  # millions of slots
+            raise InvalidArgument("--page-size: a slot has at least 4KiB", field="page-size")
+        return layout
     if arguments.layout is not None:
         try:
             return ArenaLayout.from_json(arguments.layout)
@@ -185,6 +188,7 @@ def check_arguments(arguments: argparse.Namespace) -> StoreSettings:
     if settings.layout is not None:
         settings.geometry_of(settings.layout)  # before minutes of allocating an arena
     else:  # before the first engine attaches
+        settings.geometry_of(ArenaLayout.of_pages(LEAST_SLOT_BYTES))
         parents = arguments.arena.absolute().parents
         check_room(next(parent for parent in parents if parent.is_dir()), size)
     return settings

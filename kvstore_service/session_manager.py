@@ -6,6 +6,7 @@ client provably touches nothing any more. This module knows no tokens and no pay
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +18,15 @@ from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.pool.recovered_state import UNKNOWN_WRITER, EarlierSession
 from kvstore_service.sessions import ProcessIdentity, Session
 from splitpoint.arena.format import ID_BYTES
+from splitpoint.config import format_size
 from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted
 
 SESSION_LIMIT = 1024
 # Most names of outcomes that are told apart, each a label of a metric; and the name of all others.
 OUTCOME_NAMES = 64
 OTHER_OUTCOME = "other"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +138,11 @@ class SessionManager:
                 layout=self._pool.layout.to_json(),
             )
         if page_bytes > self._pool.layout.page_bytes:
+            wanted, slots = format_size(page_bytes), format_size(self._pool.layout.page_bytes)
+            _log.warning("%r is refused: its pages have %s, slots %s", client_name, wanted, slots)
             raise FailedPrecondition(
-                f"pages of {page_bytes} bytes do not fit into slots of "
-                f"{self._pool.layout.page_bytes} bytes",
+                f"pages of {wanted} do not fit into the store's slots of {slots}: give this engine "
+                "a store of its own, or start the store anew with --page-size",
                 reason="PAGES_DO_NOT_FIT",
                 page_bytes=self._pool.layout.page_bytes,
             )

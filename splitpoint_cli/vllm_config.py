@@ -58,7 +58,7 @@ def vllm_config(
         float | None,
         typer.Option(
             help="Seconds that a request waits for the store's answer before the engine computes "
-            "its prompt; absent: the connector's default (docs/vllm.md).",
+            "its prompt; absent: 0.15.",
             metavar="SECONDS",
         ),
     ] = None,

@@ -35,6 +35,7 @@ from splitpoint.errors import SplitpointError
 from splitpoint_vllm.manager import SplitpointManager
 from splitpoint_vllm.namespace import namespace_of
 from splitpoint_vllm.pages import WorkerReport
+from splitpoint_vllm.plan import Reason
 from splitpoint_vllm.spec import SplitpointSpec, block_bytes, check_version, engine_facts
 from splitpoint_vllm.store import PageFinder
 
@@ -140,7 +141,7 @@ class SplitpointConnector(OffloadingConnector):
             *(" and ".join(each[:16] for each in facts.weights), facts.groups),
         )
         self._manager.start(finder, namespace, config.parallel_config.world_size)
-        if not finder.wait_connected(START_SECONDS):
+        if not finder.wait_connected(START_SECONDS) and finder.refusal is Reason.AWAY:
             log.warning("Splitpoint: the KV store is not there yet; it is used when it is")
 
     # -- the scheduler's side ---------------------------------------------------------------
@@ -179,6 +180,7 @@ class SplitpointConnector(OffloadingConnector):
 
     def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return the most tokens to load, by the plan. None: no limit."""
+        self._manager.cached(request.request_id, num_computed_tokens)
         limit = super()._max_loadable_tokens(request, num_computed_tokens)
         status = self.scheduler._req_status[request.request_id]
         if status.transfer_jobs or request.skip_reading_prefix_cache:

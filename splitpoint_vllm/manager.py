@@ -83,6 +83,7 @@ class _Request:
         answer: of `lookup`, once it was there or late.
         is_spent: the answer's lease was given up.
         plan: and the found tokens that it is for.
+        own_tokens: leading tokens that the engine's own cache has.
         problem: why the load failed. Empty: it did not.
         is_decided: `outcome` was counted.
         is_over: it ended, but its load has not.
@@ -95,6 +96,7 @@ class _Request:
     is_spent: bool = False
     plan: tuple[int, LoadPlan] | None = None
     load_bytes: int = 0
+    own_tokens: int = 0
     is_loading: bool = False
     problem: str = ""
     has_failed: bool = False
@@ -218,6 +220,10 @@ class SplitpointManager(OffloadingManager):
             outcome.predicted_compute_seconds = plan.compute_seconds
         return request.plan[1]
 
+    def cached(self, request_id: str, own_tokens: int) -> None:
+        """Note how many leading tokens of a request the engine's own cache has."""
+        self._requests[request_id].own_tokens = own_tokens
+
     def allocated(self, request_id: str, loaded_tokens: int) -> None:
         """Note that vLLM has blocks for a request and loads so many of its tokens into them."""
         request = self._requests[request_id]
@@ -235,9 +241,11 @@ class SplitpointManager(OffloadingManager):
             return Reason.DISABLED
         if request.answer is not None and request.answer.reason is not None:
             return request.answer.reason
-        if request.plan is None or request.plan[1].reason is Reason.LOADED:
-            return Reason.MISS  # or vLLM found as much in its own cache in the end
-        return Reason.SLOWER
+        if request.plan is None:
+            has_pages = request.answer is not None and bool(request.answer.pages)
+            return Reason.LOCAL if has_pages and request.own_tokens else Reason.MISS
+        # vLLM found as much in its own cache in the end, or what was to be loaded is refused.
+        return Reason.LOCAL if request.plan[1].reason is Reason.LOADED else Reason.SLOWER
 
     # -- loads -----------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ class Reason(StrEnum):
 
     LOADED = "loaded"
     MISS = "miss"
+    # The engine's own cache reaches as far as the store's pages.
+    LOCAL = "local"
     # The store's answer came after the deadline.
     LATE = "late"
     # Computing the found tokens is faster than loading them.

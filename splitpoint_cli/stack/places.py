@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from dataclasses import dataclass
@@ -132,13 +133,15 @@ def socket_path(address: str) -> Path | None:
 
 
 def instance_of(listen: str, name: str | None = None) -> str:
-    """Return a stack's name: as given, else that of its port, which is unique on a host.
+    """Return a stack's name: as given, else that of its port or socket, unique on a host.
 
     Raises InvalidArgument.
     """
     if name is not None:
         return config.check_instance(name)
+    if listen.startswith("unix:"):
+        return f"unix-{hashlib.sha256(os.fsencode(listen)).hexdigest()[:8]}"
     port = listen.rpartition(":")[2]
-    if listen.startswith("unix:") or port == "0":
+    if port == "0":
         return f"pid-{os.getpid()}"
     return f"port-{port}"

@@ -124,8 +124,21 @@ def test_nothing_loaded_is_never_called_loaded(manager: SplitpointManager, finde
     found(manager, context)
     assert manager.plan("a", 768, 128, 6000).reason is Reason.LOADED
     manager.allocated("a", 0)  # vLLM's own cache had as much
-    assert manager.outcome("a")["reason"] == "miss"
+    assert manager.outcome("a")["reason"] == "local"
     assert finder.released == [7]
+
+
+@pytest.mark.parametrize(("own_tokens", "reason"), [(768, "local"), (0, "miss")])
+def test_what_the_engine_has_itself_is_no_miss(
+    manager: SplitpointManager, finder: Finder, own_tokens: int, reason: str
+) -> None:
+    """Pages without a state to go on from are one."""
+    context = begin(manager, "a")
+    finder.answer(*KEYS)
+    found(manager, context)
+    manager.cached("a", own_tokens)
+    manager.allocated("a", 0)
+    assert manager.outcome("a")["reason"] == reason
 
 
 def test_a_late_answer_is_a_miss_and_its_lease_is_not_kept(
