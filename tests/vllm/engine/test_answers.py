@@ -41,7 +41,7 @@ def test_a_prefix_that_another_engine_computed_is_loaded(
     with engine(models / family, store.address, **options) as first:
         answers = [*first.generate(FIRST), *first.generate(SECOND)]
         check_equal(answers, [cold, local], most)
-        assert [each.reason for each in answers] == ["miss", "miss"]
+        assert [each.reason for each in answers] == ["miss", "local"]
     with engine(models / family, store.address, **options) as second:
         (warm,) = second.generate(SECOND)
     check_equal([warm], [local], most)

@@ -352,7 +352,16 @@ def test_faults_cost_no_text_no_engine_and_no_page(tmp_path: Path) -> None:
         assert campaign.errors == []
         assert wrong == []
         assert campaign.engine.process.poll() is None
-        assert set(reasons) <= {"loaded", "miss", "late", "away", "failed", "slower", "remeasured"}
+        assert set(reasons) <= {
+            "loaded",
+            "local",
+            "miss",
+            "late",
+            "away",
+            "failed",
+            "slower",
+            "remeasured",
+        }
 
         print(f"largest added delay: {added_delay(campaign.engine, store, rng):.3f} s")
         stop(campaign.engine.process)
