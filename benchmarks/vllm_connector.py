@@ -529,6 +529,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"rounds": arguments.rounds, "seed": 0}
     with tempfile.TemporaryDirectory(prefix="splitpoint-bench-") as folder:
         logs = Path(folder) if arguments.logs is None else arguments.logs
+        logs.mkdir(parents=True, exist_ok=True)
         model = Path(folder) / "llama"
         if set(parts) - {"replicas"}:
             write_model(arguments.python, model)
