@@ -280,6 +280,8 @@ def _llm(model: Path, store: str | None, extra: dict[str, Any], options: dict[st
                 "spec_name": "SplitpointSpec",
                 "spec_module_path": "splitpoint_vllm.spec",
                 "store": store,
+                # Engine and session share a process here, and a busy host answers late.
+                "lookup_seconds": 1.0,
                 **extra,
             },
         }
