@@ -221,6 +221,7 @@ def engine_facts(
     if speculation is not None and speculation.draft_model_config is not None:
         draft = speculation.draft_model_config
         weights.append(_fingerprint(config, draft.model, draft.revision))
+    configuration = _configuration(model.hf_config)
     return EngineFacts(
         engine=f"vllm {vllm_version}",
         weights=tuple(weights),
@@ -228,8 +229,8 @@ def engine_facts(
             str(model.dtype),
             str(model.quantization),
             str(None if speculation is None else speculation.method),
-            _digest(_configuration(model.hf_config)),
-            _rotation(model),
+            _digest(configuration),
+            _rotation(configuration, model.max_model_len),
         ),
         device=_device(),
         cache=(
@@ -308,13 +309,13 @@ def _cached_folder(config: VllmConfig, name: str, revision: str | None) -> Path:
         ) from error
 
 
-def _rotation(model: Any) -> str:
+def _rotation(configuration: str, max_model_len: int) -> str:
     """Return what keys are rotated by, beside the configuration.
 
     vLLM takes LongRoPE's factors for long or for short texts by the longest one that it serves.
     """
-    has_two = any(name in _configuration(model.hf_config) for name in ('"longrope"', '"su"'))
-    return f"texts of {model.max_model_len}" if has_two else ""
+    has_two = any(name in configuration for name in ('"longrope"', '"su"'))
+    return f"texts of {max_model_len}" if has_two else ""
 
 
 def _configuration(hf_config: Any) -> str:

@@ -18,13 +18,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from splitpoint.arena.mapping import Arena, Bytes
 from splitpoint.errors import SplitpointError, Unavailable
+from splitpoint.transport import local_session
 from splitpoint.transport.cleanups import Cleanups
-from splitpoint.transport.convert import layout_from_proto
 from splitpoint.transport.store_session import (
     CALL_SECONDS,
     GOODBYE_SECONDS,
@@ -32,7 +31,7 @@ from splitpoint.transport.store_session import (
     Connection,
     StoreSession,
     granted_slots,
-    process_start_ticks,
+    lease_seconds,
 )
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
@@ -295,9 +294,8 @@ class _Remote:
         )
 
     def connection(self, answer: pb.AttachResponse) -> RemoteConnection:
-        lease = answer.lease_duration.ToTimedelta().total_seconds()
         name = ArenaName(answer.instance_id, answer.epoch)
-        return RemoteConnection(answer.session_id, answer.epoch, lease, name)
+        return RemoteConnection(answer.session_id, answer.epoch, lease_seconds(answer), name)
 
 
 class PageFinder(StoreClient[RemoteConnection]):
@@ -374,7 +372,6 @@ class PageFinder(StoreClient[RemoteConnection]):
             log.exception("Splitpoint: a look-up failed")
             lookup.settle(Answer(reason=Reason.AWAY))
             return
-        self._late_count = 0
         pages = _by_block(block_keys, found.pages, ranks)
         if not lookup.settle(Answer(pages, connection, found.lease_id)):
             await self._release(connection, found.lease_id)
@@ -422,27 +419,17 @@ class _Mapped:
     def attach_request(
         self, client_name: str, layout_hash: bytes, previous_session_id: bytes
     ) -> pb.AttachRequest:
-        return pb.AttachRequest(
-            client_name=client_name,
-            process_id=os.getpid(),
-            process_start_ticks=process_start_ticks(),
+        return local_session.attach_request(
+            client_name,
             layout_hash=layout_hash,
             previous_session_id=previous_session_id,
             page_bytes=self._page_bytes,
         )
 
     def connection(self, answer: pb.AttachResponse) -> MappedConnection:
-        arena = Arena.attach(
-            Path(answer.arena_path),
-            layout=layout_from_proto(answer.layout),
-            slot_count=answer.slot_count,
-            instance_id=answer.instance_id,
-            epoch=answer.epoch,
-            session_id=answer.session_id,
-        )
-        lease = answer.lease_duration.ToTimedelta().total_seconds()
+        arena = local_session.mapped_arena(answer)
         name = ArenaName(answer.instance_id, answer.epoch)
-        return MappedConnection(answer.session_id, answer.epoch, lease, name, arena)
+        return MappedConnection(answer.session_id, answer.epoch, lease_seconds(answer), name, arena)
 
 
 @dataclass(frozen=True, slots=True)

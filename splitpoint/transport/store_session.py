@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -100,7 +99,7 @@ async def remote_session(
         stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(channel)
         request = pb.AttachRequest(client_name=client_name, layout_hash=layout_hash, is_remote=True)
         attached = await call_once(stub.Attach, request)
-        interval = attached.lease_duration.ToTimedelta().total_seconds() / 3
+        interval = lease_seconds(attached) / 3
         ended = asyncio.Event()
         keeper = asyncio.create_task(_keep_alive(stub, attached.session_id, interval, ended))
         try:
@@ -450,8 +449,6 @@ def granted_slots(answer: pb.ReserveResponse) -> list[tuple[int, int]]:
     ]
 
 
-def process_start_ticks() -> int:
-    """Return this process's start time in clock ticks since boot (/proc/self/stat field 22)."""
-    stat = Path("/proc/self/stat").read_text()
-    # The command name, field 2, may contain spaces and parentheses.
-    return int(stat.rpartition(")")[2].split()[19])
+def lease_seconds(answer: pb.AttachResponse) -> float:
+    """Return how long the session lasts without a KeepAlive request."""
+    return answer.lease_duration.ToTimedelta().total_seconds()

@@ -18,12 +18,13 @@ import torch
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.pool.prefix_index import Entry
 from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.slots import places
 from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.config import remove_tree
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
-from splitpoint.transport.store_session import process_start_ticks
+from splitpoint.transport.local_session import process_start_ticks
 from splitpoint_cli.bench.ending import bench_arena_path
 from worker_service.device.cache import DeviceCache
 from worker_service.device.pinning import CudaRegistrar, LockedRanges, pieces_of
@@ -155,12 +156,7 @@ class LocalStore:
         self, cache: DeviceCache, chain: _Chain, jobs: Sequence[WriteJob]
     ) -> tuple[StoredChunk, ...]:
         tensors = self.connection.tensors
-        runs = self._store.reserve(self._session, len(jobs), chain.salt)
-        granted = [
-            (run.first_slot + index, generation)
-            for run in runs
-            for index, generation in enumerate(run.generations)
-        ]
+        granted = places(self._store.reserve(self._session, len(jobs), chain.salt))
         slots = [slot for slot, _ in granted]
         checksums = copy_chunks(cache, tensors, jobs, slots)
         written, parent = [], chain.parent_key

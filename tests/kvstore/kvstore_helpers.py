@@ -19,8 +19,6 @@ from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.arena.records import SlotState
 from splitpoint.keys import chunk_key, pack_tokens
 from splitpoint.shapes import ArenaLayout, DataType
-from splitpoint.transport.convert import layout_from_proto
-from splitpoint.v1 import kvstore_pb2 as pb
 
 LAYOUT = ArenaLayout(
     chunk_tokens=4,
@@ -131,18 +129,6 @@ def assert_payloads(
         parent = chunk_key(arena.layout.layout_hash, salt, parent, piece)
         keys.append(parent)
     return keys
-
-
-def mapped_arena(answer: pb.AttachResponse) -> Arena:
-    """Map the arena of a session, as a worker does."""
-    return Arena.attach(
-        Path(answer.arena_path),
-        layout=layout_from_proto(answer.layout),
-        slot_count=answer.slot_count,
-        instance_id=answer.instance_id,
-        epoch=answer.epoch,
-        session_id=answer.session_id,
-    )
 
 
 def store_sequence(

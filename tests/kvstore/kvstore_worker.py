@@ -14,14 +14,14 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
-from kvstore_helpers import granted_slots, mapped_arena, pieces_of, write_chunks
+from kvstore_helpers import granted_slots, pieces_of, write_chunks
 
 from splitpoint.transport.channels import open_sync_channel
 from splitpoint.transport.convert import to_message
+from splitpoint.transport.local_session import attach_request, mapped_arena
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -30,14 +30,7 @@ from splitpoint.v1 import kvstore_pb2_grpc
 def main() -> None:
     address, tokens, seals = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "seal"
     stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(open_sync_channel(address))
-    stat = Path("/proc/self/stat").read_text()
-    session = stub.Attach(
-        pb.AttachRequest(
-            client_name="worker",
-            process_id=os.getpid(),
-            process_start_ticks=int(stat.rpartition(")")[2].split()[19]),
-        )
-    )
+    session = stub.Attach(attach_request("worker"))
     arena = mapped_arena(session)
     stop = threading.Event()
 

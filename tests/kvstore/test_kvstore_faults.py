@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
-from kvstore_helpers import LAYOUT, mapped_arena
+from kvstore_helpers import LAYOUT
 from test_kvstore_kills import Writer
 from test_kvstore_process import ROOT, StoreProcess, finish, start_worker, stats_of
 from waiting import wait_until
@@ -28,6 +28,7 @@ from splitpoint.arena.mapping import Arena
 from splitpoint.arena.records import CHUNK_OFFSET
 from splitpoint.errors import ResourceExhausted
 from splitpoint.transport.channels import open_sync_channel
+from splitpoint.transport.local_session import mapped_arena
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc

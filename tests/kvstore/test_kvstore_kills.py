@@ -25,7 +25,6 @@ from kvstore_helpers import (
     LAYOUT,
     assert_payloads,
     granted_slots,
-    mapped_arena,
     pieces_of,
     write_chunks,
 )
@@ -34,6 +33,7 @@ from test_kvstore_process import StoreProcess
 from splitpoint.arena.mapping import Arena
 from splitpoint.transport.channels import open_sync_channel
 from splitpoint.transport.convert import to_message
+from splitpoint.transport.local_session import mapped_arena
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvstore_helpers import LAYOUT, granted_slots, mapped_arena
+from kvstore_helpers import LAYOUT, granted_slots
 from page_helpers import assert_pages, keys_of, write_pages
 from redis_server import RedisServer
 from test_kvstore_process import StoreProcess
@@ -27,6 +27,7 @@ from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from splitpoint.shapes import ArenaLayout
 from splitpoint.transport.channels import open_sync_channel
+from splitpoint.transport.local_session import mapped_arena
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc

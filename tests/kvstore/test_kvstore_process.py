@@ -24,13 +24,14 @@ import grpc
 import pytest
 from fork_server import parent_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvstore_helpers import LAYOUT, assert_payloads, mapped_arena
+from kvstore_helpers import LAYOUT, assert_payloads
 from waiting import wait_until
 
 from kvstore_service.server import SERVICE_NAME
 from splitpoint.errors import NotFound
 from splitpoint.options.store import TIER_POOL
 from splitpoint.transport.channels import open_sync_channel
+from splitpoint.transport.local_session import mapped_arena
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
-from splitpoint.arena.mapping import Arena
-from splitpoint.transport.convert import layout_from_proto
+from splitpoint.transport import local_session
 from splitpoint.transport.store_session import Connection as Session
-from splitpoint.transport.store_session import process_start_ticks
+from splitpoint.transport.store_session import lease_seconds
 from splitpoint.v1 import kvstore_pb2 as pb
 from worker_service.device.pinning import Pinning
 from worker_service.device.populating import Populator
@@ -41,32 +38,21 @@ class MappedArena:
     def attach_request(
         self, client_name: str, layout_hash: bytes, previous_session_id: bytes
     ) -> pb.AttachRequest:
-        return pb.AttachRequest(
-            client_name=client_name,
-            process_id=os.getpid(),
-            process_start_ticks=process_start_ticks(),
-            layout_hash=layout_hash,
-            previous_session_id=previous_session_id,
+        return local_session.attach_request(
+            client_name, layout_hash=layout_hash, previous_session_id=previous_session_id
         )
 
     def connection(self, answer: pb.AttachResponse) -> Connection:
         return Connection(
             session_id=answer.session_id,
             epoch=answer.epoch,
-            lease_seconds=answer.lease_duration.ToTimedelta().total_seconds(),
+            lease_seconds=lease_seconds(answer),
             tensors=self._tensors(answer),
             loads_from_stores=answer.loads_from_stores,
         )
 
     def _tensors(self, answer: pb.AttachResponse) -> ArenaTensors:
-        arena = Arena.attach(
-            Path(answer.arena_path),
-            layout=layout_from_proto(answer.layout),
-            slot_count=answer.slot_count,
-            instance_id=answer.instance_id,
-            epoch=answer.epoch,
-            session_id=answer.session_id,
-        )
+        arena = local_session.mapped_arena(answer)
         if self._pinning is not None:
             self._pinning.attach(arena)
         tensors = ArenaTensors(arena)

@@ -16,13 +16,14 @@ from typing import Any
 import grpc
 import pytest
 from kvstore_helpers import LAYOUT as SMALL
-from kvstore_helpers import assert_payloads, granted_slots, mapped_arena, pieces_of, write_chunks
+from kvstore_helpers import assert_payloads, granted_slots, pieces_of, write_chunks
 from test_kvstore_process import StoreProcess
 from waiting import until
 
 from splitpoint.errors import Unavailable
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.convert import to_message
+from splitpoint.transport.local_session import mapped_arena
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2

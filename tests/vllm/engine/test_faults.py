@@ -42,11 +42,10 @@ from benchmarks.vllm_connector import (
     stats_of,
     stop,
 )
-from splitpoint.arena.mapping import Arena
 from splitpoint.config import SHARED_MEMORY, arena_path
 from splitpoint.errors import Unavailable
 from splitpoint.transport.channels import open_sync_channel
-from splitpoint.transport.convert import layout_from_proto
+from splitpoint.transport.local_session import mapped_arena
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 from splitpoint_cli.request.observed import read_store
@@ -222,14 +221,7 @@ def filled(store: Store) -> Iterator[int]:
                 is_over.wait(1.0)
 
         stream = stub.KeepAlive(beats())
-        arena = Arena.attach(
-            Path(answer.arena_path),
-            layout=layout_from_proto(answer.layout),
-            slot_count=answer.slot_count,
-            instance_id=answer.instance_id,
-            epoch=answer.epoch,
-            session_id=answer.session_id,
-        )
+        arena = mapped_arena(answer)
         held = 0
         try:
             for number in range(answer.slot_count):
